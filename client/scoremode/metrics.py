@@ -1,0 +1,71 @@
+"""From negative log-likelihoods to perplexity and its error bars. Natural logarithms (nats), sums by `math.fsum`."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_WHITE_SPACE = re.compile(r"\s+")
+_LARGEST_EXPONENT = 709.0
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Perplexity of `num_scored` tokens; standard errors are None below two tokens."""
+
+    num_scored: int
+    nll_sum: float
+    """Nats."""
+    nll_mean: float
+    """Nats per token."""
+    nll_stderr: float | None
+    perplexity: float
+    perplexity_stderr: float | None
+
+
+def perplexity(nlls: Iterable[float]) -> Perplexity:
+    """Perplexity exp(mean NLL) of per-token NLLs in nats.
+
+    The standard error of the mean is s / sqrt(n) with the sample deviation s; that of the perplexity follows by the
+    delta method, ppl * s / sqrt(n), which is the ± of llama-perplexity. Both take tokens as independent.
+
+    Raises:
+        ValueError: no NLLs, or one is NaN.
+    """
+    values = list(nlls)
+    count = len(values)
+    if not count:
+        raise ValueError("no tokens were scored")
+    total = math.fsum(values)
+    if math.isnan(total):
+        raise ValueError("an NLL is NaN")
+    mean = total / count
+    ppl = exp(mean)
+    stderr = None
+    if count > 1:
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        stderr = math.sqrt(variance / count)
+    return Perplexity(count, total, mean, stderr, ppl, None if stderr is None else ppl * stderr)
+
+
+def bits_per_byte(nll: float, num_bytes: int) -> float:
+    """NLL of a text in nats, as bits per UTF-8 byte: NLL / (ln 2 * bytes)."""
+    return nll / (math.log(2) * num_bytes)
+
+
+def word_perplexity(nll: float, num_words: int) -> float:
+    """exp(NLL / words), words being what lies between white space, as lm-eval counts them."""
+    return exp(nll / num_words)
+
+
+def count_words(text: str) -> int:
+    """Words of a text as lm-eval's wikitext task counts them: pieces between white space, `re.split(r"\\s+", text)`.
+
+    White space at an end leaves an empty piece there, which counts.
+    """
+    return len(_WHITE_SPACE.split(text))
+
+
+def exp(value: float) -> float:
+    """e**value, infinite where a float overflows."""
+    return math.exp(value) if value < _LARGEST_EXPONENT else math.inf

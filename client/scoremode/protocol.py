@@ -1,0 +1,196 @@
+"""The wire types of Scoremode's HTTP API, shared by client and server.
+
+Log-probabilities are natural logarithms (nats). The requests are validated strictly: an unknown field or a value of
+another type is an error, never a guess. The responses of `/v1/score` are typed dictionaries, because a model object
+per token would cost more than the scoring.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+from typing_extensions import NotRequired, TypedDict
+
+from scoremode.windows import Method
+
+MAX_TOP_LOGPROBS = 20
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
+
+
+def _one_message(message: str) -> WrapValidator:
+    """Replace the errors of every branch of a union, one by one, by a single one that says what is accepted."""
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("shape", "{message}", {"message": message}) from None
+
+    return WrapValidator(validate)
+
+
+TokenIds = list[int]
+
+Prompt = Annotated[
+    str | list[str] | TokenIds | list[TokenIds],
+    _one_message("must be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+]
+Continuations = Annotated[
+    list[str] | list[TokenIds],
+    _one_message("must be a list of strings or a list of lists of token ids"),
+]
+Text = Annotated[str | TokenIds, _one_message("must be a string or a list of token ids")]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = Field(None, description="A served model or LoRA adapter; the served model when left out.")
+
+
+class ScoreRequest(_Request):
+    """Body of `POST /v1/score`."""
+
+    prompt: Prompt = Field(description="One text or several, as text or as token ids.")
+    continuations: Continuations | None = Field(
+        None,
+        description="Score these instead, each behind each prompt. A text behind a text is tokenized together with it.",
+    )
+    add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k likeliest tokens at every position.")
+    return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the likeliest.")
+    return_tokens: bool = Field(False, description="Every token as text.")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="`base64`: logprobs as little-endian float32, NaN where there is none."
+    )
+    use_cache: bool = Field(True, description="Accept logprobs that were computed for an earlier request.")
+
+
+class TopLogprob(TypedDict):
+    """One of the likeliest tokens at a position."""
+
+    token_id: int
+    logprob: float
+    token: NotRequired[str]
+
+
+class ScoreResult(TypedDict):
+    """One scored sequence, or one continuation. Lists run over `token_ids`; a text's first token has no logprob."""
+
+    index: int
+    prompt_index: int
+    continuation_index: int | None
+    token_ids: list[int]
+    logprobs: list[float | None] | str
+    sum_logprob: float
+    num_scored: int
+    ranks: NotRequired[list[int | None]]
+    is_greedy: NotRequired[bool]
+    tokens: NotRequired[list[str]]
+    top_logprobs: NotRequired[list[list[TopLogprob] | None]]
+
+
+class Usage(TypedDict):
+    """Tokens of all scored sequences, and how many of them were not computed anew."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    total_tokens: int
+
+
+class ScoreResponse(TypedDict):
+    """Response of `POST /v1/score`."""
+
+    id: str
+    object: Literal["score"]
+    created: int
+    model: str
+    data: list[ScoreResult]
+    usage: Usage
+
+
+class ServerInfo(BaseModel):
+    """Response of `GET /v1/score`: what a client needs to cut windows itself and to repeat a run."""
+
+    object: Literal["score.info"] = "score.info"
+    scoremode_version: str
+    vllm_version: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    max_top_logprobs: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    adds_bos: bool = Field(description="Whether the tokenizer puts BOS before a text by itself.")
+    dtype: str
+    quantization: str | None
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        """What `rolling` puts before a text: BOS, else EOS."""
+        return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+
+    @property
+    def chunk_token_id(self) -> int | None:
+        """What `llama.cpp` puts in the place of a chunk's first token: BOS, where the tokenizer adds one."""
+        return self.bos_token_id if self.adds_bos else None
+
+
+class PerplexityRequest(_Request):
+    """Body of `POST /v1/perplexity`: `prompt`, one text, or `texts`, several that share no context."""
+
+    prompt: Text | None = Field(None, description="One text, or its token ids.")
+    texts: list[str] | None = Field(None, description="Several texts, each cut into windows of its own.")
+    method: Method = Field("sliding", description="How the text is cut into windows.")
+    context_length: int | None = Field(None, ge=2, description="Tokens a window; 2,048 or what the model takes.")
+    stride: int | None = Field(None, ge=1, description="Tokens from one window to the next; a quarter of the context.")
+    max_tokens: int | None = Field(None, ge=1, description="Take no more than these tokens of the text.")
+    add_special_tokens: bool | None = Field(
+        None, description="Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."
+    )
+    stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """`add_special_tokens`, or the default of the method."""
+        return self.method != "rolling" if self.add_special_tokens is None else self.add_special_tokens
+
+
+class PerplexityWindow(BaseModel):
+    """A streamed event: one window's NLL in nats, and the perplexity of all windows so far."""
+
+    object: Literal["perplexity.window"] = "perplexity.window"
+    index: int
+    num_windows: int
+    num_scored: int
+    nll_sum: float
+    total_scored: int
+    perplexity: float
+
+
+class PerplexityResponse(BaseModel):
+    """Response of `POST /v1/perplexity`. NLLs in nats; docs/methods.md defines every figure."""
+
+    id: str
+    object: Literal["perplexity"] = "perplexity"
+    created: int
+    model: str
+    method: Method
+    context_length: int
+    stride: int
+    perplexity: float
+    perplexity_stderr: float | None
+    nll_sum: float
+    nll_mean: float
+    nll_stderr: float | None
+    bits_per_byte: float | None
+    word_perplexity: float | None
+    num_tokens: int
+    num_scored: int
+    num_windows: int
+    num_bytes: int | None
+    num_words: int | None
+    usage: Usage

@@ -1,0 +1,173 @@
+"""Which tokens of a text are scored, and with how much context: the windows of each perplexity method.
+
+A method cuts a text of N tokens into windows. A window is the sequence given to the model; its *targets* are the
+tokens whose log-probabilities count. Everything here is arithmetic on positions: nothing is tokenized or scored.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})
+"""The methods that take a stride; the others' windows follow from the context length alone."""
+
+EXHAUSTIVE_METHODS: frozenset[Method] = frozenset({"sliding", "rolling"})
+"""The methods that score each token of the text once, so that the sum of their NLLs is the NLL of the text."""
+
+DEFAULT_CONTEXT_LENGTH = 2048
+
+
+class WindowError(ValueError):
+    """Windows that cannot be cut; `field` names the argument at fault."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The tokens `[start, end)` of a text, behind `head` where there is one; the targets are `[first_target, end)`."""
+
+    start: int
+    end: int
+    first_target: int
+    head: int | None = None
+    """A token that is not of the text: a BOS in the place of a chunk's first token, or a text's prefix token."""
+
+    @property
+    def num_scored(self) -> int:
+        """Number of targets."""
+        return self.end - self.first_target
+
+    @property
+    def first_scored(self) -> int:
+        """Position of the first target among the window's own tokens."""
+        return self.first_target - self.start + (self.head is not None)
+
+    def token_ids(self, text: Sequence[int]) -> list[int]:
+        """The window's tokens, given the tokens of the whole text."""
+        body = list(text[self.start : self.end])
+        return body if self.head is None else [self.head, *body]
+
+
+def sequence_length(method: Method, context_length: int) -> int:
+    """Tokens in the longest sequence that `method` asks a server to score; must fit the model.
+
+    A `rolling` window predicts `context_length` tokens, the first of them from one more before it.
+    """
+    return context_length + 1 if method == "rolling" else context_length
+
+
+def resolve_context_length(method: Method, context_length: int | None, max_model_len: int) -> int:
+    """The given context length, or the default that fits the model.
+
+    Raises:
+        WindowError: the windows would be longer than the model takes.
+    """
+    if context_length is None:
+        return min(DEFAULT_CONTEXT_LENGTH, max_model_len - sequence_length(method, 0))
+    needed = sequence_length(method, context_length)
+    if needed > max_model_len:
+        raise WindowError(
+            f"context_length {context_length} needs windows of {needed} tokens with method {method!r}, "
+            f"but the model takes at most {max_model_len}",
+            "context_length",
+        )
+    return context_length
+
+
+def resolve_stride(method: Method, context_length: int, stride: int | None) -> int:
+    """The given stride, or the method's default: a quarter of the context where windows overlap, else all of it.
+
+    Raises:
+        WindowError: the stride is not positive, skips tokens, or the method takes none.
+    """
+    if stride is None:
+        return max(1, context_length // 4) if method in STRIDED_METHODS else context_length
+    if stride < 1:
+        raise WindowError(f"stride must be at least 1, got {stride}", "stride")
+    if stride > context_length:
+        raise WindowError(
+            f"stride {stride} is larger than context_length {context_length}: tokens between windows would be skipped",
+            "stride",
+        )
+    if method not in STRIDED_METHODS and stride != context_length:
+        raise WindowError(f"method {method!r} takes no stride: its windows follow from context_length", "stride")
+    return stride
+
+
+def cut_windows(
+    num_tokens: int,
+    method: Method,
+    context_length: int,
+    stride: int | None = None,
+    *,
+    prefix_token_id: int | None = None,
+    bos_token_id: int | None = None,
+) -> list[Window]:
+    """Cut a text of `num_tokens` tokens into the windows of `method`.
+
+    `prefix_token_id` goes before the first window of `rolling`; `bos_token_id` replaces the first token of each
+    `llama.cpp` chunk, and is None for a model whose tokenizer adds no BOS. A text too short for the method gives no
+    windows.
+
+    Raises:
+        WindowError: impossible context length or stride, or `rolling` without a prefix token.
+    """
+    if context_length < 2:
+        raise WindowError(f"context_length must be at least 2 tokens, got {context_length}", "context_length")
+    stride = resolve_stride(method, context_length, stride)
+    if method == "sliding":
+        return _sliding(num_tokens, context_length, stride)
+    if method == "llama.cpp":
+        return _llama_cpp(num_tokens, context_length, bos_token_id)
+    if method == "rolling":
+        if prefix_token_id is None:
+            raise WindowError("method 'rolling' needs a BOS or EOS token before the text; the model has none", "method")
+        return _rolling(num_tokens, context_length, prefix_token_id)
+    return [
+        Window(start, start + context_length, start + 1) for start in range(0, num_tokens - context_length, stride)
+    ]
+
+
+def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
+    """Hugging Face, "Perplexity of fixed-length models": each window scores what the one before it did not reach.
+
+    With a stride as long as the context, a window's first token has no context left and is not scored.
+    """
+    windows = []
+    reached = 0
+    for start in range(0, num_tokens, stride):
+        end = min(start + context_length, num_tokens)
+        windows.append(Window(start, end, max(reached, start + 1)))
+        reached = end
+        if end == num_tokens:
+            break
+    return [window for window in windows if window.num_scored > 0]
+
+
+def _llama_cpp(num_tokens: int, context_length: int, bos_token_id: int | None) -> list[Window]:
+    """`llama-perplexity -c L`: whole chunks, of which the second half is scored."""
+    windows = []
+    for start in range(0, num_tokens - context_length + 1, context_length):
+        first_target = start + context_length // 2 + 1
+        begin = start if bos_token_id is None else start + 1
+        windows.append(Window(begin, start + context_length, first_target, bos_token_id))
+    return [window for window in windows if window.num_scored > 0]
+
+
+def _rolling(num_tokens: int, context_length: int, prefix_token_id: int) -> list[Window]:
+    """lm-eval's `get_rolling_token_windows` with a context of one: the last window reaches back until it is full."""
+    if num_tokens == 0:
+        return []
+    reached = min(context_length, num_tokens)
+    windows = [Window(0, reached, 0, prefix_token_id)]
+    while reached < num_tokens:
+        end = min(reached + context_length, num_tokens)
+        windows.append(Window(end - context_length - 1, end, reached))
+        reached = end
+    return windows
