@@ -1,0 +1,23 @@
+"""Scoremode's server half: score mode on vLLM's engine, offline and behind HTTP.
+
+    from scoremode_server import score
+    scores = score(llm, "The capital of France is Paris")
+
+The names are imported on first use, so that `scoremode serve` can set vLLM's environment before vLLM is imported.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scoremode_server.offline import score
+    from scoremode_server.scoring import Scorer, SequenceScore, read_score, score_params
+
+__all__ = ["Scorer", "SequenceScore", "read_score", "score", "score_params"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from scoremode_server import offline, scoring
+
+    return getattr(offline if name == "score" else scoring, name)

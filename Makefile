@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up all they need under .venv and .cache.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export SCOREMODE_CACHE ?= $(CURDIR)/.cache
+export HF_HUB_DISABLE_TELEMETRY = 1
+
+# An NVIDIA driver that answers gets the CUDA engine, any other machine the CPU one. ENGINE=cpu overrides.
+ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+INSTALLED := $(VENV)/installed-$(ENGINE)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test serve lint openapi install clean
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## Start a server on a small real model, score real text, print a table
+	@$(BIN)/python scripts/demo.py
+
+test: $(INSTALLED) ## Run every test, real engines included
+	$(BIN)/python -m pytest
+
+serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max-model-len 4096"]
+	@test -n "$(MODEL)" || { echo 'usage: make serve MODEL=path-or-name [ARGS="vllm serve flags"]' >&2; exit 2; }
+	$(if $(filter cpu,$(ENGINE)),VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind}) $(BIN)/scoremode serve $(MODEL) $(ARGS)
+
+lint: $(INSTALLED) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
+	$(BIN)/python scripts/write_openapi.py
+
+install: $(INSTALLED) ## Set up .venv
+
+$(INSTALLED): pyproject.toml scripts/install.sh
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Scoremode needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	scripts/install.sh $(CURDIR)/$(BIN)/python $(ENGINE) dev
+	@touch $@
+
+clean: ## Remove .venv and .cache
+	rm -rf $(VENV) .cache

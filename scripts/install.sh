@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Install Scoremode from this checkout: into .venv by the Makefile, into the images by their Dockerfiles, and into a
+# fresh environment by the tests, so that what the images do is tested where no image can be built.
+#
+#   scripts/install.sh PYTHON ENGINE [EXTRA...]
+#
+# PYTHON   the interpreter of the environment to install into
+# ENGINE   cpu: vLLM's CPU build    cuda: vLLM for CUDA    bundled: the vLLM that is there already    none: client only
+# EXTRA    extras of pyproject.toml, such as dev; with dev the checkout is installed editable
+set -euo pipefail
+python=$1 engine=$2
+shift 2
+cd "$(dirname "$0")/.."
+
+"$python" -m uv --version >/dev/null 2>&1 || "$python" -m pip install --quiet 'uv>=0.5'
+# uv knows pip's folder of local wheels only under a name of its own.
+export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}
+[ -n "$UV_FIND_LINKS" ] || unset UV_FIND_LINKS
+
+flags=() extras=("$@") packages=()
+case $engine in
+  cpu)
+    extras+=(cpu)
+    # The registry's default build of torch is the CUDA one; a local wheel of the CPU build needs no other index.
+    [ -n "${UV_FIND_LINKS:-}" ] || flags+=(--torch-backend=cpu) ;;
+  cuda) extras+=(cuda) ;;
+  bundled) packages+=('orjson>=3.10') ;;
+  none) ;;
+  *) echo "install.sh: unknown engine '$engine'" >&2; exit 2 ;;
+esac
+target=.$([ ${#extras[@]} -eq 0 ] || (IFS=,; echo "[${extras[*]}]"))
+case " ${extras[*]} " in *" dev "*) flags+=(--editable) ;; esac
+# --system is what an image without a virtual environment needs; uv ignores it inside one.
+"$python" -m uv pip install --python "$python" "${packages[@]}" "${flags[@]}" "$target"
+[ "$engine" != bundled ] || "$python" - <<'CHECK'
+import importlib.metadata as metadata
+version = metadata.version("vllm")
+assert version.split("+")[0] == "0.32.0", f"Scoremode is made for vLLM 0.32.0; this image has {version}"
+CHECK

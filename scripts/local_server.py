@@ -1,0 +1,108 @@
+"""A real server on this machine, for the demo, the tests and the benchmarks.
+
+    python scripts/local_server.py MODEL [any vllm serve flag]     serves until interrupted
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+START_SECONDS = 600
+
+CPU_FLAGS = ("--dtype", "float32")
+"""bfloat16 is emulated, and slow, on a CPU without the instructions for it."""
+
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Use every core, and a cache of 1 GiB; a server of one's own sets what suits it."""
+
+
+class ServerError(RuntimeError):
+    """The server did not come up; the message ends with its log."""
+
+
+def has_gpu() -> bool:
+    """Whether an NVIDIA driver answers."""
+    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+
+
+@contextmanager
+def running_server(
+    model: Path | str, *flags: str, log: Path, environment: dict[str, str] | None = None, command: Sequence[str] = ()
+) -> Iterator[str]:
+    """The URL of `scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
+
+    `command` replaces the command before MODEL, for servers to compare with.
+
+    Raises:
+        ServerError: it ended, or was not ready in time.
+    """
+    port = _free_port()
+    gpu = has_gpu()
+    arguments = [
+        *(command or (sys.executable, "-c", "from scoremode_server.cli import main; main()", "serve")),
+        str(model),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *(() if gpu or "--dtype" in flags else CPU_FLAGS),
+        *flags,
+    ]
+    settings = {**os.environ, **({} if gpu else CPU_ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            arguments, env=settings, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_ready(process, url, log)
+        yield url
+    finally:
+        _stop(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerError(f"the server ended with status {process.returncode}\n{log.read_text()[-8000:]}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise ServerError(f"the server was not ready after {START_SECONDS} s\n{log.read_text()[-8000:]}")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Ask the server to end; then end its process group, so that no engine process stays behind."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+if __name__ == "__main__":
+    with running_server(*sys.argv[1:], log=Path("/dev/stderr")) as address:
+        print(f"serving on {address}, until interrupted", flush=True)
+        signal.pause()

@@ -1,0 +1,75 @@
+"""Write openapi/openapi.json: the part of the running app's OpenAPI document that Scoremode adds to vLLM's.
+
+    python scripts/write_openapi.py [URL]      from the server at URL, or from an app built here without an engine
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+OPENAPI = Path(__file__).parent.parent / "openapi" / "openapi.json"
+
+TAG = "scoring"
+"""Marks the operations of Scoremode."""
+
+
+def app_document() -> dict[str, Any]:
+    """The OpenAPI document of the app that `scoremode serve` runs."""
+    os.environ["VLLM_PLUGINS"] = "scoremode"
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    document: dict[str, Any] = build_app(arguments, ("generate",)).openapi()
+    return document
+
+
+def scoremode_part(document: dict[str, Any]) -> dict[str, Any]:
+    """The operations of Scoremode and the schemas that they use."""
+    paths = {
+        path: kept
+        for path, operations in document["paths"].items()
+        if (kept := {method: operation for method, operation in operations.items() if TAG in operation.get("tags", ())})
+    }
+    schemas = document["components"]["schemas"]
+    used: set[str] = set()
+    pending = _references(paths)
+    while pending:
+        name = pending.pop()
+        used.add(name)
+        pending |= _references(schemas[name]) - used
+    return {
+        "openapi": document["openapi"],
+        "info": {
+            "title": "Scoremode",
+            "description": "What Scoremode adds to vLLM's server; the whole of it is at /openapi.json of any server.",
+            "version": "v1",
+        },
+        "paths": paths,
+        "components": {"schemas": {name: schemas[name] for name in sorted(used)}},
+    }
+
+
+def _references(part: Any) -> set[str]:
+    """Names of the schemas that a part of a document refers to."""
+    if isinstance(part, dict):
+        here = {part["$ref"].rpartition("/")[2]} if isinstance(part.get("$ref"), str) else set()
+        return here.union(*map(_references, part.values()))
+    return set().union(*map(_references, part)) if isinstance(part, list) else set()
+
+
+def text(document: dict[str, Any]) -> str:
+    """The file's content for an app's document."""
+    return json.dumps(scoremode_part(document), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    document = httpx.get(f"{sys.argv[1]}/openapi.json").json() if len(sys.argv) > 1 else app_document()
+    OPENAPI.parent.mkdir(exist_ok=True)
+    OPENAPI.write_text(text(document))
+    print(OPENAPI)

@@ -1,0 +1,68 @@
+"""What a server can score: the bounds that every request is held against before it reaches the engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.config import ModelConfig
+
+from scoremode.protocol import MAX_TOP_LOGPROBS
+from scoremode_server.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one served model."""
+
+    max_model_len: int
+    vocab_size: int
+    max_top_logprobs: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Limits":
+        """The bounds that `--max-model-len` and `--max-logprobs` set."""
+        allowed = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
+        return cls(model.max_model_len, model.get_vocab_size(), allowed)
+
+    def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
+        """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`.
+
+        Raises:
+            RequestError: it is empty, too long, or has a token id outside the vocabulary.
+        """
+        if not token_ids:
+            raise RequestError(f"{name} is empty: there is no token to score", _field(name))
+        if len(token_ids) > self.max_model_len:
+            raise RequestError(
+                f"{name} has {len(token_ids)} tokens, but the model takes at most {self.max_model_len}", _field(name)
+            )
+        self.check_vocabulary(token_ids, name)
+
+    def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
+        """Refuse token ids that the model has no logit for.
+
+        Raises:
+            RequestError: the id and the size of the vocabulary.
+        """
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", _field(name)
+                )
+
+    def check_top_logprobs(self, top_logprobs: int) -> None:
+        """Refuse more alternatives than the server was started with.
+
+        Raises:
+            RequestError: the server's `--max-logprobs` is lower.
+        """
+        if top_logprobs > self.max_top_logprobs:
+            raise RequestError(
+                f"top_logprobs is {top_logprobs}, but this server was started with --max-logprobs "
+                f"{self.max_top_logprobs}",
+                "top_logprobs",
+            )
+
+
+def _field(name: str) -> str:
+    """The field of the request that `name` is a part of."""
+    return name.partition("[")[0]

@@ -1,0 +1,60 @@
+"""What the routes share, made once when the server starts."""
+
+import importlib.metadata
+from dataclasses import dataclass
+
+import vllm
+from fastapi import Request
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+
+from scoremode.protocol import ServerInfo
+from scoremode_server.limits import Limits
+from scoremode_server.models import ServedModels
+from scoremode_server.scoring import Scorer
+from scoremode_server.text import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ScoremodeState:
+    """The server's parts; `app.state.scoremode`."""
+
+    scorer: Scorer
+    codec: TextCodec
+    models: ServedModels
+    limits: Limits
+    info: ServerInfo
+    max_concurrent_windows: int
+    """Windows of one perplexity request that are with the engine at once: as many as it runs in a step."""
+
+
+async def make_state(engine: EngineClient, state: State) -> ScoremodeState:
+    """Assemble the parts on an engine and vLLM's own app state.
+
+    Raises:
+        ValueError: the server was started with a setting that makes logprobs something else.
+    """
+    scorer = Scorer(engine)
+    codec = TextCodec(engine.renderer)
+    models = ServedModels(state.openai_serving_models, engine.model_config)
+    limits = Limits.of(engine.model_config)
+    info = ServerInfo(
+        scoremode_version=importlib.metadata.version("scoremode"),
+        vllm_version=vllm.__version__,
+        model=(await models.resolve(None)).name,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_top_logprobs=limits.max_top_logprobs,
+        bos_token_id=codec.bos_token_id,
+        eos_token_id=codec.eos_token_id,
+        adds_bos=await codec.adds_bos(),
+        dtype=str(engine.model_config.dtype).removeprefix("torch."),
+        quantization=engine.model_config.quantization,
+    )
+    return ScoremodeState(scorer, codec, models, limits, info, engine.vllm_config.scheduler_config.max_num_seqs)
+
+
+def scoremode_state(request: Request) -> ScoremodeState:
+    """The state of the app that a request came to."""
+    state: ScoremodeState = request.app.state.scoremode
+    return state
