@@ -1,0 +1,54 @@
+"""Client of Scoremode: exact log-probabilities of given text from a model that is served, and what follows from them.
+
+    from scoremode import ScoreClient
+
+    with ScoreClient("http://localhost:8000") as client:
+        [score] = client.score("The capital of France is Paris.")
+        print(score.sum_logprob, score.logprobs)
+
+Importing it needs neither torch nor vLLM.
+"""
+
+from scoremode._version import __version__
+from scoremode.client import AsyncScoreClient, ScoreClient
+from scoremode.errors import (
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    CorpusError,
+    NotFoundError,
+    RateLimitError,
+    ResponseError,
+    ScoremodeError,
+    ServerError,
+    TransportError,
+)
+from scoremode.metrics import perplexity
+from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.score import Score
+from scoremode.windows import METHODS, Method, Window, cut_windows
+
+__all__ = [
+    "METHODS",
+    "APIStatusError",
+    "AsyncScoreClient",
+    "AuthenticationError",
+    "BadRequestError",
+    "CorpusError",
+    "Method",
+    "NotFoundError",
+    "PerplexityResponse",
+    "PerplexityWindow",
+    "RateLimitError",
+    "ResponseError",
+    "Score",
+    "ScoreClient",
+    "ScoremodeError",
+    "ServerError",
+    "ServerInfo",
+    "TransportError",
+    "Window",
+    "__version__",
+    "cut_windows",
+    "perplexity",
+]

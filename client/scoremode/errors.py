@@ -1,15 +1,15 @@
 """Everything that the client raises.
 
-    ScoremodeError
-    ├── TransportError          no answer: refused, dropped, timed out, after all retries
-    ├── APIStatusError          an answer that is an error; has status_code, param, type
-    │   ├── BadRequestError     400, 422: `param` names the field
-    │   ├── AuthenticationError 401, 403
-    │   ├── NotFoundError       404: no such model, or no Scoremode at that address
-    │   ├── RateLimitError      429, after all retries
-    │   └── ServerError         5xx
-    ├── ResponseError           an answer that is not what the protocol says
-    └── CorpusError             a text that cannot be read
+ScoremodeError
+├── TransportError          no answer: refused, dropped, timed out, after all retries
+├── APIStatusError          an answer that is an error; has status_code, param, type
+│   ├── BadRequestError     400, 422: `param` names the field
+│   ├── AuthenticationError 401, 403
+│   ├── NotFoundError       404: no such model, or no Scoremode at that address
+│   ├── RateLimitError      429, after all retries
+│   └── ServerError         5xx
+├── ResponseError           an answer that is not what the protocol says
+└── CorpusError             a text that cannot be read
 """
 
 

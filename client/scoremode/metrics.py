@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from scoremode.windows import EXHAUSTIVE_METHODS, Method
+
 _WHITE_SPACE = re.compile(r"\s+")
 _LARGEST_EXPONENT = 709.0
 
@@ -46,6 +48,26 @@ def perplexity(nlls: Iterable[float]) -> Perplexity:
         variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
         stderr = math.sqrt(variance / count)
     return Perplexity(count, total, mean, stderr, ppl, None if stderr is None else ppl * stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class TextMetrics:
+    """What a text's likelihood comes to, whatever the tokens it was cut into: comparable across tokenizers."""
+
+    bits_per_byte: float | None
+    """None for a text without a byte."""
+    word_perplexity: float
+
+
+def text_metrics(result: Perplexity, method: Method, *, num_tokens: int, num_bytes: int, num_words: int) -> TextMetrics:
+    """Bits per byte and word perplexity of the text that `result` was measured on.
+
+    `num_tokens`, `num_bytes` (UTF-8) and `num_words` (`count_words`) are those of the text used, after any truncation;
+    `num_tokens` includes special tokens that the tokenizer added. A method that scores every token once gives the
+    text's NLL as its sum; the others score a part of the tokens, or some twice, and give the mean times `num_tokens`.
+    """
+    nll = result.nll_sum if method in EXHAUSTIVE_METHODS else result.nll_mean * num_tokens
+    return TextMetrics(bits_per_byte(nll, num_bytes) if num_bytes else None, word_perplexity(nll, num_words))
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:

@@ -5,12 +5,13 @@ another type is an error, never a guess. The responses of `/v1/score` are typed 
 per token would cost more than the scoring.
 """
 
+import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from scoremode.windows import Method
 
@@ -23,7 +24,7 @@ LOWEST_LOGPROB = -9999.0
 def _one_message(message: str) -> WrapValidator:
     """Replace the errors of every branch of a union, one by one, by a single one that says what is accepted."""
 
-    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+    def validate(value: object, handler: Callable[[object], object]) -> object:
         try:
             return handler(value)
         except ValidationError:
@@ -159,6 +160,10 @@ class PerplexityRequest(_Request):
         return self.method != "rolling" if self.add_special_tokens is None else self.add_special_tokens
 
 
+Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]
+"""A float that may be infinite, for which JSON, lacking infinity, has null."""
+
+
 class PerplexityWindow(BaseModel):
     """A streamed event: one window's NLL in nats, and the perplexity of all windows so far."""
 
@@ -168,7 +173,7 @@ class PerplexityWindow(BaseModel):
     num_scored: int
     nll_sum: float
     total_scored: int
-    perplexity: float
+    perplexity: Figure
 
 
 class PerplexityResponse(BaseModel):
@@ -181,7 +186,7 @@ class PerplexityResponse(BaseModel):
     method: Method
     context_length: int
     stride: int
-    perplexity: float
+    perplexity: Figure
     perplexity_stderr: float | None
     nll_sum: float
     nll_mean: float

@@ -129,9 +129,7 @@ def cut_windows(
         if prefix_token_id is None:
             raise WindowError("method 'rolling' needs a BOS or EOS token before the text; the model has none", "method")
         return _rolling(num_tokens, context_length, prefix_token_id)
-    return [
-        Window(start, start + context_length, start + 1) for start in range(0, num_tokens - context_length, stride)
-    ]
+    return [Window(start, start + context_length, start + 1) for start in range(0, num_tokens - context_length, stride)]
 
 
 def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:

@@ -1,0 +1,95 @@
+"""The requests of the API and how their answers are read, apart from the sending, which is sync or async."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from scoremode._events import PerplexityReader
+from scoremode._failures import protocol_error
+from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.score import Score, parse_scores
+
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+class Reader(Protocol[Answer_co]):
+    """Takes the bytes of an answer as they come; raises ResponseError when they are not what the protocol says."""
+
+    can_restart: bool
+    """Whether the request may be sent again if the connection is lost now."""
+
+    def feed(self, chunk: bytes) -> None: ...
+    def finish(self) -> Answer_co: ...
+
+
+class _WholeBody(Generic[Answer]):
+    """Reads an answer that is one JSON document."""
+
+    can_restart = True
+
+    def __init__(self, parse: Callable[[bytes], Answer]) -> None:
+        self._parse = parse
+        self._chunks: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+
+    def finish(self) -> Answer:
+        try:
+            return self._parse(b"".join(self._chunks))
+        except ValidationError as error:
+            raise protocol_error(error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Answer]):
+    """One request: where it goes, what it says, and how its answer is read. Each attempt takes a new reader."""
+
+    method: str
+    path: str
+    new_reader: Callable[[], Reader[Answer]]
+    body: dict[str, object] | None = None
+
+
+class _Tokens(BaseModel):
+    tokens: list[int]
+
+
+class _Prompt(BaseModel):
+    prompt: str
+
+
+def info() -> Call[ServerInfo]:
+    """`GET /v1/score`."""
+    return Call("GET", "/v1/score", lambda: _WholeBody(ServerInfo.model_validate_json))
+
+
+def score(**fields: object) -> Call[list[Score]]:
+    """`POST /v1/score`; `fields` are those of `protocol.ScoreRequest`."""
+    body = _without_none({**fields, "encoding_format": "base64"})
+    return Call("POST", "/v1/score", lambda: _WholeBody(parse_scores), body)
+
+
+def perplexity(on_window: Callable[[PerplexityWindow], object] | None, **fields: object) -> Call[PerplexityResponse]:
+    """`POST /v1/perplexity`, streamed; `fields` are those of `protocol.PerplexityRequest`."""
+    body = _without_none({**fields, "stream": True})
+    return Call("POST", "/v1/perplexity", lambda: PerplexityReader(on_window), body)
+
+
+def tokenize(text: str, add_special_tokens: bool, model: str | None) -> Call[list[int]]:
+    """vLLM's `POST /tokenize`."""
+    body = _without_none({"model": model, "prompt": text, "add_special_tokens": add_special_tokens})
+    return Call("POST", "/tokenize", lambda: _WholeBody(lambda data: _Tokens.model_validate_json(data).tokens), body)
+
+
+def detokenize(token_ids: Sequence[int], model: str | None) -> Call[str]:
+    """vLLM's `POST /detokenize`."""
+    body = _without_none({"model": model, "tokens": list(token_ids)})
+    return Call("POST", "/detokenize", lambda: _WholeBody(lambda data: _Prompt.model_validate_json(data).prompt), body)
+
+
+def _without_none(fields: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in fields.items() if value is not None}

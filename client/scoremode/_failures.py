@@ -1,0 +1,124 @@
+"""From an error answer, whoever wrote it, to the exception that tells what went wrong."""
+
+import json
+from http import HTTPStatus
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from scoremode.errors import (
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    NotFoundError,
+    RateLimitError,
+    ResponseError,
+    ServerError,
+)
+
+_LONGEST_PLAIN_MESSAGE = 300
+_SCOREMODE_PATHS = ("/v1/score", "/v1/perplexity")
+_WRONG_SERVER_HINT = (
+    "; the server at this address has no such route, so it is probably not Scoremode: "
+    "start it with `scoremode serve`, or `VLLM_PLUGINS=scoremode vllm serve`"
+)
+
+
+class _Failure(NamedTuple):
+    message: str
+    param: str | None = None
+    type: str | None = None
+    code: int | None = None
+
+
+def status_error(status_code: int, body: bytes, path: str) -> APIStatusError:
+    """The exception for an HTTP answer that is an error."""
+    failure = _read_body(body) or _Failure(_reason(status_code))
+    hint = ""
+    if status_code in (404, 405) and path.endswith(_SCOREMODE_PATHS) and not _is_about_model(failure):
+        hint = _WRONG_SERVER_HINT
+    return _exception(status_code, failure, hint)
+
+
+def event_error(error: object) -> APIStatusError:
+    """The exception for an `{"error": ...}` event within a stream, whose HTTP status was sent before it went wrong."""
+    failure = _read_error(error)
+    return _exception(failure.code or HTTPStatus.INTERNAL_SERVER_ERROR, failure)
+
+
+def protocol_error(error: ValidationError) -> ResponseError:
+    """The exception for an answer of the wrong shape, in one line: the first thing that is wrong with it."""
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return ResponseError(f"the server's answer is not what the protocol says: {place or error.title}: {first['msg']}")
+
+
+def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
+    return _error_class(status_code)(
+        f"{failure.message} (HTTP {int(status_code)}){hint}",
+        status_code=int(status_code),
+        param=failure.param,
+        type=failure.type,
+    )
+
+
+def _error_class(status_code: int) -> type[APIStatusError]:
+    if status_code in (400, 422):
+        return BadRequestError
+    if status_code in (401, 403):
+        return AuthenticationError
+    if status_code == 404:
+        return NotFoundError
+    if status_code == 429:
+        return RateLimitError
+    return ServerError if status_code >= 500 else APIStatusError
+
+
+def _read_body(body: bytes) -> _Failure | None:
+    """What the body says: OpenAI's shape, FastAPI's `detail`, or plain text from a proxy; None when it is empty."""
+    text = body.decode(errors="replace").strip()
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return _Failure(text[:_LONGEST_PLAIN_MESSAGE]) if text else None
+    if isinstance(content, dict) and "error" in content:
+        return _read_error(content["error"])
+    if isinstance(content, dict) and "detail" in content:
+        return _read_detail(content["detail"])
+    return _Failure(text[:_LONGEST_PLAIN_MESSAGE])
+
+
+def _read_error(error: object) -> _Failure:
+    if not isinstance(error, dict):
+        return _Failure(str(error))
+    code = error.get("code")
+    return _Failure(
+        message=str(error.get("message") or error),
+        param=_text_or_none(error.get("param")),
+        type=_text_or_none(error.get("type")),
+        code=code if isinstance(code, int) and 400 <= code < 600 else None,
+    )
+
+
+def _read_detail(detail: object) -> _Failure:
+    """FastAPI's `detail`: a text, or a list of validation errors with the place of each in `loc`."""
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        location = detail[0].get("loc")
+        param = str(location[-1]) if isinstance(location, list) and location else None
+        return _Failure(str(detail[0].get("msg", detail[0])), param)
+    return _Failure(str(detail))
+
+
+def _is_about_model(failure: _Failure) -> bool:
+    return failure.param == "model" or "model" in failure.message.lower()
+
+
+def _reason(status_code: int) -> str:
+    try:
+        return HTTPStatus(status_code).phrase
+    except ValueError:
+        return "error without a message"
+
+
+def _text_or_none(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,336 @@
+"""`ScoreClient` and `AsyncScoreClient`: Scoremode's HTTP API from Python, over httpx.
+
+The two differ in waiting only. Requests and answers are in `_calls`, what is tried again in `_retries`.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+
+from scoremode import _calls
+from scoremode._calls import Call
+from scoremode._retries import Attempts
+from scoremode._version import __version__
+from scoremode.protocol import (
+    Continuations,
+    PerplexityResponse,
+    PerplexityWindow,
+    Prompt,
+    ServerInfo,
+    Text,
+)
+from scoremode.score import Score
+from scoremode.windows import Method
+
+API_KEY_VARIABLE = "SCOREMODE_API_KEY"
+DEFAULT_TIMEOUT = 600.0
+"""Seconds without a byte from the server. A request may wait long behind others, so this is no measure of health."""
+DEFAULT_MAX_RETRIES = 4
+
+_LONGEST_CONNECT = 10.0
+_LARGEST_PORT = 65535
+
+Answer = TypeVar("Answer")
+OnWindow = Callable[[PerplexityWindow], object]
+
+
+def server_root(base_url: str) -> str:
+    """The address that paths are put behind: `base_url` without a trailing `/v1`.
+
+    Raises:
+        ValueError: it is no http or https address.
+    """
+    root = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        url = httpx.URL(root)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"not a server address: {base_url!r} ({error})") from error
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 0) > _LARGEST_PORT:
+        raise ValueError(f"not a server address: {base_url!r}; it looks like http://localhost:8000")
+    return root
+
+
+class _Client:
+    """What both clients are made of, apart from the connection."""
+
+    def __init__(self, base_url: str, model: str | None, api_key: str | None, timeout: float, max_retries: int) -> None:
+        self.base_url = server_root(base_url)
+        self.model = model
+        self._max_retries = max_retries
+        self._headers = {"User-Agent": f"scoremode/{__version__}"}
+        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
+        self._timeout = httpx.Timeout(timeout, connect=min(timeout, _LONGEST_CONNECT), pool=None)
+
+
+class ScoreClient(_Client):
+    """Client of a Scoremode server.
+
+    Args:
+        base_url: Address of the server, with or without `/v1`.
+        model: Served model or LoRA adapter to ask for; the served model when left out.
+        api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
+        timeout: Seconds to wait for the next byte of an answer.
+        max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
+        transport: What carries the requests, in place of the network.
+
+    Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
+    `ResponseError` when the answer is not what the protocol says.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(base_url, model, api_key, timeout, max_retries)
+        self._http = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def info(self) -> ServerInfo:
+        """What the server runs: model, context length, special tokens, versions."""
+        return self._send(_calls.info())
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Continuations | None = None,
+        *,
+        add_special_tokens: bool = True,
+        top_logprobs: int = 0,
+        return_ranks: bool = False,
+        return_tokens: bool = False,
+        use_cache: bool = True,
+        model: str | None = None,
+    ) -> list[Score]:
+        """Exact log-probabilities, in nats, of every token of one or several texts, or of their continuations.
+
+        Args:
+            prompt: A text, several, the token ids of a text, or those of several.
+            continuations: Score these instead, each behind each prompt.
+            add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
+            top_logprobs: Return the k likeliest tokens at every position, 0 to 20.
+            return_ranks: Return the rank of every token in the vocabulary.
+            return_tokens: Return every token as text.
+            use_cache: Accept logprobs that were computed for an earlier request.
+            model: In place of the client's.
+
+        Returns:
+            One score a prompt; with continuations one a pair, the continuations of the first prompt first.
+        """
+        return self._send(
+            _calls.score(
+                model=model or self.model,
+                prompt=prompt,
+                continuations=continuations,
+                add_special_tokens=add_special_tokens,
+                top_logprobs=top_logprobs,
+                return_ranks=return_ranks,
+                return_tokens=return_tokens,
+                use_cache=use_cache,
+            )
+        )
+
+    def perplexity(
+        self,
+        prompt: Text | None = None,
+        *,
+        texts: list[str] | None = None,
+        method: Method = "sliding",
+        context_length: int | None = None,
+        stride: int | None = None,
+        max_tokens: int | None = None,
+        add_special_tokens: bool | None = None,
+        on_window: OnWindow | None = None,
+        model: str | None = None,
+    ) -> PerplexityResponse:
+        """Perplexity of a text, or of several that share no context; the server cuts the windows.
+
+        Args:
+            prompt: One text, or its token ids.
+            texts: Several texts, in place of `prompt`.
+            method: How a text is cut into windows, one of `METHODS`.
+            context_length: Tokens a window; 2,048, or what the model takes if that is less.
+            stride: Tokens from one window to the next; a quarter of the context where the method takes one.
+            max_tokens: Take no more than these tokens of the text.
+            add_special_tokens: Let the tokenizer add its special tokens; yes, except for `rolling`.
+            on_window: Called with each window's NLL and the running perplexity as the server gets there.
+            model: In place of the client's.
+
+        The answer is streamed, so a long run does not time out. A connection lost after the first window is an error,
+        not tried again.
+        """
+        return self._send(
+            _calls.perplexity(
+                on_window,
+                model=model or self.model,
+                prompt=prompt,
+                texts=texts,
+                method=method,
+                context_length=context_length,
+                stride=stride,
+                max_tokens=max_tokens,
+                add_special_tokens=add_special_tokens,
+            )
+        )
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, by the server's tokenizer."""
+        return self._send(_calls.tokenize(text, add_special_tokens, self.model))
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, by the server's tokenizer."""
+        return self._send(_calls.detokenize(token_ids, self.model))
+
+    def _send(self, call: Call[Answer]) -> Answer:
+        attempts = Attempts(self._max_retries)
+        while True:
+            reader = call.new_reader()
+            try:
+                with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                    if response.is_success:
+                        for chunk in response.iter_bytes():
+                            reader.feed(chunk)
+                        return reader.finish()
+                    response.read()
+                wait = attempts.wait_after_status(response)
+            except httpx.RequestError as error:
+                wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
+            time.sleep(wait)
+
+
+class AsyncScoreClient(_Client):
+    """`ScoreClient` for asyncio: the same arguments, methods and errors, to be awaited.
+
+    Cancelling a call closes its connection, and the server then drops the request.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(base_url, model, api_key, timeout, max_retries)
+        self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def info(self) -> ServerInfo:
+        """As `ScoreClient.info`."""
+        return await self._send(_calls.info())
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuations: Continuations | None = None,
+        *,
+        add_special_tokens: bool = True,
+        top_logprobs: int = 0,
+        return_ranks: bool = False,
+        return_tokens: bool = False,
+        use_cache: bool = True,
+        model: str | None = None,
+    ) -> list[Score]:
+        """As `ScoreClient.score`."""
+        return await self._send(
+            _calls.score(
+                model=model or self.model,
+                prompt=prompt,
+                continuations=continuations,
+                add_special_tokens=add_special_tokens,
+                top_logprobs=top_logprobs,
+                return_ranks=return_ranks,
+                return_tokens=return_tokens,
+                use_cache=use_cache,
+            )
+        )
+
+    async def perplexity(
+        self,
+        prompt: Text | None = None,
+        *,
+        texts: list[str] | None = None,
+        method: Method = "sliding",
+        context_length: int | None = None,
+        stride: int | None = None,
+        max_tokens: int | None = None,
+        add_special_tokens: bool | None = None,
+        on_window: OnWindow | None = None,
+        model: str | None = None,
+    ) -> PerplexityResponse:
+        """As `ScoreClient.perplexity`; `on_window` is an ordinary function."""
+        return await self._send(
+            _calls.perplexity(
+                on_window,
+                model=model or self.model,
+                prompt=prompt,
+                texts=texts,
+                method=method,
+                context_length=context_length,
+                stride=stride,
+                max_tokens=max_tokens,
+                add_special_tokens=add_special_tokens,
+            )
+        )
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As `ScoreClient.tokenize`."""
+        return await self._send(_calls.tokenize(text, add_special_tokens, self.model))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """As `ScoreClient.detokenize`."""
+        return await self._send(_calls.detokenize(token_ids, self.model))
+
+    async def _send(self, call: Call[Answer]) -> Answer:
+        attempts = Attempts(self._max_retries)
+        while True:
+            reader = call.new_reader()
+            try:
+                async with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                    if response.is_success:
+                        async for chunk in response.aiter_bytes():
+                            reader.feed(chunk)
+                        return reader.finish()
+                    await response.aread()
+                wait = attempts.wait_after_status(response)
+            except httpx.RequestError as error:
+                wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
+            await asyncio.sleep(wait)

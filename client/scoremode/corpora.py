@@ -1,0 +1,229 @@
+"""Texts to measure perplexity on: literal text, local files and folders, Hugging Face datasets, Python's own manual.
+
+The rows of a dataset are joined with a blank line, as the field does for WikiText-2.
+"""
+
+import hashlib
+import importlib
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+from scoremode.errors import CorpusError
+
+ROW_SEPARATOR = "\n\n"
+DEFAULT_SPLIT = "test"
+DEFAULT_COLUMN = "text"
+
+PYDOC = "pydoc"
+HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
+"""Short names of hub datasets: the repository and its default config."""
+
+_SUFFIXES = (".parquet", ".jsonl", ".txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A text and where it is from."""
+
+    name: str
+    text: str
+    source: str
+    """In words, enough to find the text again."""
+    num_rows: int
+    """Rows that the text was joined from, 1 for a text that is no dataset."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the text in UTF-8, in hexadecimal."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def load_corpus(
+    dataset: str | None = None,
+    *,
+    text: str | None = None,
+    text_file: str | Path | None = None,
+    config: str | None = None,
+    split: str = DEFAULT_SPLIT,
+    column: str = DEFAULT_COLUMN,
+    num_samples: int | None = None,
+) -> Corpus:
+    """Load a corpus from one of `dataset`, `text` and `text_file`.
+
+    Args:
+        dataset: `pydoc` (the Python language reference in the standard library); an alias such as `wikitext`; a path
+            to a parquet, jsonl or txt file, or to a folder of them laid out like the hub's; or a name on the hub.
+            A folder called `wikitext` is `./wikitext`.
+        text: The text itself.
+        text_file: A file that holds the text, UTF-8.
+        config: Configuration of the dataset; a subfolder of a local one.
+        split: Split of the dataset.
+        column: Column of the dataset that holds the text.
+        num_samples: Take the first rows only.
+
+    Raises:
+        CorpusError: the text cannot be read, or there is none.
+        ValueError: not exactly one source.
+    """
+    if sum(source is not None for source in (dataset, text, text_file)) != 1:
+        raise ValueError("exactly one of dataset, text and text_file is needed")
+    if text is not None:
+        return _corpus("text", f"the text {text!r}", [text], None)
+    if text_file is not None:
+        path = Path(text_file)
+        return _corpus(path.name, f"file {path.resolve()}", [_read_text(path)], None)
+    assert dataset is not None
+    if dataset == PYDOC:
+        return _corpus(PYDOC, f"pydoc_data.topics of Python {platform.python_version()}", _pydoc_topics(), num_samples)
+    path = Path(dataset).expanduser()
+    if dataset not in HUB_ALIASES and path.exists():
+        return _load_local(path, config, split, column, num_samples)
+    if path.suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
+        raise CorpusError(f"no such file or folder: {dataset}")
+    return _load_from_hub(dataset, config, split, column, num_samples)
+
+
+def _corpus(name: str, source: str, rows: Iterable[str], num_samples: int | None) -> Corpus:
+    taken = list(islice(rows, num_samples))
+    text = ROW_SEPARATOR.join(taken)
+    if not text:
+        raise CorpusError(f"no text in {source}")
+    if num_samples is not None:
+        source += f", first {len(taken)} rows"
+    return Corpus(name, text, source, len(taken))
+
+
+def _pydoc_topics() -> list[str]:
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return [topics[name] for name in sorted(topics)]
+
+
+def _load_local(path: Path, config: str | None, split: str, column: str, num_samples: int | None) -> Corpus:
+    files = [path] if path.is_file() else _split_files(_config_folder(path, config), split)
+    rows = [row for file in files for row in _read_rows(file, column)]
+    names = ", ".join(str(file.resolve()) for file in files)
+    return _corpus(path.resolve().name, f"{names}, column {column}", rows, num_samples)
+
+
+def _config_folder(folder: Path, config: str | None) -> Path:
+    """The folder whose files hold the splits: `folder` itself, or the subfolder of the configuration."""
+    if config is not None:
+        chosen = folder / config
+        if not chosen.is_dir():
+            raise CorpusError(f"no configuration {config!r} in {folder}; there are: {_names(_subfolders(folder))}")
+        return chosen
+    if _data_files(folder):
+        return folder
+    subfolders = _subfolders(folder)
+    if len(subfolders) != 1:
+        raise CorpusError(f"{folder} has several or no configurations, name one of: {_names(subfolders)}")
+    return subfolders[0]
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """The files of a split by the hub's naming: `test.parquet`, `test-00000-of-00002.parquet`, ..., in order."""
+    files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
+    if not files:
+        raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
+    return files
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and _data_files(entry))
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
+
+
+def _read_rows(file: Path, column: str) -> list[str]:
+    if file.suffix == ".parquet":
+        return _read_parquet(file, column)
+    if file.suffix == ".jsonl":
+        return _read_jsonl(file, column)
+    if file.suffix == ".txt":
+        return [_read_text(file)]
+    raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
+
+
+def _read_parquet(file: Path, column: str) -> list[str]:
+    parquet = _optional_module("pyarrow.parquet")
+    try:
+        names = parquet.read_schema(file).names
+        _check_column(column, names, str(file))
+        rows = parquet.read_table(file, columns=[column]).column(column).to_pylist()
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"cannot read {file}: {error}") from error
+    return _check_rows(rows, column, str(file))
+
+
+def _read_jsonl(file: Path, column: str) -> list[str]:
+    rows: list[object] = []
+    # Not str.splitlines: a row may hold U+2028 and its like.
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise CorpusError(f"cannot read {file}: line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise CorpusError(f"cannot read {file}: line {number} is not a JSON object")
+        _check_column(column, row, f"{file}, line {number}")
+        rows.append(row[column])
+    return _check_rows(rows, column, str(file))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except OSError as error:
+        raise CorpusError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
+
+
+def _load_from_hub(dataset: str, config: str | None, split: str, column: str, num_samples: int | None) -> Corpus:
+    repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
+    config = config or default_config
+    datasets = _optional_module("datasets")
+    try:
+        table = datasets.load_dataset(repository, config, split=split)
+    # What can go wrong comes from half a dozen libraries below `datasets`, each with exceptions of its own.
+    except Exception as error:
+        raise CorpusError(
+            f"cannot load {repository} from the Hugging Face hub: {error}. Without the hub, pass a copy: "
+            "`--dataset PATH`, a folder laid out like the hub's or a parquet, jsonl or txt file"
+        ) from error
+    _check_column(column, table.column_names, repository)
+    rows = _check_rows(list(table[column]), column, repository)
+    source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {column}"
+    return _corpus(dataset, source, rows, num_samples)
+
+
+def _optional_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CorpusError(f"{name} is missing, which reads datasets: pip install 'scoremode[datasets]'") from error
+
+
+def _check_column(column: str, names: Iterable[str], where: str) -> None:
+    if column not in names:
+        raise CorpusError(f"no column {column!r} in {where}; there are: {', '.join(names)}")
+
+
+def _check_rows(rows: list[object], column: str, where: str) -> list[str]:
+    texts = [row for row in rows if isinstance(row, str)]
+    if len(texts) != len(rows):
+        raise CorpusError(f"column {column!r} of {where} has rows that are not text")
+    return texts
+
+
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in paths) or "none"

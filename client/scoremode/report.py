@@ -1,0 +1,82 @@
+"""A finished evaluation as a table for people and as JSON for the record."""
+
+import dataclasses
+import math
+from datetime import UTC, datetime
+
+import httpx
+from rich.table import Table
+from rich.text import Text
+
+from scoremode._version import __version__
+from scoremode.evaluate import Evaluation
+
+
+def as_table(evaluation: Evaluation) -> Table:
+    """Two columns that fit in 80."""
+    result, text = evaluation.result, evaluation.text_metrics
+    server = evaluation.server
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [
+        ("model", evaluation.model),
+        ("weights", f"{server.quantization or 'not quantized'}, {server.dtype}"),
+        ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
+        ("corpus", f"{evaluation.corpus.name}, sha256 {evaluation.corpus.fingerprint[:12]}"),
+        ("method", evaluation.method),
+        ("context length", f"{evaluation.context_length:,} tokens"),
+        ("stride", f"{evaluation.stride:,} tokens"),
+        ("windows", f"{len(evaluation.windows):,}"),
+        ("tokens", f"{result.num_scored:,} scored, {evaluation.num_tokens:,} in the text"),
+        ("time", f"{evaluation.seconds:,.1f} s, {evaluation.tokens_per_second:,.0f} tokens/s"),
+        ("NLL", f"{_with_error(result.nll_mean, result.nll_stderr, 6)} nats/token"),
+        ("bits per byte", "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.4f}"),
+        ("word perplexity", f"{text.word_perplexity:,.4f}"),
+        ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
+    ]
+    for name, value in rows:
+        table.add_row(name, Text(value), style="bold" if name == "perplexity" else None)
+    return table
+
+
+def as_json(evaluation: Evaluation, url: str) -> dict[str, object]:
+    """All that was measured and all that it takes to repeat it; NLLs in nats. JSON lacks infinity: it becomes null."""
+    corpus, result, text = evaluation.corpus, evaluation.result, evaluation.text_metrics
+    return {
+        "client_version": __version__,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "url": str(httpx.URL(url).copy_with(userinfo=b"")),
+        "model": evaluation.model,
+        "server": evaluation.server.model_dump(),
+        "corpus": {
+            "name": corpus.name,
+            "source": corpus.source,
+            "sha256": corpus.fingerprint,
+            "num_rows": corpus.num_rows,
+        },
+        "settings": {
+            "method": evaluation.method,
+            "context_length": evaluation.context_length,
+            "stride": evaluation.stride,
+            "max_tokens": evaluation.max_tokens,
+            "add_special_tokens": evaluation.add_special_tokens,
+            "server_side": evaluation.server_side,
+            "concurrency": evaluation.concurrency,
+        },
+        "num_tokens": evaluation.num_tokens,
+        "num_bytes": evaluation.num_bytes,
+        "num_words": evaluation.num_words,
+        **_finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
+        "seconds": evaluation.seconds,
+        "tokens_per_second": evaluation.tokens_per_second,
+        "windows": [dataclasses.asdict(window) for window in evaluation.windows],
+    }
+
+
+def _with_error(value: float, stderr: float | None, digits: int) -> str:
+    return f"{value:,.{digits}f}" + ("" if stderr is None else f" ± {stderr:,.{digits}f}")
+
+
+def _finite_or_none(figures: dict[str, float | None]) -> dict[str, float | None]:
+    return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}

@@ -1,0 +1,187 @@
+"""Windows against hand-worked examples and against the published algorithms, written anew here."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scoremode.windows import (
+    METHODS,
+    Window,
+    WindowError,
+    cut_windows,
+    resolve_context_length,
+    resolve_stride,
+)
+
+BOS = 999
+
+lengths = st.integers(min_value=0, max_value=120)
+contexts = st.integers(min_value=2, max_value=20)
+
+
+def conditioned_targets(windows: list[Window], num_tokens: int) -> list[tuple[list[int], int]]:
+    """What is asked of the model: for each target, in order, the tokens before it in its window, and itself."""
+    text = list(range(num_tokens))
+    asked = []
+    for window in windows:
+        sequence = window.token_ids(text)
+        asked += [(sequence[:i], sequence[i]) for i in range(window.first_scored, len(sequence))]
+    return asked
+
+
+def hugging_face_loop(num_tokens: int, max_length: int, stride: int) -> list[tuple[list[int], int]]:
+    """transformers' documentation, "Perplexity of fixed-length models": labels of what was scored before are -100,
+    and the model shifts the labels by one, so that a window's own first token is no target."""
+    asked = []
+    previous_end = 0
+    for begin in range(0, num_tokens, stride):
+        end = min(begin + max_length, num_tokens)
+        target_length = end - previous_end
+        input_ids = list(range(begin, end))
+        labels = [-100] * (len(input_ids) - target_length) + input_ids[len(input_ids) - target_length :]
+        asked += [(input_ids[:i], labels[i]) for i in range(1, len(labels)) if labels[i] != -100]
+        previous_end = end
+        if end == num_tokens:
+            break
+    return asked
+
+
+def lm_eval_rolling(num_tokens: int, max_sequence: int, prefix: int) -> list[tuple[list[int], int]]:
+    """lm-evaluation-harness, get_rolling_token_windows with context_len=1, then make_disjoint_window."""
+    tokens = list(range(num_tokens))
+    if not tokens:
+        return []
+    first_length = min(max_sequence, num_tokens)
+    pairs = [([prefix, *tokens[: first_length - 1]], tokens[:first_length])]
+    predicted = first_length
+    while predicted < num_tokens:
+        window_length = min(num_tokens - predicted, max_sequence)
+        window_end = predicted + window_length
+        context = tokens[window_end - max_sequence - 1 : window_end - 1]
+        pairs.append((context, tokens[window_end - window_length : window_end]))
+        predicted += window_length
+    # Fed to the model: context, of which the last len(continuation) positions predict the continuation.
+    asked = []
+    for context, continuation in pairs:
+        offset = len(context) - len(continuation)
+        asked += [(context[: offset + i + 1], target) for i, target in enumerate(continuation)]
+    return asked
+
+
+@given(lengths, contexts, st.data())
+def test_sliding_is_hugging_faces_loop(num_tokens, context_length, data):
+    stride = data.draw(st.integers(min_value=1, max_value=context_length))
+    windows = cut_windows(num_tokens, "sliding", context_length, stride)
+    assert conditioned_targets(windows, num_tokens) == hugging_face_loop(num_tokens, context_length, stride)
+
+
+@given(lengths, contexts)
+def test_rolling_is_lm_evals(num_tokens, context_length):
+    windows = cut_windows(num_tokens, "rolling", context_length, prefix_token_id=BOS)
+    assert conditioned_targets(windows, num_tokens) == lm_eval_rolling(num_tokens, context_length, BOS)
+
+
+@given(lengths, contexts, st.data())
+def test_sliding_and_rolling_score_each_token_once(num_tokens, context_length, data):
+    stride = data.draw(st.integers(min_value=1, max_value=context_length - 1))
+    sliding = cut_windows(num_tokens, "sliding", context_length, stride)
+    rolling = cut_windows(num_tokens, "rolling", context_length, prefix_token_id=BOS)
+    assert [target for _, target in conditioned_targets(sliding, num_tokens)] == list(range(1, num_tokens))
+    assert [target for _, target in conditioned_targets(rolling, num_tokens)] == list(range(num_tokens))
+
+
+@given(lengths, contexts)
+def test_no_window_is_longer_than_its_method_says(num_tokens, context_length):
+    for method in METHODS:
+        windows = cut_windows(num_tokens, method, context_length, prefix_token_id=BOS, bos_token_id=BOS)
+        longest = context_length + (method == "rolling")
+        assert all(1 < len(window.token_ids(range(num_tokens))) <= longest for window in windows)
+
+
+def test_sliding_by_hand():
+    # Ten tokens, four at a time, two onward: the first window scores 1, 2, 3, every later one its last two.
+    assert cut_windows(10, "sliding", 4, 2) == [
+        Window(0, 4, 1),
+        Window(2, 6, 4),
+        Window(4, 8, 6),
+        Window(6, 10, 8),
+    ]
+
+
+def test_sliding_ends_with_a_short_window():
+    assert cut_windows(7, "sliding", 4, 2)[-1] == Window(4, 7, 6)
+
+
+def test_sliding_with_a_stride_of_the_whole_context_cannot_score_first_tokens():
+    assert cut_windows(8, "sliding", 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)]
+
+
+def test_overlapping_takes_full_windows_and_all_their_targets():
+    # Starts 0, 2, 4 are below 10 - 4; a window at 6 would end with the text and is not taken.
+    assert cut_windows(10, "overlapping", 4, 2) == [Window(0, 4, 1), Window(2, 6, 3), Window(4, 8, 5)]
+
+
+def test_overlapping_count_of_the_exl3_compatible_scripts():
+    num_tokens = 2048 + 72 * 512 + 1
+    windows = cut_windows(num_tokens, "overlapping", 2048, 512)
+    assert len(windows) == 73
+    assert sum(window.num_scored for window in windows) == 149_431
+
+
+def test_disjoint_windows_do_not_overlap():
+    assert cut_windows(9, "disjoint", 4) == [Window(0, 4, 1), Window(4, 8, 5)]
+
+
+def test_llama_cpp_scores_the_second_half_of_whole_chunks():
+    # Of 8 positions, 5, 6 and 7 count; two tokens are left over.
+    assert cut_windows(18, "llama.cpp", 8) == [Window(0, 8, 5), Window(8, 16, 13)]
+
+
+def test_llama_cpp_replaces_the_first_token_of_a_chunk_by_bos():
+    first, second = cut_windows(16, "llama.cpp", 8, bos_token_id=BOS)
+    assert first.token_ids(range(16)) == [BOS, 1, 2, 3, 4, 5, 6, 7]
+    assert second.token_ids(range(16)) == [BOS, 9, 10, 11, 12, 13, 14, 15]
+    assert (second.first_scored, second.num_scored) == (5, 3)
+
+
+def test_rolling_last_window_reaches_back_until_it_is_full():
+    first, second, last = cut_windows(10, "rolling", 4, prefix_token_id=BOS)
+    assert first.token_ids(range(10)) == [BOS, 0, 1, 2, 3]
+    assert second.token_ids(range(10)) == [3, 4, 5, 6, 7]
+    assert last.token_ids(range(10)) == [5, 6, 7, 8, 9]
+    assert (last.first_scored, last.num_scored) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "context_length", "stride", "field"),
+    [
+        ("sliding", 4, 5, "stride"),
+        ("sliding", 4, 0, "stride"),
+        ("disjoint", 4, 2, "stride"),
+        ("sliding", 1, None, "context_length"),
+        ("rolling", 4, None, "method"),
+    ],
+    ids=["skips tokens", "stands still", "takes no stride", "no context", "no prefix token"],
+)
+def test_impossible_windows_name_the_field_at_fault(method, context_length, stride, field):
+    with pytest.raises(WindowError) as caught:
+        cut_windows(10, method, context_length, stride)
+    assert caught.value.field == field
+
+
+def test_default_context_length_is_2048_or_what_fits_the_model():
+    assert resolve_context_length("sliding", None, 4096) == 2048
+    assert resolve_context_length("sliding", None, 1024) == 1024
+    assert resolve_context_length("rolling", None, 1024) == 1023, "rolling feeds one token more than it predicts"
+
+
+def test_context_longer_than_the_model_says_both_numbers():
+    with pytest.raises(WindowError, match=r"1025.*1024") as caught:
+        resolve_context_length("rolling", 1024, 1024)
+    assert caught.value.field == "context_length"
+
+
+def test_default_stride_is_a_quarter_of_the_context_where_windows_overlap():
+    assert resolve_stride("sliding", 2048, None) == 512
+    assert resolve_stride("overlapping", 3, None) == 1
+    assert resolve_stride("disjoint", 2048, None) == 2048
