@@ -24,16 +24,17 @@ case $engine in
     # The registry's default build of torch is the CUDA one; a local wheel of the CPU build needs no other index.
     [ -n "${UV_FIND_LINKS:-}" ] || flags+=(--torch-backend=cpu) ;;
   cuda) extras+=(cuda) ;;
-  bundled) packages+=('orjson>=3.10') ;;
+  bundled)
+    packages+=('orjson>=3.10')
+    # An image keeps its packages in the system's Python, which is the image's own.
+    flags+=(--break-system-packages) ;;
   none) ;;
   *) echo "install.sh: unknown engine '$engine'" >&2; exit 2 ;;
 esac
 target=.$([ ${#extras[@]} -eq 0 ] || (IFS=,; echo "[${extras[*]}]"))
 case " ${extras[*]} " in *" dev "*) flags+=(--editable) ;; esac
-# --system is what an image without a virtual environment needs; uv ignores it inside one.
 "$python" -m uv pip install --python "$python" "${packages[@]}" "${flags[@]}" "$target"
 [ "$engine" != bundled ] || "$python" - <<'CHECK'
-import importlib.metadata as metadata
-version = metadata.version("vllm")
-assert version.split("+")[0] == "0.32.0", f"Scoremode is made for vLLM 0.32.0; this image has {version}"
+import vllm
+assert vllm.__version__.split("+")[0] == "0.32.0", f"Scoremode is made for vLLM 0.32.0; found {vllm.__version__}"
 CHECK

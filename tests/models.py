@@ -1,0 +1,133 @@
+"""Small models made on this machine, for tests: a random Llama with a real tokenizer, and an INT8 copy of a model."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BOS, EOS = "<s>", "</s>"
+LARGEST_INT8 = 127
+
+
+def pydoc_text() -> str:
+    """The Python language reference of the standard library: prose that is on every machine."""
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def random_llama(
+    path: Path,
+    *,
+    seed: int = 0,
+    vocab_size: int = 1024,
+    num_layers: int = 2,
+    head_size: int = 64,
+    max_position: int = 2048,
+    add_bos: bool = False,
+) -> Path:
+    """Writes a float32 Llama with random weights, two query heads and one key-value head; `add_bos` makes its
+    tokenizer put BOS first by itself. BOS is token 0, EOS token 1.
+    """
+    _tokenizer(vocab_size, add_bos).save_pretrained(path)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=2 * head_size,
+        intermediate_size=4 * head_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=head_size,
+        max_position_embeddings=max_position,
+        # The usual 0.02 leaves all logits near 0, and then every token looks as likely as any other.
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def int8_model(source: Path, path: Path, *, last_blocks: int | None = None, symmetric_activations: bool = True) -> Path:
+    """Writes `source` as INT8 W8A8 (compressed-tensors), data-free, by rounding to nearest.
+
+    Weights of every linear layer but lm_head: symmetric int8 with one float32 scale per output channel,
+    max|w| / 127. Activations: int8, one scale per token, taken while running. All other tensors are kept, as float32.
+
+    `last_blocks` quantizes only that many blocks at the end. Rounding activations is discontinuous: with all 30 blocks
+    of SmolLM2 quantized, a change of 1e-6 in the input flips so many roundings that single logprobs move by tenths of a
+    nat, and no two implementations agree token by token. With one block they do.
+
+    With `symmetric_activations`, vLLM 0.32 cannot run the model in float32 on a CPU that has AMX: it takes a kernel
+    that knows only 16-bit activations. Asymmetric ones (a zero point per token) run on every CPU.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, path)
+    config = json.loads((source / "config.json").read_text())
+    blocks = config["num_hidden_layers"]
+    kept = range(0 if last_blocks is None else blocks - last_blocks)
+    kept_prefixes = tuple(f"model.layers.{block}." for block in kept)
+    scheme = _int8_scheme(symmetric_activations)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj.weight") and not name.startswith(kept_prefixes):
+            parts = _quantize_weight(tensor.float(), scheme)
+            tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+        else:
+            tensors[name] = tensor.float()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    ignore = ["lm_head", *(f"re:{re.escape(prefix)}" for prefix in kept_prefixes)]
+    quantized = config | {"dtype": "float32", "quantization_config": _quantization_config(scheme, ignore)}
+    (path / "config.json").write_text(json.dumps(quantized, indent=2))
+    return path
+
+
+def _tokenizer(vocab_size: int, add_bos: bool) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        # All 256 bytes, so that any text can be encoded and decoded again.
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([pydoc_text()], trainer)
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+
+
+def _int8_scheme(symmetric_activations: bool) -> QuantizationScheme:
+    return QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(num_bits=8, strategy="channel"),
+        input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=symmetric_activations),
+    )
+
+
+def _quantize_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> dict[str, torch.Tensor]:
+    """[out, in] float32 -> `weight` [out, in] int8 and `weight_scale` [out, 1] float32."""
+    scale = weight.abs().amax(dim=1, keepdim=True) / LARGEST_INT8
+    return IntQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+
+
+def _quantization_config(scheme: QuantizationScheme, ignore: list[str]) -> dict[str, object]:
+    return QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="int-quantized",
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=ignore,
+    ).model_dump(mode="json", exclude_none=True)

@@ -1,0 +1,234 @@
+"""What the right numbers are: transformers in float32 on the CPU, and short versions of each perplexity method.
+
+Nothing here imports from scoremode or vLLM. Logprobs are natural logarithms. Of n tokens, n - 1 are scored: entry i
+is about token i + 1, given tokens 0 to i.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from compressed_tensors.quantization import disable_quantization
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+Tokens = Sequence[int]
+Score = Callable[[Tokens], np.ndarray]
+"""n tokens -> n - 1 logprobs."""
+
+
+class Result(NamedTuple):
+    perplexity: float
+    num_scored: int
+    nlls: np.ndarray
+    """[num_scored] float64, nats, in the order of evaluation."""
+
+
+def logprobs(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+    """Logprob of each token but the first: for n tokens [n - 1], float32."""
+    return [_actual(_log_softmax(_float32_model(model_path), tokens), tokens) for tokens in sequences]
+
+
+def top_logprobs(model_path: Path, sequences: Sequence[Tokens], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The k likeliest tokens at each position but the first, best first: ids [n - 1, k] and logprobs [n - 1, k]."""
+    results = []
+    for tokens in sequences:
+        best = _log_softmax(_float32_model(model_path), tokens).topk(k, dim=-1)
+        results.append((best.indices.numpy(), best.values.numpy()))
+    return results
+
+
+def ranks(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+    """1 + the number of tokens with a larger logit than the actual one's, for each token but the first: [n - 1]."""
+    results = []
+    for tokens in sequences:
+        logits = _logits(_float32_model(model_path), tokens)
+        actual = logits.gather(1, _targets(tokens))
+        results.append(1 + (logits > actual).sum(dim=-1).numpy())
+    return results
+
+
+def decompressed_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+    """What transformers gives for a compressed-tensors checkpoint: weights decompressed, activations not quantized.
+
+    `logprobs` of the same checkpoint is something else: left to itself, compressed-tensors simulates quantized
+    activations in float32, with a scale of max|x| / 127.5 where vLLM's kernels take max|x| / 127.
+    """
+    return [_actual(_log_softmax(_decompressed_model(int8_path), tokens), tokens) for tokens in sequences]
+
+
+def int8_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+    """Logprobs of an INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it."""
+    return [_actual(_log_softmax(_int8_model(int8_path), tokens), tokens) for tokens in sequences]
+
+
+def perplexity(
+    model_path: Path,
+    token_ids: Tokens,
+    method: str,
+    context_length: int,
+    stride: int | None = None,
+    *,
+    bos: int | None = None,
+    prefix: int | None = None,
+) -> Result:
+    """Perplexity by one of the five methods. `bos` is for `llama.cpp` (None: the model adds none), `prefix` for
+    `rolling`."""
+    return perplexity_of(
+        lambda window: logprobs(model_path, [window])[0],
+        token_ids,
+        method,
+        context_length,
+        stride,
+        bos=bos,
+        prefix=prefix,
+    )
+
+
+def perplexity_of(
+    score: Score,
+    token_ids: Tokens,
+    method: str,
+    context_length: int,
+    stride: int | None = None,
+    *,
+    bos: int | None = None,
+    prefix: int | None = None,
+) -> Result:
+    """`perplexity` over any scorer."""
+    pieces = {
+        "sliding": lambda: _fixed_length_loop(score, token_ids, context_length, stride),
+        "overlapping": lambda: _strided_rows(score, token_ids, context_length, stride),
+        "disjoint": lambda: _strided_rows(score, token_ids, context_length, context_length),
+        "llama.cpp": lambda: _llama_perplexity(score, token_ids, context_length, bos),
+        "rolling": lambda: _lm_eval_rolling(score, token_ids, context_length, prefix),
+    }[method]()
+    nlls = -np.concatenate(list(pieces)).astype(np.float64)
+    return Result(math.exp(math.fsum(nlls) / len(nlls)), len(nlls), nlls)
+
+
+def _fixed_length_loop(score: Score, tokens: Tokens, length: int, stride: int) -> Iterator[np.ndarray]:
+    # Hugging Face, "Perplexity of fixed-length models". Its text weighs a window by one target fewer than the window
+    # has, an approximation of its own; here every target counts once.
+    scored_to = 1
+    for begin in range(0, len(tokens), stride):
+        end = min(begin + length, len(tokens))
+        # A window's own first token has no context in it.
+        fresh = end - max(scored_to, begin + 1)
+        yield score(tokens[begin:end])[-fresh:]
+        scored_to = end
+        if end == len(tokens):
+            return
+
+
+def _strided_rows(score: Score, tokens: Tokens, length: int, stride: int) -> Iterator[np.ndarray]:
+    # ExLlamaV3, eval/ppl.py: `for a in range(0, num_tokens - eval_len, eval_stride)`, all targets of each row.
+    for begin in range(0, len(tokens) - length, stride):
+        yield score(tokens[begin : begin + length])
+
+
+def _llama_perplexity(score: Score, tokens: Tokens, length: int, bos: int | None) -> Iterator[np.ndarray]:
+    # llama.cpp, tools/perplexity: logits from length / 2 on are used, each to predict the token after it.
+    for chunk in range(len(tokens) // length):
+        window = list(tokens[chunk * length : (chunk + 1) * length])
+        if bos is not None:
+            window[0] = bos
+        yield score(window)[length // 2 :]
+
+
+def _lm_eval_rolling(score: Score, tokens: Tokens, length: int, prefix: int) -> Iterator[np.ndarray]:
+    # lm-eval, get_rolling_token_windows with context_len 1: `length` tokens are fed to predict up to `length`.
+    with_prefix = [prefix, *tokens]
+    for predicted in range(0, len(tokens), length):
+        end = min(predicted + length, len(tokens))
+        yield score(with_prefix[max(0, end - length) : end + 1])[predicted - end :]
+
+
+def _targets(tokens: Tokens) -> torch.Tensor:
+    return torch.tensor(tokens[1:], dtype=torch.long).unsqueeze(1)
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, tokens: Tokens) -> torch.Tensor:
+    """[n - 1, vocabulary] float32: what predicts tokens 1 to n - 1."""
+    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].float()
+
+
+def _log_softmax(model: PreTrainedModel, tokens: Tokens) -> torch.Tensor:
+    return _logits(model, tokens).log_softmax(dim=-1)
+
+
+def _actual(log_softmax: torch.Tensor, tokens: Tokens) -> np.ndarray:
+    return log_softmax.gather(1, _targets(tokens)).squeeze(1).numpy()
+
+
+@lru_cache(maxsize=3)
+def _float32_model(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@lru_cache(maxsize=1)
+def _decompressed_model(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().apply(disable_quantization)
+
+
+@lru_cache(maxsize=1)
+def _int8_model(path: Path) -> PreTrainedModel:
+    """The architecture in plain float32, its quantized linear layers replaced by `Int8Linear`."""
+    config = AutoConfig.from_pretrained(path)
+    scheme = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+        weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
+        model.set_submodule(name, Int8Linear(weight, scale, scheme["input_activations"]["symmetric"]))
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    if unexpected or set(missing) - set(model.all_tied_weights_keys):
+        raise ValueError(f"{path}: {missing=} {unexpected=}")
+    return model.eval()
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer without bias whose input is quantized per token; the products are summed without any rounding.
+
+    Args:
+        weight: [out, in] int8.
+        weight_scale: [out, 1] float32.
+    """
+
+    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, symmetric: bool) -> None:
+        super().__init__()
+        # Float64 holds every sum of int8 products of these layers exactly.
+        self.weight = weight.double().T
+        self.scale = weight_scale.double().T
+        self.symmetric = symmetric
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] float32 -> [..., out] float32."""
+        quantized, scale, zero_point = quantize_tokens(inputs, self.symmetric)
+        exact = (quantized - zero_point).double() @ self.weight
+        return (exact * scale.double() * self.scale).float()
+
+
+def quantize_tokens(inputs: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[tokens, in] float32 -> int8 values (as float32) [tokens, in], scales and zero points [tokens, 1].
+
+    This is vLLM's csrc/cpu/dnnl_kernels.cpp, dynamic_scaled_int8_quant: it multiplies by the float32 reciprocal of the
+    scale, rounds halves to even, and adds the zero point before rounding. A token of zeros has scale 0.
+    """
+    if symmetric:
+        scale = inputs.abs().amax(dim=-1, keepdim=True) / 127
+        zero_point = torch.zeros_like(scale)
+    else:
+        low, high = inputs.aminmax(dim=-1, keepdim=True)
+        scale = (high - low) / 255
+        zero_point = (-128 - low / scale).round()
+    reciprocal = (1 / scale.double()).float()
+    quantized = (inputs * reciprocal + zero_point).clamp(-128, 127).round()
+    return quantized.nan_to_num(), scale, zero_point.nan_to_num()
