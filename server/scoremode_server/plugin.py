@@ -22,7 +22,7 @@ class ScoremodeEndpoints:
         app.include_router(perplexity.router)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Make what the routes share. `engine_client` is None only on a server without an engine, which gets no routes."""
+        """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
         assert engine_client is not None
         state.scoremode = await make_state(engine_client, state)
 

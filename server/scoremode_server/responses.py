@@ -16,6 +16,13 @@ class ArrayJSONResponse(JSONResponse):
         return dump(content)
 
 
+class WrittenJSONResponse(JSONResponse):
+    """A JSON response whose content is JSON already."""
+
+    def render(self, content: bytes) -> bytes:
+        return content
+
+
 def dump(content: Any) -> bytes:
     """JSON of plain objects and contiguous numpy arrays; NaN becomes null."""
     return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -63,5 +63,8 @@ async def _behind(prompt: str | list[int], index: int, request: ScoreRequest, co
         if first == 0:
             raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")
         if len(target.token_ids) <= first:
-            raise RequestError(f"{target.name} has no token of its own", "continuations")
+            raise RequestError(
+                f"{target.name} has no token of its own: it is empty, or one token with the end of its prompt",
+                "continuations",
+            )
     return targets

@@ -120,10 +120,12 @@ async def _documents(request: PerplexityRequest, state: ScoremodeState) -> list[
     for document in whole:
         if document.token_ids:
             state.limits.check_vocabulary(document.token_ids, _field(request))
-    return await _cut_off(whole, request.max_tokens, state)
+    return await _cut_off(whole, request.max_tokens, request.adds_special_tokens, state)
 
 
-async def _cut_off(documents: list[Document], max_tokens: int | None, state: ScoremodeState) -> list[Document]:
+async def _cut_off(
+    documents: list[Document], max_tokens: int | None, adds_special_tokens: bool, state: ScoremodeState
+) -> list[Document]:
     """The first `max_tokens` tokens of documents, with the text that they are of."""
     if max_tokens is None:
         return documents
@@ -132,7 +134,7 @@ async def _cut_off(documents: list[Document], max_tokens: int | None, state: Sco
         token_ids = document.token_ids[:max_tokens]
         max_tokens -= len(token_ids)
         if len(token_ids) < len(document.token_ids) and document.text is not None:
-            special = token_ids[:1] == [state.info.chunk_token_id]
+            special = adds_special_tokens and token_ids[:1] == [state.info.chunk_token_id]
             document = Document(token_ids, await state.codec.decode(token_ids[special:]) if token_ids else "")
         kept.append(Document(token_ids, document.text))
     return kept

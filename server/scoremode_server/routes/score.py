@@ -25,6 +25,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
     404: {"model": ErrorResponse, "description": "No such model."},
+    "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
 }
 
 

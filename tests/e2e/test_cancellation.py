@@ -1,0 +1,50 @@
+"""A client that goes away takes its work with it: the engine is left with no request of its."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scoremode import ScoreClient
+
+RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} ([0-9.e+-]+)$", re.MULTILINE)
+
+
+def requests_in_engine(server: str) -> float:
+    return sum(map(float, RUNNING.findall(httpx.get(f"{server}/metrics").text)))
+
+
+def wait_for(server: str, busy: bool, seconds: float) -> bool:
+    """Whether the engine came to have requests, or to have none, in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (requests_in_engine(server) > 0) == busy:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("flags", [(), ("--server-side",)], ids=["windows cut here", "windows cut on the server"])
+def test_killing_ppl_client_leaves_no_request_running(server: str, wikitext: str, tmp_path: Path, flags: tuple[str]):
+    text = tmp_path / "text.txt"
+    text.write_text(wikitext[:200_000])
+    command = [sys.executable, "-m", "scoremode.cli", "--url", server, "--text-file", str(text), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert wait_for(server, busy=True, seconds=60), "the engine never got a request"
+    finally:
+        process.kill()
+        process.wait()
+    # The windows in the engine's running step are finished; thousands of tokens behind them are not begun. The whole
+    # text would take minutes.
+    assert wait_for(server, busy=False, seconds=60), "requests of a client that is gone are still running"
+
+
+def test_one_bad_sequence_in_a_batch_leaves_no_request_running(client: ScoreClient, server: str):
+    response = httpx.post(f"{server}/v1/score", json={"prompt": [[5] * 2000] * 8 + [[10**9]]})
+    assert response.status_code == 400
+    assert requests_in_engine(server) == 0

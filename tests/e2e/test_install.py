@@ -1,0 +1,40 @@
+"""What the images do to install Scoremode, done in fresh environments."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+INSTALL = Path(__file__).parents[2] / "scripts" / "install.sh"
+CLIENT_MEGABYTES = 200
+
+
+def install(environment: Path, engine: str) -> Path:
+    """The `bin` folder of an environment that `engine` was installed into."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    subprocess.run([str(INSTALL), str(python), engine], check=True)
+    return environment / "bin"
+
+
+def output(*command: str | Path) -> str:
+    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path):
+    binaries = install(tmp_path / "venv", "cpu")
+    assert output(binaries / "scoremode", "--version") == output(binaries / "ppl-client", "--version").split()[-1]
+    loaded = "from importlib.metadata import entry_points as e; [print(p.load()().name) for p in e(group=G)]"
+    assert output(binaries / "python", "-c", f"G='vllm.endpoint_plugins'; {loaded}").splitlines()[-1] == "scoremode"
+    # The CUDA image has vLLM already: the same script adds the rest, and holds the version against ours.
+    install(tmp_path / "venv", "bundled")
+
+
+def test_the_client_alone_is_small_and_needs_neither_torch_nor_vllm(tmp_path: Path):
+    binaries = install(tmp_path / "venv", "none")
+    output(binaries / "python", "-m", "pip", "uninstall", "--yes", "uv")
+    packages = Path(output(binaries / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
+    size = sum(file.stat().st_size for file in packages.rglob("*") if file.is_file())
+    assert size < CLIENT_MEGABYTES * 1e6
+    assert not {"torch", "vllm", "numpy"} & {entry.name for entry in packages.iterdir()}
+    assert "--dataset" in output(binaries / "ppl-client", "--help")

@@ -1,0 +1,105 @@
+"""Every perplexity method against a short implementation of its own over transformers' logits, on several windows."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scoremode import Method, ScoreClient
+from scoremode.metrics import count_words
+from tests import oracle
+
+TOLERANCE = 1e-5
+"""Relative. Means over hundreds of tokens whose float32 errors are at most 1e-4 nats each and have either sign."""
+
+
+@dataclass(frozen=True)
+class Case:
+    method: Method
+    context_length: int
+    stride: int | None = None
+
+
+CASES = [
+    Case("sliding", 128, 64),
+    Case("sliding", 100, 100),
+    Case("sliding", 64, 50),
+    Case("overlapping", 128, 64),
+    Case("overlapping", 100, 33),
+    Case("disjoint", 100),
+    Case("llama.cpp", 128),
+    Case("llama.cpp", 101),
+    Case("rolling", 100),
+    Case("rolling", 128),
+]
+
+
+@pytest.fixture(scope="module")
+def text(wikitext: str) -> str:
+    return wikitext[:3000]
+
+
+def expected_result(model: Path, tokens: list[int], case: Case, **special: int | None) -> oracle.Result:
+    return oracle.perplexity(model, tokens, case.method, case.context_length, case.stride, **special)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_perplexity_and_counts_of_a_real_model(client: ScoreClient, smollm2: Path, text: str, case: Case):
+    tokens = client.tokenize(text)
+    expected = expected_result(smollm2, tokens, case, prefix=client.info().prefix_token_id)
+    result = client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
+    assert result.num_windows >= 5
+    assert result.num_scored == expected.num_scored
+    assert result.perplexity == pytest.approx(expected.perplexity, rel=TOLERANCE)
+    assert result.nll_stderr == pytest.approx(expected.nlls.std(ddof=1) / len(expected.nlls) ** 0.5, rel=1e-4)
+    assert result.perplexity_stderr == pytest.approx(result.perplexity * result.nll_stderr, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", [Case("llama.cpp", 64), Case("rolling", 64), Case("sliding", 64, 32)], ids=str)
+def test_special_tokens_of_a_tokenizer_that_adds_bos(
+    bos_client: ScoreClient, random_bos_model: Path, text: str, case: Case
+):
+    info = bos_client.info()
+    tokens = bos_client.tokenize(text, add_special_tokens=case.method != "rolling")
+    expected = expected_result(random_bos_model, tokens, case, bos=info.bos_token_id, prefix=info.bos_token_id)
+    result = bos_client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
+    assert result.num_scored == expected.num_scored
+    assert result.perplexity == pytest.approx(expected.perplexity, rel=TOLERANCE)
+
+
+def test_figures_of_a_text_follow_from_its_nll(client: ScoreClient, text: str):
+    import math
+
+    result = client.perplexity(text, method="rolling", context_length=256)
+    assert result.num_scored == result.num_tokens == len(client.tokenize(text, add_special_tokens=False))
+    assert result.bits_per_byte == pytest.approx(result.nll_sum / (math.log(2) * len(text.encode())))
+    assert result.word_perplexity == pytest.approx(math.exp(result.nll_sum / count_words(text)))
+
+
+def test_token_ids_have_no_figures_of_a_text(client: ScoreClient):
+    result = client.perplexity(list(range(100, 200)), context_length=50)
+    assert (result.bits_per_byte, result.word_perplexity) == (None, None)
+
+
+def test_texts_share_no_context_and_pool_their_tokens(client: ScoreClient, text: str):
+    halves = [text[:1500], text[1500:]]
+    apart = [client.perplexity(half, context_length=128) for half in halves]
+    together = client.perplexity(texts=halves, context_length=128)
+    assert together.num_scored == sum(result.num_scored for result in apart)
+    assert together.nll_sum == pytest.approx(sum(result.nll_sum for result in apart), rel=1e-6)
+
+
+def test_max_tokens_cuts_the_text_that_figures_are_of(client: ScoreClient, text: str):
+    tokens = client.tokenize(text)[:100]
+    result = client.perplexity(text, max_tokens=100)
+    assert result.num_tokens == 100
+    assert result.num_bytes == len(client.detokenize(tokens).encode())
+    assert result.nll_sum == pytest.approx(client.perplexity(tokens).nll_sum, rel=1e-6)
+
+
+def test_progress_comes_window_by_window_and_adds_up(client: ScoreClient, text: str):
+    windows = []
+    result = client.perplexity(text, context_length=128, stride=64, on_window=windows.append)
+    assert [window.index for window in windows] == list(range(result.num_windows))
+    assert windows[-1].total_scored == sum(window.num_scored for window in windows) == result.num_scored
+    assert windows[-1].perplexity == pytest.approx(result.perplexity, rel=1e-12)

@@ -1,0 +1,46 @@
+"""`ppl-client` as a person runs it, against a real server."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=300
+    )
+
+
+def result_of(server: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    output = tmp_path / "result.json"
+    run = ppl_client("--url", server, "--output", str(output), *arguments)
+    assert run.returncode == 0, run.stderr
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+@pytest.mark.parametrize("method", ["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"])
+def test_windows_cut_here_and_on_the_server_give_the_same_number(server: str, tmp_path: Path, method: str):
+    options = ("--dataset", "pydoc", "--max-tokens", "1500", "--context-length", "256", "--method", method)
+    here = result_of(server, tmp_path, *options)
+    there = result_of(server, tmp_path, *options, "--server-side")
+    for figure in ("perplexity", "nll_sum", "bits_per_byte", "word_perplexity", "perplexity_stderr"):
+        assert here[figure] == pytest.approx(there[figure], rel=1e-6), figure
+    assert here["num_scored"] == there["num_scored"]
+
+
+def test_the_table_shows_the_perplexity(server: str):
+    run = ppl_client("--url", server, "--text", "The capital of France is Paris.", "--context-length", "16")
+    assert run.returncode == 0
+    assert "perplexity" in run.stdout.lower()
+
+
+def test_a_model_that_is_not_there_is_one_line_and_a_status(server: str):
+    run = ppl_client("--url", server, "--text", "a b c", "--model", "gpt-5")
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1].startswith("ppl-client: error:")
+    assert "gpt-5" in run.stderr

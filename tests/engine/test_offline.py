@@ -1,0 +1,59 @@
+"""Score mode on a `vllm.LLM`, without a server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm import LLM
+
+from scoremode_server import score
+from scoremode_server.errors import RequestError
+from tests import oracle
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def llm(random_model: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        yield LLM(str(random_model), dtype="float32", max_model_len=LENGTH, max_num_seqs=4, max_logprobs=5)
+
+
+def test_scores_equal_transformers(llm: LLM, random_model: Path):
+    generator = np.random.default_rng(1)
+    sequences = [generator.integers(3, 400, length).tolist() for length in (LENGTH, 2, 1, 31)]
+    scores = score(llm, sequences, top_logprobs=3)
+    expected = oracle.logprobs(random_model, [sequence for sequence in sequences if len(sequence) > 1])
+    top = oracle.top_logprobs(random_model, [sequences[0]], 3)[0]
+    assert np.abs(scores[0].logprobs[1:] - expected[0]).max() < 1e-4
+    assert np.abs(scores[1].logprobs[1:] - expected[1]).max() < 1e-4
+    assert np.abs(scores[3].logprobs[1:] - expected[2]).max() < 1e-4
+    assert scores[2].logprobs.shape == (1,)
+    assert all(np.isnan(one.logprobs[0]) for one in scores)
+    assert np.abs(scores[0].top_logprobs[1:] - top[1]).max() < 1e-4
+    assert np.array_equal(scores[0].ranks[1:], oracle.ranks(random_model, [sequences[0]])[0])
+
+
+def test_a_text_is_tokenized(llm: LLM):
+    (of_text,) = score(llm, "one two three")
+    (of_tokens,) = score(llm, llm.get_tokenizer().encode("one two three"))
+    assert np.array_equal(of_text.logprobs, of_tokens.logprobs, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "top_logprobs", "param"),
+    [
+        ([5] * (LENGTH + 1), 0, "prompt"),
+        ([[5, 6], []], 0, "prompt"),
+        ([5, 10**6], 0, "prompt"),
+        ([5, 6], 6, "top_logprobs"),
+    ],
+)
+def test_bad_input_names_its_field(llm: LLM, prompts: list[int], top_logprobs: int, param: str):
+    with pytest.raises(RequestError) as error:
+        score(llm, prompts, top_logprobs)
+    assert error.value.param == param
