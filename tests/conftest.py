@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from demo_model import cache_root, demo_model, made_once
 from tests import models
@@ -29,15 +30,22 @@ def random_bos_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def int8_smollm2(smollm2) -> Path:
-    """SmolLM2 with its last block as INT8 W8A8: `int8_logprobs` agrees with vLLM token by token."""
-    return _int8(smollm2, "SmolLM2-135M-INT8-last-block", last_blocks=1)
+def byte_fallback_model(tmp_path_factory) -> Path:
+    """As `random_bos_model`, with a tokenizer of SentencePiece's kind."""
+    return models.random_llama(tmp_path_factory.mktemp("models") / "fallback", add_bos=True, byte_fallback=True)
 
 
 @pytest.fixture(scope="session")
-def int8_whole_smollm2(smollm2) -> Path:
-    """SmolLM2 with every block as INT8 W8A8: no two implementations agree token by token (see `int8_model`)."""
-    return _int8(smollm2, "SmolLM2-135M-INT8", last_blocks=None)
+def int8_smollm2(smollm2) -> Path:
+    """SmolLM2 with its last block as INT8 W8A8: `int8_logprobs` agrees with vLLM token by token.
+
+    With every block quantized, no two implementations do. Activations are asymmetric, because symmetric ones do not run
+    in float32 on every CPU (see `int8_model`).
+    """
+    return made_once(
+        cache_root() / "SmolLM2-135M-INT8-last-block",
+        lambda folder: models.int8_model(smollm2, folder, last_blocks=1, symmetric_activations=False),
+    )
 
 
 @pytest.fixture(scope="session")
@@ -45,13 +53,4 @@ def wikitext() -> str:
     """The WikiText-2 test text, rows joined with two newlines; Python's language reference where it is not at hand."""
     if not WIKITEXT.exists():
         return models.pydoc_text()
-    parquet = pytest.importorskip("pyarrow.parquet")
     return "\n\n".join(parquet.read_table(WIKITEXT)["text"].to_pylist())
-
-
-def _int8(source: Path, name: str, last_blocks: int | None) -> Path:
-    # Asymmetric activations, because symmetric ones do not run in float32 on every CPU (see `int8_model`).
-    return made_once(
-        cache_root() / name,
-        lambda folder: models.int8_model(source, folder, last_blocks=last_blocks, symmetric_activations=False),
-    )

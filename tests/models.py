@@ -31,11 +31,14 @@ def random_llama(
     head_size: int = 64,
     max_position: int = 2048,
     add_bos: bool = False,
+    byte_fallback: bool = False,
 ) -> Path:
-    """Writes a float32 Llama with random weights, two query heads and one key-value head; `add_bos` makes its
-    tokenizer put BOS first by itself. BOS is token 0, EOS token 1.
+    """Writes a float32 Llama with random weights, two query heads and one key-value head.
+
+    `add_bos` makes its tokenizer put BOS first by itself, `byte_fallback` makes it one of SentencePiece's kind. BOS is
+    token 0, EOS token 1.
     """
-    _tokenizer(vocab_size, add_bos).save_pretrained(path)
+    _tokenizer(vocab_size, add_bos, byte_fallback).save_pretrained(path)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=2 * head_size,
@@ -93,21 +96,42 @@ def int8_model(source: Path, path: Path, *, last_blocks: int | None = None, symm
     return path
 
 
-def _tokenizer(vocab_size: int, add_bos: bool) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS, EOS],
-        # All 256 bytes, so that any text can be encoded and decoded again.
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([pydoc_text()], trainer)
+def _tokenizer(vocab_size: int, add_bos: bool, byte_fallback: bool) -> PreTrainedTokenizerFast:
+    tokenizer = _sentencepiece_like(vocab_size) if byte_fallback else _byte_level(vocab_size)
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+
+
+def _byte_level(vocab_size: int) -> Tokenizer:
+    """As GPT-2, Llama 3 and SmolLM2 have it: every token is bytes, and a character may take several."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # All 256 bytes, so that any text can be encoded and decoded again.
+    _train(tokenizer, vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    return tokenizer
+
+
+def _sentencepiece_like(vocab_size: int) -> Tokenizer:
+    """As Llama 2 and Mistral have it: spaces are marked, and characters without a token fall back to bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    _train(tokenizer, vocab_size - 256)
+    trained = json.loads(tokenizer.to_str())["model"]
+    words = sorted(trained["vocab"], key=trained["vocab"].get)
+    names = [*words[:2], *(f"<0x{byte:02X}>" for byte in range(256)), *words[2:]]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer.model = models.BPE(vocab=vocab, merges=list(map(tuple, trained["merges"])), byte_fallback=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def _train(tokenizer: Tokenizer, vocab_size: int, **options: list[str]) -> None:
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[BOS, EOS], show_progress=False, **options)
+    tokenizer.train_from_iterator([pydoc_text()], trainer)
 
 
 def _int8_scheme(symmetric_activations: bool) -> QuantizationScheme:

@@ -1,13 +1,16 @@
-"""The entry points by which vLLM finds Scoremode."""
+"""The entry points by which vLLM finds Scoremode.
+
+What each needs is imported when it is called: vLLM calls the general one in engine processes too, where HTTP has no
+business, and either before all of vLLM is imported.
+"""
 
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-from starlette.datastructures import State
-from vllm.engine.protocol import EngineClient
-
-from scoremode_server.routes import perplexity, score
-from scoremode_server.state import make_state
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
 
 
 class ScoremodeEndpoints:
@@ -16,13 +19,17 @@ class ScoremodeEndpoints:
     name = "scoremode"
     required_tasks = ("generate",)
 
-    def attach_router(self, app: FastAPI) -> None:
-        """Add the routes."""
-        app.include_router(score.router)
-        app.include_router(perplexity.router)
+    def attach_router(self, app: "FastAPI") -> None:
+        """Add the routes; `/v1/completions` takes the place of vLLM's."""
+        from scoremode_server.routes import completions, perplexity, score
 
-    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        for routes in (completions, perplexity, score):
+            app.include_router(routes.router)
+
+    async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
+        from scoremode_server.state import make_state
+
         assert engine_client is not None
         state.scoremode = await make_state(engine_client, state)
 
@@ -30,3 +37,10 @@ class ScoremodeEndpoints:
 def endpoint_plugin() -> ScoremodeEndpoints:
     """Entry point `vllm.endpoint_plugins`."""
     return ScoremodeEndpoints()
+
+
+def general_plugin() -> None:
+    """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once."""
+    from scoremode_server.engine import packed_logprobs
+
+    packed_logprobs.install()

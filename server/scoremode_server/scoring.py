@@ -20,6 +20,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from scoremode_server.engine.packed_logprobs import PACKED, PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 
 NO_RANK = 0
@@ -68,6 +69,7 @@ def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> SamplingPar
         flat_logprobs=True,
         allowed_token_ids=[token_ids[-1]],
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={PACKED: 1},
         skip_clone=True,
     )
 
@@ -78,18 +80,12 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
     Raises:
         EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
     """
-    prompt_logprobs, completion = output.prompt_logprobs, output.outputs[0]
-    if not isinstance(prompt_logprobs, FlatLogprobs) or not isinstance(completion.logprobs, FlatLogprobs):
+    completion = output.outputs[0]
+    if not isinstance(output.prompt_logprobs, PackedLogprobs | FlatLogprobs) or completion.logprobs is None:
         raise EngineOutputError(f"the engine ended a request without logprobs ({completion.finish_reason})")
     width = top_logprobs + 1
-    ids, logprobs, ranks = (
-        np.concatenate([_rows(before, width, dtype), _rows(last, width, dtype)])
-        for before, last, dtype in (
-            (prompt_logprobs.token_ids, completion.logprobs.token_ids, np.int32),
-            (prompt_logprobs.logprobs, completion.logprobs.logprobs, np.float32),
-            (prompt_logprobs.ranks, completion.logprobs.ranks, np.int32),
-        )
-    )
+    before, last = _columns(output.prompt_logprobs, width), _columns(completion.logprobs, width)
+    ids, logprobs, ranks = (np.concatenate(columns) for columns in zip(before, last, strict=True))
     if not np.array_equal(ids[:, 0], token_ids[1:]):
         raise EngineOutputError("the engine returned logprobs of other tokens than were asked for")
     if np.isnan(logprobs).any():
@@ -98,16 +94,22 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
     return SequenceScore(
         token_ids=list(token_ids),
         logprobs=_behind_first(logprobs[:, 0], np.nan),
-        ranks=_behind_first(ranks[:, 0], NO_RANK),
+        ranks=_behind_first(ranks, NO_RANK),
         top_token_ids=_behind_first(ids[:, 1:], NO_RANK),
         top_logprobs=_behind_first(logprobs[:, 1:], np.nan),
         num_cached_tokens=output.num_cached_tokens or 0,
     )
 
 
-def _rows(flat: Sequence[float | int | None], width: int, dtype: type) -> np.ndarray:
-    """vLLM's flat lists as an array [positions, actual token and top k]."""
-    return np.asarray(flat, dtype=dtype).reshape(-1, width)
+def _columns(logprobs: PackedLogprobs | FlatLogprobs, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids and logprobs, [positions, actual token and top k], and the ranks of the actual tokens, [positions]."""
+    if isinstance(logprobs, PackedLogprobs):
+        return logprobs.arrays(width)
+    return (
+        np.asarray(logprobs.token_ids, np.int32).reshape(-1, width),
+        np.asarray(logprobs.logprobs, np.float32).reshape(-1, width),
+        np.asarray(logprobs.ranks[::width], np.int32),
+    )
 
 
 def _behind_first(rows: np.ndarray, fill: float) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What the routes share, made once when the server starts."""
 
+import asyncio
 import importlib.metadata
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from scoremode.protocol import ServerInfo
+from scoremode_server.completions import ScoringCompletions
 from scoremode_server.limits import Limits
 from scoremode_server.models import ServedModels
 from scoremode_server.scoring import Scorer
@@ -21,6 +23,7 @@ class ScoremodeState:
 
     scorer: Scorer
     codec: TextCodec
+    completions: ScoringCompletions
     models: ServedModels
     limits: Limits
     info: ServerInfo
@@ -36,6 +39,8 @@ async def make_state(engine: EngineClient, state: State) -> ScoremodeState:
     """
     scorer = Scorer(engine)
     codec = TextCodec(engine.renderer)
+    if engine.renderer.tokenizer is not None:
+        await asyncio.to_thread(codec.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, engine.model_config)
     limits = Limits.of(engine.model_config)
     info = ServerInfo(
@@ -51,7 +56,15 @@ async def make_state(engine: EngineClient, state: State) -> ScoremodeState:
         dtype=str(engine.model_config.dtype).removeprefix("torch."),
         quantization=engine.model_config.quantization,
     )
-    return ScoremodeState(scorer, codec, models, limits, info, engine.vllm_config.scheduler_config.max_num_seqs)
+    return ScoremodeState(
+        scorer=scorer,
+        codec=codec,
+        completions=ScoringCompletions.like(state.openai_serving_completion, codec.strings),
+        models=models,
+        limits=limits,
+        info=info,
+        max_concurrent_windows=engine.vllm_config.scheduler_config.max_num_seqs,
+    )
 
 
 def scoremode_state(request: Request) -> ScoremodeState:

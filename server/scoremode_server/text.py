@@ -7,9 +7,9 @@ from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers import TokenizeParams
 from vllm.renderers.base import BaseRenderer
 from vllm.tokenizers import TokenizerLike
-from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
 from scoremode_server.errors import RequestError
+from scoremode_server.token_strings import TokenStrings
 
 
 class TextCodec:
@@ -17,7 +17,7 @@ class TextCodec:
 
     def __init__(self, renderer: BaseRenderer) -> None:
         self._renderer = renderer
-        self._token_strings: dict[int, str] = {}
+        self.strings = TokenStrings(self._tokenizer)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text of any length.
@@ -59,14 +59,6 @@ class TextCodec:
         params = TokenizeParams(max_total_tokens=None, needs_detokenization=True)
         decoded = await self._renderer.tokenize_prompt_async(TokensPrompt(prompt_token_ids=list(token_ids)), params)
         return str(decoded["prompt"])
-
-    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as a text of its own; bytes that are no whole character become U+FFFD."""
-        known = self._token_strings
-        missing = list({token_id for token_id in token_ids if token_id not in known})
-        if missing:
-            known.update(zip(missing, convert_ids_list_to_tokens(self._tokenizer(), missing), strict=True))
-        return [known[token_id] for token_id in token_ids]
 
     @property
     def bos_token_id(self) -> int | None:

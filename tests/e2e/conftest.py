@@ -9,6 +9,8 @@ import pytest
 from local_server import running_server
 from scoremode import ScoreClient
 
+STOCK_BESIDE = (sys.executable, str(Path(__file__).with_name("stock_beside.py")))
+
 
 def logs(factory: pytest.TempPathFactory) -> Path:
     return factory.mktemp("server") / "server.log"
@@ -16,9 +18,17 @@ def logs(factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`scoremode serve` on SmolLM2-135M in float32, context 2,048."""
+    """`scoremode serve` on SmolLM2-135M in float32, context 2,048, with vLLM's completions beside ours."""
     flags = ("--served-model-name", "smollm2", "--max-model-len", "2048", "--max-num-seqs", "8")
-    with running_server(smollm2, *flags, log=logs(tmp_path_factory)) as url:
+    with running_server(smollm2, *flags, log=logs(tmp_path_factory), command=STOCK_BESIDE) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_server(byte_fallback_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A random model, context 128, with vLLM's completions beside ours."""
+    flags = ("--served-model-name", "fallback", "--max-model-len", "128", "--max-num-seqs", "8")
+    with running_server(byte_fallback_model, *flags, log=logs(tmp_path_factory), command=STOCK_BESIDE) as url:
         yield url
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def run(language: str, code: str, folder: Path) -> str:
     command = [sys.executable, str(script)] if language == "python" else ["bash", "-euo", "pipefail", str(script)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    # vLLM's threads may abort an interpreter that is through with its script and has an engine of its own.
+    assert done.returncode == 0 or (done.returncode == -signal.SIGABRT and "LLM(" in code), done.stderr
     return done.stdout
 
 

@@ -102,7 +102,7 @@ def _result(request: ScoreRequest, state: ScoremodeState, target: Target, score:
         result["ranks"] = [None if rank == NO_RANK else rank for rank in ranks.tolist()]
         result["is_greedy"] = bool((ranks[ranks != NO_RANK] == 1).all())
     if request.return_tokens:
-        result["tokens"] = state.codec.token_strings(token_ids)
+        result["tokens"] = state.codec.strings.of(token_ids)
     if request.top_logprobs:
         result["top_logprobs"] = list(_top_logprobs(request, state.codec, target, score))
     return result
@@ -129,6 +129,6 @@ def _top_logprobs(
             continue
         entries = [{"token_id": id_, "logprob": value} for id_, value in zip(token_ids, logprobs, strict=True)]
         if request.return_tokens:
-            for entry, token in zip(entries, codec.token_strings(token_ids), strict=True):
+            for entry, token in zip(entries, codec.strings.of(token_ids), strict=True):
                 entry["token"] = token
         yield entries

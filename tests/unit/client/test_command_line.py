@@ -1,5 +1,6 @@
 """`ppl-client` from end to end against a server on a real socket: what it prints, writes and exits with."""
 
+import functools
 import json
 import math
 import signal
@@ -210,7 +211,9 @@ def test_ctrl_c_exits_with_130_and_no_traceback():
 
     with serve(handler) as url:
         command = [sys.executable, "-m", "scoremode.cli", "--url", url, "--text", TEXT]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as client:
+        # A test run in the background ignores the signal, and so would its child.
+        default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default) as client:
             try:
                 assert scoring.wait(60)
                 client.send_signal(signal.SIGINT)

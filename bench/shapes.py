@@ -1,0 +1,61 @@
+"""Full-size models with nothing in them: a config.json and a small tokenizer, for `--load-format dummy`.
+
+Timing needs a model's shape, not its weights. Shapes are those of Llama 3.1 8B, Llama 3.2 1B and Llama 3.1 70B.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # To try a benchmark out where there is no GPU.
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 1},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+}
+HEADS = {"tiny": 2, "1b": 32, "8b": 32, "70b": 64}
+
+COMMON: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "bfloat16",
+}
+
+W4A16: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+        }
+    },
+}
+
+
+def write_shape(name: str, tokenizer: Path, folder: Path) -> Path:
+    """A model folder of the shape `name`, such as `8b` or `8b-w4a16`, with the tokenizer files of another model."""
+    size, _, quantized = name.partition("-")
+    config = {**COMMON, "num_attention_heads": HEADS[size], **SHAPES[size]}
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if quantized:
+        config["quantization_config"] = {"w4a16": W4A16}[quantized]
+    model = folder / name
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config, indent=2))
+    for file in tokenizer.glob("tokenizer*"):
+        shutil.copy(file, model)
+    return model

@@ -1,0 +1,84 @@
+"""Prompt logprobs kept as the arrays in which they arrive from the engine.
+
+vLLM turns them into Python objects token by token, as dictionaries or as flat lists, on the API server's one event
+loop; at 100,000 tokens a second that is most of its work. There is no extension point before that step, so this is a
+patch of two methods of vLLM's `LogprobsProcessor`: requests that carry the mark `PACKED` keep arrays, all others take
+vLLM's own way.
+"""
+
+from typing import Any
+
+import numpy as np
+import vllm
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsTensors
+
+PATCHED_VERSION = "0.32.0"
+
+PACKED = "scoremode_packed"
+"""The mark in `SamplingParams.extra_args`."""
+
+
+class PackedLogprobs:
+    """Prompt logprobs of one request: rows for its tokens but the first, columns for the actual token and the top k."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def append(self, tensors: LogprobsTensors) -> None:
+        """Take the rows of one more part of the prompt."""
+        token_ids, logprobs, ranks, *_ = tensors
+        self._parts.append((token_ids.numpy(), logprobs.numpy(), ranks.numpy()))
+
+    def arrays(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(token ids [rows, width], logprobs [rows, width] float32, ranks of the actual tokens [rows])."""
+        if not self._parts:
+            return np.empty((0, width), np.int32), np.empty((0, width), np.float32), np.empty(0, np.int32)
+        token_ids, logprobs, ranks = zip(*self._parts, strict=True)
+        return (
+            np.concatenate(token_ids).astype(np.int32, copy=False),
+            np.concatenate(logprobs),
+            np.concatenate(ranks).astype(np.int32, copy=False),
+        )
+
+
+def is_packed(params: SamplingParams | None) -> bool:
+    """Whether a request carries the mark."""
+    return params is not None and bool(params.extra_args) and PACKED in params.extra_args
+
+
+def install() -> None:
+    """Patch vLLM in this process; once is enough, and more does no harm.
+
+    Raises:
+        RuntimeError: this is not the vLLM that the patch was made for.
+    """
+    version = vllm.__version__.split("+")[0]
+    if version != PATCHED_VERSION:
+        raise RuntimeError(
+            f"Scoremode patches vLLM {PATCHED_VERSION}, and found {version}: install the version it pins"
+        )
+    if getattr(LogprobsProcessor, "_scoremode_patched", False):
+        return
+    make, update = LogprobsProcessor.from_new_request.__func__, LogprobsProcessor._update_prompt_logprobs
+
+    def from_new_request(
+        cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest
+    ) -> LogprobsProcessor:
+        processor = make(cls, tokenizer, request)
+        if is_packed(request.sampling_params):
+            processor.prompt_logprobs = PackedLogprobs()
+        return processor
+
+    def update_prompt_logprobs(self: Any, tensors: LogprobsTensors) -> None:
+        if isinstance(self.prompt_logprobs, PackedLogprobs):
+            self.prompt_logprobs.append(tensors)
+        else:
+            update(self, tensors)
+
+    LogprobsProcessor.from_new_request = classmethod(from_new_request)
+    LogprobsProcessor._update_prompt_logprobs = update_prompt_logprobs
+    LogprobsProcessor._scoremode_patched = True

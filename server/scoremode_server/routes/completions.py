@@ -1,0 +1,42 @@
+"""`POST /v1/completions`: scoring requests written fast, everything else vLLM's."""
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from vllm.entrypoints.openai.completion import api_router as stock
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
+
+from scoremode_server.completions import is_scoring
+from scoremode_server.responses import WrittenJSONResponse
+from scoremode_server.state import scoremode_state
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses={
+        200: {"content": {"text/event-stream": {}}},
+        400: {"model": ErrorResponse},
+        404: {"model": ErrorResponse},
+        500: {"model": ErrorResponse},
+    },
+)
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
+    """OpenAI's completions, as vLLM serves them."""
+    handle = _create_score if is_scoring(request) else stock.create_completion
+    response: Response = await handle(request, raw_request)
+    return response
+
+
+@with_cancellation
+@load_aware_call
+async def _create_score(request: CompletionRequest, raw_request: Request) -> Response:
+    result = await scoremode_state(raw_request).completions.create_completion(request, raw_request)
+    if isinstance(result, ErrorResponse):
+        return JSONResponse(result.model_dump(), status_code=result.error.code)
+    format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+    return WrittenJSONResponse(result, headers=metrics_header(format_wanted))

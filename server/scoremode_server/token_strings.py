@@ -1,0 +1,75 @@
+"""Tokens as text, decoded once for each token of the vocabulary and never for a position."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import orjson
+from vllm.tokenizers import TokenizerLike
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+REPLACEMENT = "�"
+"""What bytes decode to that are no whole character."""
+
+CONTEXT = 4
+"""Tokens that vLLM looks back for the start of a character; a prompt's first is never among them."""
+
+
+class TokenStrings:
+    """A table over the vocabulary: each token's text, alone, and that text as JSON.
+
+    `get_tokenizer` raises where the server runs without one.
+    """
+
+    def __init__(self, get_tokenizer: Callable[[], TokenizerLike]) -> None:
+        self._get_tokenizer = get_tokenizer
+        self._texts: dict[int, str] = {}
+        self._json: dict[int, str] = {}
+        self._incomplete: set[int] = set()
+        self._first: dict[int, str] = {}
+
+    def fill_vocabulary(self) -> None:
+        """Fill the whole table, which takes some 3 µs a token: at the start, no request waits for it."""
+        self.fill(list(self._get_tokenizer().get_vocab().values()))
+
+    def fill(self, token_ids: Sequence[int]) -> None:
+        """Make sure that the table has these tokens."""
+        missing = [token_id for token_id in set(token_ids) if token_id not in self._texts]
+        if not missing:
+            return
+        for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
+            self._texts[token_id] = text
+            self._json[token_id] = orjson.dumps(text).decode()
+            if text.endswith(REPLACEMENT):
+                self._incomplete.add(token_id)
+
+    def of(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, alone."""
+        self.fill(token_ids)
+        return [self._texts[token_id] for token_id in token_ids]
+
+    def at(self, prompt: Sequence[int], position: int, candidates: Sequence[int]) -> Mapping[int, str]:
+        """Texts as JSON of the tokens that may stand at a position of a prompt, `fill`ed before.
+
+        A token that ends within a character has the text that it completes with the tokens before it, or none.
+        """
+        if self._incomplete.isdisjoint(candidates):
+            return self._json
+        context = list(prompt[max(1, position - CONTEXT) : position])
+        return {
+            token_id: orjson.dumps(self._processor._correct_decoded_token(token_id, context)).decode()
+            if token_id in self._incomplete
+            else self._json[token_id]
+            for token_id in candidates
+        }
+
+    def first_of_a_prompt(self, token_id: int) -> str:
+        """Text as JSON of a prompt's first token, which vLLM decodes by itself, as a text would start with it."""
+        if token_id not in self._first:
+            self._first[token_id] = orjson.dumps(self._get_tokenizer().decode(token_id)).decode()
+        return self._first[token_id]
+
+    @cached_property
+    def _processor(self) -> LogprobsProcessor:
+        """vLLM's own correction of tokens that end within a character."""
+        return LogprobsProcessor(self._get_tokenizer(), None, None, None, None, None)

@@ -1,0 +1,160 @@
+"""`/v1/completions`: our answer to a scoring request is vLLM's, field by field, from the same engine.
+
+Each goes to our route and to vLLM's own, kept beside it. Only `id` and `created` may differ, and floats by 1e-6.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "x",
+    " leading and trailing space ",
+    "Ångström, naïve café, Größe",
+    "日本語のテキスト",
+    "emoji 🙂🙃 and 👩‍👩‍👧 families",
+    "tab\tand\nnewline\r\n",
+    "<|im_start|>user\nHello<|im_end|>",
+    "<s>special</s>",
+    "a\u2028b\u0000c\x7f",
+    "1234567890 " * 6,
+]
+NUM_RANDOM = 150
+
+
+def requests(rng: random.Random, vocab_size: int, max_tokens_fed: int) -> Iterator[dict[str, Any]]:
+    """Scoring requests of every kind: each option alone, then mixed at random."""
+    plain = {"prompt": TEXTS[0], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    yield plain
+    for text in TEXTS:
+        for logprobs in (0, 1, 5):
+            yield plain | {"prompt": text, "logprobs": logprobs}
+    for change in OPTIONS:
+        yield plain | change
+    lengths = [1, 2, 3, max_tokens_fed - 1, max_tokens_fed]
+    for length in lengths:
+        yield plain | {"prompt": [rng.randrange(vocab_size) for _ in range(length)]}
+    for _ in range(NUM_RANDOM):
+        request = dict(plain, prompt=some_prompt(rng, vocab_size), logprobs=rng.choice([0, 1, 2, 5, 20]))
+        for change in rng.sample(OPTIONS, rng.randrange(4)):
+            request |= change
+        yield request
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_tokens": 0},
+    {"logprobs": None},
+    {"prompt_logprobs": 3},
+    {"prompt_logprobs": 0},
+    {"logprobs": None, "prompt_logprobs": 2},
+    {"return_tokens_as_token_ids": True},
+    {"return_token_ids": True},
+    {"add_special_tokens": False},
+    {"n": 3, "temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "seed": 11},
+    {"stop": ["e", " "]},
+    {"logit_bias": {"5": 50}},
+    {"echo": False},
+    {"user": "someone", "best_of_my_knowledge": 1},
+    {"stream": True},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"model": None},
+    {"skip_special_tokens": False},
+    {"truncate_prompt_tokens": 5},
+]
+
+
+def some_prompt(rng: random.Random, vocab_size: int) -> Any:
+    """Any of the four shapes; token ids of any kind, bytes and special tokens among them."""
+    ids = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 7, 30]))] for _ in range(rng.randint(1, 3))]
+    return rng.choice([rng.choice(TEXTS), rng.sample(TEXTS, 2), ids[0], ids])
+
+
+def answers(client: httpx.Client, request: dict[str, Any]) -> tuple[Any, Any]:
+    """(ours, vLLM's): status and content, the events of a stream as a list."""
+
+    def answer(path: str) -> tuple[int, Any]:
+        response = client.post(path, json=request)
+        if response.headers["content-type"].startswith("text/event-stream"):
+            events = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+            chunks = [json.loads(event) for event in events if event != "[DONE]"]
+            # Choices of several prompts are streamed as they come, in no fixed order.
+            return response.status_code, sorted(
+                chunks, key=lambda chunk: [choice["index"] for choice in chunk["choices"]]
+            )
+        return response.status_code, response.json()
+
+    return answer("/v1/completions"), answer("/stock/v1/completions")
+
+
+def assert_same(ours: Any, stock: Any, path: str = "") -> None:
+    """Equal but for ids, times and the last digits of floats; order of keys included."""
+    assert type(ours) is type(stock), path
+    if isinstance(ours, dict):
+        assert list(ours) == list(stock), path
+        for key in ours:
+            if key not in ("id", "created"):
+                assert_same(ours[key], stock[key], f"{path}.{key}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(stock), path
+        for index, (one, other) in enumerate(zip(ours, stock, strict=True)):
+            assert_same(one, other, f"{path}[{index}]")
+    elif isinstance(ours, float):
+        assert ours == pytest.approx(stock, abs=1e-6), path
+    else:
+        assert ours == stock, path
+
+
+@pytest.mark.parametrize(
+    ("which", "vocab_size", "max_tokens_fed"),
+    [("byte_fallback_server", 1024, 127), ("server", 49152, 60)],
+    ids=["SentencePiece's kind of tokenizer", "byte-level tokenizer"],
+)
+def test_every_scoring_request_is_answered_as_vllm_answers_it(
+    request: pytest.FixtureRequest, which: str, vocab_size: int, max_tokens_fed: int
+):
+    rng = random.Random(20)
+    kinds: dict[int, int] = {}
+    with httpx.Client(base_url=request.getfixturevalue(which), timeout=300) as client:
+        for body in requests(rng, vocab_size, max_tokens_fed):
+            ours, stock = answers(client, body)
+            try:
+                assert_same(ours, stock)
+            except AssertionError as error:
+                raise AssertionError(f"{json.dumps(body)}\n{error}") from None
+            kinds[ours[0]] = kinds.get(ours[0], 0) + 1
+    assert kinds[200] > 150, kinds
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [5] * 128, "echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt": [5] * 129, "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": "", "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": [5, 10**6], "echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt": "a", "echo": True, "logprobs": 21, "max_tokens": 1},
+        {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1, "model": "gpt-5"},
+        {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": -1},
+        {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1, "n": 0},
+        {"echo": True, "logprobs": 1, "max_tokens": 1},
+    ],
+)
+def test_errors_are_vllms(byte_fallback_server: str, body: dict[str, Any]):
+    with httpx.Client(base_url=byte_fallback_server, timeout=60) as client:
+        ours, stock = answers(client, body)
+    assert ours[0] >= 400
+    assert_same(ours, stock)
+
+
+def test_no_tokens_to_generate_returns_exactly_the_prompt(server: str):
+    body = {"prompt": "The capital of France", "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = httpx.post(f"{server}/v1/completions", json=body, timeout=60).raise_for_status().json()["choices"]
+    assert choice["text"] == "The capital of France"
+    assert choice["logprobs"]["tokens"] == ["The", " capital", " of", " France"]
+    assert choice["logprobs"]["text_offset"] == [0, 3, 11, 14]
