@@ -53,7 +53,8 @@ def int8_client(int8_smollm2: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def plugin_server(random_bos_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """vLLM's own server with VLLM_PLUGINS=scoremode, behind an API key, on a model whose tokenizer adds BOS."""
     stock = (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model")
-    flags = ("--served-model-name", "random", "--max-model-len", "128", "--max-num-seqs", "8", "--api-key", "secret")
+    names = ("--served-model-name", "random", "--api-key", "secret", "--enable-tokenizer-info-endpoint")
+    flags = (*names, "--max-model-len", "128", "--max-num-seqs", "8")
     environment = {"VLLM_PLUGINS": "scoremode"}
     log = logs(tmp_path_factory)
     with running_server(random_bos_model, *flags, log=log, command=stock, environment=environment) as url:

@@ -1,6 +1,7 @@
 """`/v1/completions`: our answer to a scoring request is vLLM's, field by field, from the same engine.
 
-Each goes to our route and to vLLM's own, kept beside it. Only `id` and `created` may differ, and floats by 1e-6.
+Each goes to our route and to vLLM's own, kept beside it. Only `id` and `created` may differ, and floats by 1e-6; by
+1e-5 where a request has several sequences, which the engine may run in one step or in two, as they come.
 """
 
 import json
@@ -75,6 +76,11 @@ def some_prompt(rng: random.Random, vocab_size: int) -> Any:
     return rng.choice([rng.choice(TEXTS), rng.sample(TEXTS, 2), ids[0], ids])
 
 
+def is_one_sequence(request: dict[str, Any]) -> bool:
+    prompt = request["prompt"]
+    return request.get("n", 1) == 1 and (isinstance(prompt, str) or isinstance(prompt[0], int))
+
+
 def answers(client: httpx.Client, request: dict[str, Any]) -> tuple[Any, Any]:
     """(ours, vLLM's): status and content, the events of a stream as a list."""
 
@@ -92,20 +98,20 @@ def answers(client: httpx.Client, request: dict[str, Any]) -> tuple[Any, Any]:
     return answer("/v1/completions"), answer("/stock/v1/completions")
 
 
-def assert_same(ours: Any, stock: Any, path: str = "") -> None:
+def assert_same(ours: Any, stock: Any, tolerance: float = 1e-6, path: str = "") -> None:
     """Equal but for ids, times and the last digits of floats; order of keys included."""
     assert type(ours) is type(stock), path
     if isinstance(ours, dict):
         assert list(ours) == list(stock), path
         for key in ours:
             if key not in ("id", "created"):
-                assert_same(ours[key], stock[key], f"{path}.{key}")
+                assert_same(ours[key], stock[key], tolerance, f"{path}.{key}")
     elif isinstance(ours, list | tuple):
         assert len(ours) == len(stock), path
         for index, (one, other) in enumerate(zip(ours, stock, strict=True)):
-            assert_same(one, other, f"{path}[{index}]")
+            assert_same(one, other, tolerance, f"{path}[{index}]")
     elif isinstance(ours, float):
-        assert ours == pytest.approx(stock, abs=1e-6), path
+        assert ours == pytest.approx(stock, abs=tolerance), path
     else:
         assert ours == stock, path
 
@@ -124,7 +130,7 @@ def test_every_scoring_request_is_answered_as_vllm_answers_it(
         for body in requests(rng, vocab_size, max_tokens_fed):
             ours, stock = answers(client, body)
             try:
-                assert_same(ours, stock)
+                assert_same(ours, stock, 1e-6 if is_one_sequence(body) else 1e-5)
             except AssertionError as error:
                 raise AssertionError(f"{json.dumps(body)}\n{error}") from None
             kinds[ours[0]] = kinds.get(ours[0], 0) + 1

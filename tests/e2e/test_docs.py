@@ -24,6 +24,7 @@ def examples(served: bool) -> list[object]:
 
 
 def run(language: str, code: str, folder: Path) -> str:
+    (folder / "scripts").symlink_to(ROOT / "scripts")
     script = folder / "example"
     script.write_text(code)
     command = [sys.executable, str(script)] if language == "python" else ["bash", "-euo", "pipefail", str(script)]

@@ -1,0 +1,57 @@
+"""The openai package, as it is: scoring and generation, sync and async, streamed and not."""
+
+import openai
+import pytest
+
+PROMPT = "The capital of France is"
+SCORING = {"model": "smollm2", "prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}
+GENERATION = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def sync(server: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300)
+
+
+@pytest.fixture
+def asynchronous(server: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300)
+
+
+def test_scoring(sync: openai.OpenAI):
+    (choice,) = sync.completions.create(**SCORING).choices
+    assert choice.text == PROMPT
+    assert choice.logprobs.tokens == ["The", " capital", " of", " France", " is"]
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs[1:])
+
+
+async def test_scoring_async(sync: openai.OpenAI, asynchronous: openai.AsyncOpenAI):
+    (choice,) = (await asynchronous.completions.create(**SCORING)).choices
+    assert choice.logprobs == sync.completions.create(**SCORING).choices[0].logprobs
+
+
+def test_scoring_streamed(sync: openai.OpenAI):
+    chunks = list(sync.completions.create(**SCORING, stream=True))
+    tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
+    assert tokens == ["The", " capital", " of", " France", " is"]
+
+
+async def test_generation_is_the_same_in_every_way_of_asking(sync: openai.OpenAI, asynchronous: openai.AsyncOpenAI):
+    text = sync.completions.create(**GENERATION).choices[0].text
+    assert text.strip()
+    assert "".join(chunk.choices[0].text for chunk in sync.completions.create(**GENERATION, stream=True)) == text
+    assert (await asynchronous.completions.create(**GENERATION)).choices[0].text == text
+    stream = await asynchronous.completions.create(**GENERATION, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == text
+
+
+def test_chat_is_vllms(sync: openai.OpenAI):
+    messages = [{"role": "user", "content": "Say hello."}]
+    response = sync.chat.completions.create(model="smollm2", messages=messages, max_tokens=5, temperature=0)
+    assert response.choices[0].message.content
+
+
+def test_an_error_is_the_sdks(sync: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="gpt-5"):
+        sync.completions.create(**(SCORING | {"model": "gpt-5"}))
