@@ -4,6 +4,7 @@
 
 prefill  2,047 random tokens, one token generated          echo     the same with `echo` and `logprobs: 1`
 score    the same through `/v1/score`, base64              choices  701 tokens: 600 shared by all, 100 by four, 1 own
+unshared 256 random tokens, `echo` and `logprobs: 1`
 64 requests are in flight. Every call draws new tokens, so that no prefix cache serves one load from another.
 """
 
@@ -21,6 +22,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill": ("/v1/completions", {"max_tokens": 1, "temperature": 0}),
     "echo": ("/v1/completions", {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}),
     "score": ("/v1/score", {"encoding_format": "base64"}),
+    "unshared": ("/v1/completions", {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}),
     "choices": ("/v1/completions", {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}),
 }
 
@@ -55,7 +57,7 @@ def prompts(kind: str, count: int, seed: int) -> list[list[int]]:
         return [rng.randrange(300, 49000) for _ in range(length)]
 
     if kind != "choices":
-        return [draw(2047) for _ in range(count)]
+        return [draw(256 if kind == "unshared" else 2047) for _ in range(count)]
     shared = draw(600)
     return [shared + question + draw(1) for question in (draw(100) for _ in range(count // 4)) for _ in range(4)]
 
