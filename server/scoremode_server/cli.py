@@ -37,12 +37,15 @@ def serve(arguments: list[str]) -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from scoremode_server.settings import add_arguments
+
     cli_env_setup()
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
     command = ServeSubcommand()
     subparser = command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     # lm-eval's remote tokenizer asks for it; `--no-enable-tokenizer-info-endpoint` turns it off.
     subparser.set_defaults(enable_tokenizer_info_endpoint=True)
+    add_arguments(subparser)
     subparser.usage = "scoremode serve [model_tag] [any option of vllm serve]"
     namespace = parser.parse_args(["serve", *arguments])
     configure_logging_from_args(namespace)

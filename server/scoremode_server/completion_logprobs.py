@@ -1,7 +1,13 @@
-"""The logprobs of a completion's prompt, written as JSON from arrays: equal to what vLLM writes from objects."""
+"""The logprobs of a completion's prompt, written as JSON from arrays: equal to what vLLM writes from objects.
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+Rows are written some at a time, and what was written is kept for a while: prefixes that come again have the same rows,
+and are most of what a benchmark asks for.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import orjson
@@ -10,76 +16,155 @@ from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
 
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.responses import json_logprobs
-from scoremode_server.token_strings import TokenStrings
+from scoremode_server.token_strings import CONTEXT, TokenStrings
+
+ROWS = 16
+"""Rows that are written, and kept, together."""
+
+KEPT_BYTES = 64 * 1024**2
+
+_ENTRY_BYTES = 1024
+"""What a kept piece costs beside its text: objects, the key, the lengths."""
 
 
-class PromptLogprobs:
-    """Logprobs of a prompt of n tokens, from token ids and logprobs [n - 1, actual token and top k] and the actual
-    tokens' ranks [n - 1].
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Some rows as JSON, without the brackets around them."""
 
-    At each position vLLM has a dictionary, the actual token first: where that is among the top k, it stands once, with
-    the rank that it has there.
-    """
+    full: str
+    names: str
+    logprobs: str
+    top: str
+    lengths: tuple[int, ...]
+    """Characters of each name."""
 
-    def __init__(
-        self,
-        token_ids: Sequence[int],
-        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
-        strings: TokenStrings,
-        *,
-        num_top: int,
-        as_token_ids: bool,
-    ) -> None:
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a request wants its logprobs."""
+
+    num_top: int
+    """Alternatives in OpenAI's `top_logprobs`."""
+    as_token_ids: bool
+    """`token_id:5` in place of a token's text."""
+
+
+Key = tuple[bytes, tuple[int, ...], Style]
+Row = tuple[str, str, str, str]
+
+
+class LogprobsWriter:
+    """Writes the rows of prompts. Not for several threads at once."""
+
+    def __init__(self, strings: TokenStrings) -> None:
+        self._strings = strings
+        self._kept: OrderedDict[Key, Written] = OrderedDict()
+        self._num_bytes = 0
+
+    def prompt(
+        self, token_ids: Sequence[int], arrays: tuple[np.ndarray, np.ndarray, np.ndarray], style: Style
+    ) -> "PromptLogprobs":
+        """Logprobs of a prompt of n tokens, from token ids and logprobs [n - 1, actual token and top k] and the actual
+        tokens' ranks [n - 1].
+
+        Raises:
+            EngineOutputError: the rows are of other tokens, or one is NaN.
+        """
         ids, logprobs, ranks = arrays
         if not np.array_equal(ids[:, 0], token_ids[1:]) or np.isnan(logprobs).any():
             raise EngineOutputError("the engine returned logprobs of other tokens than were asked for, or NaN")
-        strings.fill(np.unique(ids).tolist())
-        values = _as_json(json_logprobs(logprobs))
-        width = ids.shape[1]
-        self._strings = strings
-        self._as_token_ids = as_token_ids
-        self._logprobs = ["null", *values[::width]]
-        self._texts = [strings.first_of_a_prompt(token_ids[0])]
-        self._top, self._full = ["null"], ["null"]
-        rows = zip(ids.tolist(), _rows(values, width), _merged_ranks(ids, ranks).tolist(), strict=True)
-        for position, (row, shown, rank) in enumerate(rows, start=1):
-            self._add(row, shown, rank, num_top, strings.at(token_ids, position, row))
-        self._names = [_placeholder(token_id) for token_id in token_ids] if as_token_ids else self._texts
+        first = self._strings.first_of_a_prompt(token_ids[0])
+        return PromptLogprobs(
+            _placeholder(token_ids[0]) if style.as_token_ids else first,
+            self._pieces(token_ids, np.concatenate([ids, logprobs.view(np.int32), ranks[:, None]], axis=1), style),
+        )
 
-    def _add(self, row: list[int], shown: tuple[str, ...], rank: int, num_top: int, texts: Mapping[int, str]) -> None:
-        """Write one position; `texts` are its tokens as JSON."""
-        actual = row[0]
-        self._texts.append(texts[actual])
-        full = [f'"{actual}":{{"logprob":{shown[0]},"rank":{rank},"decoded_token":{texts[actual]}}}']
-        top = [f"{_placeholder(actual) if self._as_token_ids else texts[actual]}:{shown[0]}"]
-        for place in range(1, len(row)):
-            token_id = row[place]
-            if token_id != actual:
-                full.append(
-                    f'"{token_id}":{{"logprob":{shown[place]},"rank":{place},"decoded_token":{texts[token_id]}}}'
-                )
-                top.append(f"{_placeholder(token_id) if self._as_token_ids else texts[token_id]}:{shown[place]}")
-        self._full.append(f"{{{','.join(full)}}}")
-        self._top.append(f"{{{','.join(top[: num_top + 1])}}}")
+    def _pieces(self, token_ids: Sequence[int], table: np.ndarray, style: Style) -> list[Written]:
+        """All rows: those of a prefix as they were written before, the others anew."""
+        keys = [_key(token_ids, table, start, style) for start in range(0, len(table), ROWS)]
+        pieces = []
+        for key in keys:
+            if (written := self._kept.get(key)) is None:
+                break
+            self._kept.move_to_end(key)
+            pieces.append(written)
+        rows = self._rows(token_ids, table, len(pieces) * ROWS, style)
+        return pieces + [self._keep(key, _join(list(islice(rows, ROWS)))) for key in keys[len(pieces) :]]
+
+    def _keep(self, key: Key, written: Written) -> Written:
+        self._num_bytes += _num_bytes(written) - (_num_bytes(self._kept[key]) if key in self._kept else 0)
+        self._kept[key] = written
+        while self._num_bytes > KEPT_BYTES:
+            self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        return written
+
+    def _rows(self, token_ids: Sequence[int], table: np.ndarray, start: int, style: Style) -> Iterator[Row]:
+        """(full, name, logprob, top) of each row from `start` on, each as JSON.
+
+        Where the actual token is among the top k it stands once, with the rank that it has there.
+        """
+        width = table.shape[1] // 2
+        ids = table[start:, :width]
+        rows = ids.tolist()
+        self._strings.fill(chain.from_iterable(rows))
+        values = _as_json(json_logprobs(np.ascontiguousarray(table[start:, width : 2 * width]).view(np.float32)))
+        shown = zip(*[iter(values)] * width, strict=True)
+        ranks = _merged_ranks(ids, table[start:, -1]).tolist()
+        for position, (row, of_row, rank) in enumerate(zip(rows, shown, ranks, strict=True), start=start + 1):
+            texts = self._strings.at(token_ids, position, row)
+            names: Mapping[int, str] = {id_: _placeholder(id_) for id_ in row} if style.as_token_ids else texts
+            actual, value = row[0], of_row[0]
+            full = f'{{"{actual}":{{"logprob":{value},"rank":{rank},"decoded_token":{texts[actual]}}}'
+            top = f"{{{names[actual]}:{value}"
+            left = style.num_top
+            for place in range(1, width):
+                if (other := row[place]) != actual:
+                    value = of_row[place]
+                    full += f',"{other}":{{"logprob":{value},"rank":{place},"decoded_token":{texts[other]}}}'
+                    if left:
+                        top += f",{names[other]}:{value}"
+                        left -= 1
+            yield full + "}", names[actual], of_row[0], top + "}"
+
+
+class PromptLogprobs:
+    """A prompt's logprobs as JSON, in pieces; `first` is the name of its first token, which has none."""
+
+    def __init__(self, first: str, pieces: list[Written]) -> None:
+        self._first = first
+        self._pieces = pieces
 
     def full(self) -> bytes:
         """vLLM's `prompt_logprobs`: at each position, tokens by id, with rank and text."""
-        return f"[{','.join(self._full)}]".encode()
+        return f"[{','.join(['null', *[piece.full for piece in self._pieces]])}]".encode()
 
     def openai(self, sampled: CompletionLogProbs | None) -> bytes:
         """OpenAI's `logprobs`: of the prompt, and of what was sampled behind it."""
-        names_read: list[str] = orjson.loads(f"[{','.join(self._names)}]")
-        *offsets, end = accumulate(map(len, names_read), initial=0)
-        names, logprobs, top = list(self._names), list(self._logprobs), list(self._top)
+        names = [self._first, *[piece.names for piece in self._pieces]]
+        logprobs = ["null", *[piece.logprobs for piece in self._pieces]]
+        top = ["null", *[piece.top for piece in self._pieces]]
+        lengths = chain([len(orjson.loads(self._first))], *[piece.lengths for piece in self._pieces])
+        *offsets, end = accumulate(lengths, initial=0)
         if sampled is not None:
             offsets += [offset + end for offset in sampled.text_offset]
             names += map(_json, sampled.tokens)
             logprobs += map(_json, sampled.token_logprobs)
             top += map(_json, sampled.top_logprobs)
         return (
-            f'{{"text_offset":{orjson.dumps(offsets).decode()},"token_logprobs":[{",".join(logprobs)}],'
+            f'{{"text_offset":{_json(offsets)},"token_logprobs":[{",".join(logprobs)}],'
             f'"tokens":[{",".join(names)}],"top_logprobs":[{",".join(top)}]}}'
         ).encode()
+
+
+def _key(token_ids: Sequence[int], table: np.ndarray, start: int, style: Style) -> Key:
+    """What some rows are written from: the rows, and the tokens before them that may begin a character."""
+    return table[start : start + ROWS].tobytes(), tuple(token_ids[max(1, start + 1 - CONTEXT) : start + 1]), style
+
+
+def _join(rows: list[Row]) -> Written:
+    full, names, logprobs, top = zip(*rows, strict=True)
+    lengths = tuple(map(len, orjson.loads(f"[{','.join(names)}]")))
+    return Written(",".join(full), ",".join(names), ",".join(logprobs), ",".join(top), lengths)
 
 
 def _merged_ranks(ids: np.ndarray, ranks: np.ndarray) -> np.ndarray:
@@ -94,13 +179,12 @@ def _as_json(values: np.ndarray) -> list[str]:
     return written[1:-1].decode().split(",") if values.size else []
 
 
-def _rows(values: list[str], width: int) -> "zip[tuple[str, ...]]":
-    """`values` in rows of `width`."""
-    return zip(*[iter(values)] * width, strict=True)
-
-
 def _json(value: object) -> str:
     return orjson.dumps(value).decode()
+
+
+def _num_bytes(written: Written) -> int:
+    return _ENTRY_BYTES + len(written.full) + len(written.names) + len(written.logprobs) + len(written.top)
 
 
 def _placeholder(token_id: int) -> str:

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 
-from scoremode_server.completion_logprobs import PromptLogprobs
+from scoremode_server.completion_logprobs import LogprobsWriter, PromptLogprobs, Style
 from scoremode_server.engine.packed_logprobs import PACKED, PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.token_strings import TokenStrings
@@ -45,14 +45,14 @@ class ScoringCompletions(OpenAIServingCompletion):
 
     def __init__(self, strings: TokenStrings, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._strings = strings
+        self._writer = LogprobsWriter(strings)
 
     @classmethod
-    def like(cls, handler: OpenAIServingCompletion, strings: TokenStrings) -> "ScoringCompletions":
-        """A handler with the settings of vLLM's own."""
+    def like(cls, handler: OpenAIServingCompletion, engine: Any, strings: TokenStrings) -> "ScoringCompletions":
+        """A handler with the settings of vLLM's own, on `engine`."""
         return cls(
             strings,
-            handler.engine_client,
+            engine,
             handler.models,
             online_renderer=handler.online_renderer,
             request_logger=handler.request_logger,
@@ -103,13 +103,8 @@ class ScoringCompletions(OpenAIServingCompletion):
         if not isinstance(packed, PackedLogprobs):
             raise EngineOutputError("the engine ended a request without logprobs")
         asked = request.logprobs if request.prompt_logprobs is None else request.prompt_logprobs
-        return PromptLogprobs(
-            output.prompt_token_ids,
-            packed.arrays(asked + 1),
-            self._strings,
-            num_top=request.logprobs,
-            as_token_ids=self._as_token_ids(request),
-        )
+        style = Style(num_top=request.logprobs, as_token_ids=self._as_token_ids(request))
+        return self._writer.prompt(output.prompt_token_ids, packed.arrays(asked + 1), style)
 
     def _of_sampled(self, request: CompletionRequest, completion: CompletionOutput) -> CompletionLogProbs | None:
         """vLLM's own logprobs of the one token that was sampled; None where only the prompt was asked for."""

@@ -28,10 +28,11 @@ class ScoremodeEndpoints:
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
+        from scoremode_server.settings import score_cache_bytes
         from scoremode_server.state import make_state
 
         assert engine_client is not None
-        state.scoremode = await make_state(engine_client, state)
+        state.scoremode = await make_state(engine_client, state, score_cache_bytes(args))
 
 
 def endpoint_plugin() -> ScoremodeEndpoints:
@@ -41,6 +42,7 @@ def endpoint_plugin() -> ScoremodeEndpoints:
 
 def general_plugin() -> None:
     """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once."""
-    from scoremode_server.engine import packed_logprobs
+    from scoremode_server.engine import packed_logprobs, uncomputed_rows
 
     packed_logprobs.install()
+    uncomputed_rows.install()

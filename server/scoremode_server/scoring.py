@@ -23,6 +23,9 @@ from vllm.sampling_params import RequestOutputKind
 from scoremode_server.engine.packed_logprobs import PACKED, PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 
+NO_CACHE = "scoremode_no_cache"
+"""The mark in `SamplingParams.extra_args` of a request that is computed whole and leaves nothing behind."""
+
 NO_RANK = 0
 """Stands in `SequenceScore.ranks` where a token has none; ranks count from 1."""
 
@@ -49,11 +52,11 @@ class SequenceScore:
     """Tokens whose keys and values the engine took from its prefix cache."""
 
 
-def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> SamplingParams:
+def score_params(token_ids: Sequence[int], top_logprobs: int = 0, *, use_cache: bool = True) -> SamplingParams:
     """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt.
 
     `top_logprobs` adds the k likeliest tokens at every position, and costs time; the actual token's logprob and rank
-    always come. `read_score` turns the request's output into arrays.
+    always come. `use_cache` lets a server's logprob cache answer. `read_score` turns the request's output into arrays.
 
     Raises:
         ValueError: fewer than two tokens, so that there is no token with a context.
@@ -69,7 +72,7 @@ def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> SamplingPar
         flat_logprobs=True,
         allowed_token_ids=[token_ids[-1]],
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={PACKED: 1},
+        extra_args={PACKED: 1} if use_cache else {PACKED: 1, NO_CACHE: 1},
         skip_clone=True,
     )
 
@@ -154,7 +157,13 @@ class Scorer:
         self._engine = engine
 
     async def score(
-        self, token_ids: Sequence[int], *, request_id: str, top_logprobs: int = 0, lora: LoRARequest | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        request_id: str,
+        top_logprobs: int = 0,
+        use_cache: bool = True,
+        lora: LoRARequest | None = None,
     ) -> SequenceScore:
         """Score one sequence of at least one and at most `max_model_len` tokens of the vocabulary.
 
@@ -167,7 +176,7 @@ class Scorer:
             return unscored(token_ids, top_logprobs)
         outputs = self._engine.generate(
             tokens_input(list(token_ids[:-1])),
-            score_params(token_ids, top_logprobs),
+            score_params(token_ids, top_logprobs, use_cache=use_cache),
             request_id,
             lora_request=lora,
         )

@@ -10,6 +10,8 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 
 from scoremode.protocol import ServerInfo
+from scoremode_server.cache_metrics import CacheMetrics
+from scoremode_server.caching import CachingEngine, clear_on_changes, make_cache
 from scoremode_server.completions import ScoringCompletions
 from scoremode_server.limits import Limits
 from scoremode_server.models import ServedModels
@@ -31,13 +33,16 @@ class ScoremodeState:
     """Windows of one perplexity request that are with the engine at once: as many as it runs in a step."""
 
 
-async def make_state(engine: EngineClient, state: State) -> ScoremodeState:
-    """Assemble the parts on an engine and vLLM's own app state.
+async def make_state(engine: EngineClient, state: State, score_cache_bytes: int) -> ScoremodeState:
+    """Assemble the parts on an engine and vLLM's own app state, with a logprob cache of at most so many bytes.
 
     Raises:
         ValueError: the server was started with a setting that makes logprobs something else.
     """
-    scorer = Scorer(engine)
+    cache = make_cache(engine.vllm_config, score_cache_bytes)
+    clear_on_changes(engine, cache)
+    caching = CachingEngine(engine, cache, CacheMetrics().update)
+    scorer = Scorer(caching)
     codec = TextCodec(engine.renderer)
     if engine.renderer.tokenizer is not None:
         await asyncio.to_thread(codec.strings.fill_vocabulary)
@@ -59,7 +64,7 @@ async def make_state(engine: EngineClient, state: State) -> ScoremodeState:
     return ScoremodeState(
         scorer=scorer,
         codec=codec,
-        completions=ScoringCompletions.like(state.openai_serving_completion, codec.strings),
+        completions=ScoringCompletions.like(state.openai_serving_completion, caching, codec.strings),
         models=models,
         limits=limits,
         info=info,

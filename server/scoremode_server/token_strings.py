@@ -1,6 +1,6 @@
 """Tokens as text, decoded once for each token of the vocabulary and never for a position."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import orjson
@@ -30,11 +30,11 @@ class TokenStrings:
 
     def fill_vocabulary(self) -> None:
         """Fill the whole table, which takes some 3 µs a token: at the start, no request waits for it."""
-        self.fill(list(self._get_tokenizer().get_vocab().values()))
+        self.fill(self._get_tokenizer().get_vocab().values())
 
-    def fill(self, token_ids: Sequence[int]) -> None:
+    def fill(self, token_ids: Iterable[int]) -> None:
         """Make sure that the table has these tokens."""
-        missing = [token_id for token_id in set(token_ids) if token_id not in self._texts]
+        missing = list(set(token_ids) - self._texts.keys())
         if not missing:
             return
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):

@@ -9,6 +9,11 @@ import pytest
 from local_server import running_server
 from scoremode import ScoreClient
 
+# Small blocks, so that prompts of tests share some.
+SMOLLM2_FLAGS = (
+    *("--served-model-name", "smollm2", "--max-model-len", "2048", "--max-num-seqs", "8"),
+    *("--block-size", "32"),
+)
 STOCK_BESIDE = (sys.executable, str(Path(__file__).with_name("stock_beside.py")))
 
 
@@ -19,8 +24,7 @@ def logs(factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`scoremode serve` on SmolLM2-135M in float32, context 2,048, with vLLM's completions beside ours."""
-    flags = ("--served-model-name", "smollm2", "--max-model-len", "2048", "--max-num-seqs", "8")
-    with running_server(smollm2, *flags, log=logs(tmp_path_factory), command=STOCK_BESIDE) as url:
+    with running_server(smollm2, *SMOLLM2_FLAGS, log=logs(tmp_path_factory), command=STOCK_BESIDE) as url:
         yield url
 
 

@@ -9,14 +9,13 @@ vLLM's own way.
 from typing import Any
 
 import numpy as np
-import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-PATCHED_VERSION = "0.32.0"
+from scoremode_server.engine.vllm_version import require_patched_version
 
 PACKED = "scoremode_packed"
 """The mark in `SamplingParams.extra_args`."""
@@ -27,6 +26,13 @@ class PackedLogprobs:
 
     def __init__(self) -> None:
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "PackedLogprobs":
+        """Of arrays shaped as `arrays` returns them."""
+        packed = cls()
+        packed._parts.append((token_ids, logprobs, ranks))
+        return packed
 
     def append(self, tensors: LogprobsTensors) -> None:
         """Take the rows of one more part of the prompt."""
@@ -56,11 +62,7 @@ def install() -> None:
     Raises:
         RuntimeError: this is not the vLLM that the patch was made for.
     """
-    version = vllm.__version__.split("+")[0]
-    if version != PATCHED_VERSION:
-        raise RuntimeError(
-            f"Scoremode patches vLLM {PATCHED_VERSION}, and found {version}: install the version it pins"
-        )
+    require_patched_version()
     if getattr(LogprobsProcessor, "_scoremode_patched", False):
         return
     make, update = LogprobsProcessor.from_new_request.__func__, LogprobsProcessor._update_prompt_logprobs

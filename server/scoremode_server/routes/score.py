@@ -59,6 +59,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
                 target.token_ids,
                 request_id=f"{request_id}-{index}",
                 top_logprobs=request.top_logprobs,
+                use_cache=request.use_cache,
                 lora=model.lora,
             )
             for index, target in enumerate(targets)

@@ -1,0 +1,175 @@
+"""Shared prefixes are computed once, and no number changes: a real engine with the logprob cache and one without.
+
+What the engine computed is read from vLLM's own metrics. Tolerance: 1e-4 nats, since a part of a prompt runs in another
+batch shape than the whole.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import lm_eval_tasks
+from local_server import running_server
+from scoremode import AsyncScoreClient, ScoreClient
+from tests import oracle
+from tests.e2e.conftest import SMOLLM2_FLAGS, logs
+from tests.e2e.test_lm_eval import TASK, answers, evaluate
+
+TOLERANCE = 1e-4
+BLOCK_SIZE = 32
+COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute"\} ([0-9.e+]+)$', re.MULTILINE)
+NUM_QUESTIONS = 25
+
+
+@pytest.fixture(scope="module")
+def uncached_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """As `server`, with the cache off."""
+    flags = (*SMOLLM2_FLAGS, "--score-cache-bytes", "0")
+    with running_server(smollm2, *flags, log=logs(tmp_path_factory)) as url:
+        yield url
+
+
+def computed_tokens(server: str) -> float:
+    """Prompt tokens that the engine has computed so far, by vLLM's count."""
+    return sum(map(float, COMPUTED.findall(httpx.get(f"{server}/metrics").text)))
+
+
+def metric(server: str, name: str) -> float:
+    pattern = rf"^scoremode_score_cache_{name}(?:\{{.*\}})? ([0-9.e+]+)$"
+    found = re.findall(pattern, httpx.get(f"{server}/metrics").text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def fresh(wikitext: str, client: ScoreClient, place: int, length: int) -> list[int]:
+    """Tokens that no other test scores."""
+    return client.tokenize(wikitext[40_000 + 3_000 * place :][:4000])[:length]
+
+
+def test_the_second_time_only_the_last_block_is_computed(
+    client: ScoreClient, server: str, smollm2: Path, wikitext: str
+):
+    tokens = fresh(wikitext, client, 0, 400)
+    (first,) = client.score(tokens)
+    before = computed_tokens(server)
+    (again,) = client.score(tokens)
+    assert computed_tokens(server) - before <= BLOCK_SIZE
+    (expected,) = oracle.logprobs(smollm2, [tokens])
+    for score in (first, again):
+        assert np.abs(np.array(score.logprobs[1:]) - expected).max() <= TOLERANCE
+
+
+def test_ranks_and_alternatives_come_from_the_cache_too(client: ScoreClient, server: str, wikitext: str):
+    tokens = fresh(wikitext, client, 1, 300)
+    (first,) = client.score(tokens, top_logprobs=5, return_ranks=True)
+    before = computed_tokens(server)
+    (fewer,) = client.score(tokens, top_logprobs=2, return_ranks=True)
+    assert computed_tokens(server) - before <= BLOCK_SIZE
+    assert np.mean(np.array(fewer.ranks[1:]) == first.ranks[1:]) > 0.99
+    before = computed_tokens(server)
+    client.score(tokens, top_logprobs=9)
+    assert computed_tokens(server) - before >= 299 - BLOCK_SIZE, "more alternatives than are held are computed anew"
+
+
+def test_continuations_share_their_prompt(client: ScoreClient, server: str, smollm2: Path, wikitext: str):
+    prompt, endings = fresh(wikitext, client, 2, 250), [[5000 + index, 6000 + index] for index in range(8)]
+    before = computed_tokens(server)
+    scores = client.score(prompt, endings)
+    # The prompt once, and for each other ending the block that it shares only in part.
+    assert computed_tokens(server) - before <= 252 + 7 * (BLOCK_SIZE + 2)
+    expected = oracle.logprobs(smollm2, [prompt + ending for ending in endings])
+    for score, whole in zip(scores, expected, strict=True):
+        assert np.abs(np.array(score.logprobs) - whole[-2:]).max() <= TOLERANCE
+
+
+def test_usage_tells_what_was_not_computed(client: ScoreClient, server: str, wikitext: str):
+    tokens = fresh(wikitext, client, 3, 200)
+
+    def cached(**options: Any) -> int:
+        usage = httpx.post(f"{server}/v1/score", json={"prompt": tokens, **options}, timeout=60).json()["usage"]
+        return int(usage["cached_tokens"])
+
+    assert cached() == 0
+    assert cached() == 192
+    assert cached(use_cache=False) == 0
+
+
+def test_requests_in_flight_share_work(server: str, client: ScoreClient, smollm2: Path, wikitext: str):
+    prompt = fresh(wikitext, client, 4, 500)
+    sequences = [[*prompt, 7000 + index] for index in range(4)]
+    before = computed_tokens(server)
+
+    async def all_at_once() -> list[Any]:
+        async with AsyncScoreClient(server, timeout=300) as asynchronous:
+            return await asyncio.gather(*(asynchronous.score(sequence) for sequence in sequences))
+
+    scores = asyncio.run(all_at_once())
+    assert computed_tokens(server) - before <= 500 + 3 * (BLOCK_SIZE + 1)
+    for (score,), expected in zip(scores, oracle.logprobs(smollm2, sequences), strict=True):
+        assert np.abs(np.array(score.logprobs[1:]) - expected).max() <= TOLERANCE
+
+
+def test_completions_take_their_echo_from_the_cache(client: ScoreClient, server: str, wikitext: str):
+    tokens = fresh(wikitext, client, 5, 300)
+    body = {"prompt": tokens, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    first = httpx.post(f"{server}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
+    before = computed_tokens(server)
+    again = httpx.post(f"{server}/v1/completions", json=body, timeout=60).json()["choices"][0]["logprobs"]
+    assert computed_tokens(server) - before <= BLOCK_SIZE
+    assert again["tokens"] == first["tokens"]
+    assert np.allclose(again["token_logprobs"][1:], first["token_logprobs"][1:], atol=TOLERANCE, rtol=0)
+    assert [list(entry) for entry in again["top_logprobs"][1:]] == [list(entry) for entry in first["top_logprobs"][1:]]
+
+
+def test_perplexity_windows_that_come_again_are_not_computed(client: ScoreClient, server: str, wikitext: str):
+    text = wikitext[80_000:82_000]
+    first = client.perplexity(text, context_length=128, stride=64)
+    before = computed_tokens(server)
+    again = client.perplexity(text, context_length=128, stride=64)
+    assert computed_tokens(server) - before < 0.5 * first.num_tokens
+    assert again.perplexity == pytest.approx(first.perplexity, rel=1e-5)
+
+
+def test_metrics_tell_of_the_cache(client: ScoreClient, server: str, wikitext: str):
+    tokens = fresh(wikitext, client, 6, 200)
+    client.score(tokens)
+    hits, held = metric(server, "hits_total"), metric(server, "bytes")
+    client.score(tokens)
+    assert metric(server, "hits_total") > hits
+    assert held > 0
+    for name in ("misses_total", "evictions_total", "joined_total"):
+        assert metric(server, name) >= 0
+
+
+def test_lm_eval_computes_each_shared_prefix_once(
+    server: str, uncached_server: str, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("tasks")
+    lm_eval_tasks.write_tasks(folder, None)
+
+    def run(url: str) -> tuple[dict[str, Any], float]:
+        before = computed_tokens(url)
+        arguments = {
+            "model": "smollm2",
+            "base_url": f"{url}/v1/completions",
+            "tokenizer_backend": "remote",
+            "num_concurrent": 4,
+            "max_length": 1024,
+        }
+        results = evaluate(folder, "local-completions", arguments, (TASK,), limit=NUM_QUESTIONS)
+        return results, computed_tokens(url) - before
+
+    (cached, computed), (uncached, computed_without) = run(server), run(uncached_server)
+    for (ours, is_greedy), (expected, expected_greedy) in zip(
+        answers(cached, TASK), answers(uncached, TASK), strict=True
+    ):
+        assert ours == pytest.approx(expected, abs=TOLERANCE)
+        assert is_greedy == expected_greedy
+    for name in ("acc,none", "acc_norm,none"):
+        assert cached["results"][TASK][name] == uncached["results"][TASK][name]
+    assert computed_without / computed >= 3
