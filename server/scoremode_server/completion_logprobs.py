@@ -1,7 +1,8 @@
 """The logprobs of a completion's prompt, written as JSON from arrays: equal to what vLLM writes from objects.
 
-Rows are written some at a time, and what was written is kept for a while: prefixes that come again have the same rows,
-and are most of what a benchmark asks for.
+Rows that came from the logprob cache are written some at a time, and what was written is kept for a while: prefixes
+that come again have the same rows, and are most of what a benchmark asks for. Rows that were computed just now are
+written and forgotten.
 """
 
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from scoremode_server.responses import json_logprobs
 from scoremode_server.token_strings import CONTEXT, TokenStrings
 
 ROWS = 16
-"""Rows that are written, and kept, together."""
+"""Rows that are kept together."""
 
 KEPT_BYTES = 64 * 1024**2
 
@@ -62,10 +63,14 @@ class LogprobsWriter:
         self._num_bytes = 0
 
     def prompt(
-        self, token_ids: Sequence[int], arrays: tuple[np.ndarray, np.ndarray, np.ndarray], style: Style
+        self,
+        token_ids: Sequence[int],
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        style: Style,
+        num_cached_tokens: int,
     ) -> "PromptLogprobs":
         """Logprobs of a prompt of n tokens, from token ids and logprobs [n - 1, actual token and top k] and the actual
-        tokens' ranks [n - 1].
+        tokens' ranks [n - 1]. The first `num_cached_tokens` rows came from the cache.
 
         Raises:
             EngineOutputError: the rows are of other tokens, or one is NaN.
@@ -76,12 +81,17 @@ class LogprobsWriter:
         first = self._strings.first_of_a_prompt(token_ids[0])
         return PromptLogprobs(
             _placeholder(token_ids[0]) if style.as_token_ids else first,
-            self._pieces(token_ids, np.concatenate([ids, logprobs.view(np.int32), ranks[:, None]], axis=1), style),
+            self._pieces(
+                token_ids,
+                np.concatenate([ids, logprobs.view(np.int32), ranks[:, None]], axis=1),
+                style,
+                num_cached_tokens // ROWS,
+            ),
         )
 
-    def _pieces(self, token_ids: Sequence[int], table: np.ndarray, style: Style) -> list[Written]:
-        """All rows: those of a prefix as they were written before, the others anew."""
-        keys = [_key(token_ids, table, start, style) for start in range(0, len(table), ROWS)]
+    def _pieces(self, token_ids: Sequence[int], table: np.ndarray, style: Style, num_shared: int) -> list[Written]:
+        """All rows: the first `num_shared` pieces as they were written before, the others anew."""
+        keys = [_key(token_ids, table, place * ROWS, style) for place in range(num_shared)]
         pieces = []
         for key in keys:
             if (written := self._kept.get(key)) is None:
@@ -89,7 +99,9 @@ class LogprobsWriter:
             self._kept.move_to_end(key)
             pieces.append(written)
         rows = self._rows(token_ids, table, len(pieces) * ROWS, style)
-        return pieces + [self._keep(key, _join(list(islice(rows, ROWS)))) for key in keys[len(pieces) :]]
+        pieces += [self._keep(key, _join(list(islice(rows, ROWS)))) for key in keys[len(pieces) :]]
+        computed = list(rows)
+        return [*pieces, _join(computed)] if computed else pieces
 
     def _keep(self, key: Key, written: Written) -> Written:
         self._num_bytes += _num_bytes(written) - (_num_bytes(self._kept[key]) if key in self._kept else 0)

@@ -104,7 +104,9 @@ class ScoringCompletions(OpenAIServingCompletion):
             raise EngineOutputError("the engine ended a request without logprobs")
         asked = request.logprobs if request.prompt_logprobs is None else request.prompt_logprobs
         style = Style(num_top=request.logprobs, as_token_ids=self._as_token_ids(request))
-        return self._writer.prompt(output.prompt_token_ids, packed.arrays(asked + 1), style)
+        return self._writer.prompt(
+            output.prompt_token_ids, packed.arrays(asked + 1), style, output.num_cached_tokens or 0
+        )
 
     def _of_sampled(self, request: CompletionRequest, completion: CompletionOutput) -> CompletionLogProbs | None:
         """vLLM's own logprobs of the one token that was sampled; None where only the prompt was asked for."""

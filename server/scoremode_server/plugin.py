@@ -42,7 +42,7 @@ def endpoint_plugin() -> ScoremodeEndpoints:
 
 def general_plugin() -> None:
     """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once."""
-    from scoremode_server.engine import packed_logprobs, uncomputed_rows
+    from scoremode_server.engine import bounded_logprobs, packed_logprobs
 
     packed_logprobs.install()
-    uncomputed_rows.install()
+    bounded_logprobs.install()

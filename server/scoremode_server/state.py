@@ -48,6 +48,7 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
         await asyncio.to_thread(codec.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, engine.model_config)
     limits = Limits.of(engine.model_config)
+    await _warm_up(scorer, limits)
     info = ServerInfo(
         scoremode_version=importlib.metadata.version("scoremode"),
         vllm_version=vllm.__version__,
@@ -70,6 +71,14 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
         info=info,
         max_concurrent_windows=engine.vllm_config.scheduler_config.max_num_seqs,
     )
+
+
+async def _warm_up(scorer: Scorer, limits: Limits) -> None:
+    """Score something, so that kernels which are compiled on first use are not compiled in a user's first request."""
+    for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
+        await scorer.score(
+            [0, 1, 0], request_id=f"scoremode-warm-up-{top_logprobs}", top_logprobs=top_logprobs, use_cache=False
+        )
 
 
 def scoremode_state(request: Request) -> ScoremodeState:

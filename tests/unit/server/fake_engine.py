@@ -206,7 +206,7 @@ class FakeEngine:
         self, computed: tuple[np.ndarray, ...], num_rows: int, width: int, reported: int
     ) -> tuple[np.ndarray, ...]:
         """All rows, in memory that nobody cleared: zeros, anything, or the rows of an earlier request. With
-        `uncomputed_rows` installed the logprobs of the last kind and of those behind `reported` are NaN."""
+        `bounded_logprobs` installed the logprobs of the last kind and of those behind `reported` are NaN."""
         ids = np.zeros((num_rows, width), np.int32)
         logprobs = np.zeros((num_rows, width), np.float32)
         ranks = np.zeros(num_rows, np.int32)

@@ -1,0 +1,186 @@
+"""Prompt logprobs in chunks on a real engine: the same numbers as transformers, and no more memory than the budget.
+
+What is measured is measured in the engine's own process, through vLLM's `collective_rpc`.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from scoremode_server import score
+from scoremode_server.engine import bounded_logprobs
+from tests import models, oracle
+
+MEBIBYTE = 1024**2
+CHUNK = 7
+SMALL_BUDGET = CHUNK * (1024 * 8 + 200)
+"""Seven rows of 1,024 float32 logits and logprobs, and of at most six tokens' results."""
+STEP_TOKENS = 48
+LENGTH = 192
+
+LARGE_VOCABULARY = 262_144
+LONG_PROMPT = 4096
+LONG_STEP_TOKENS = 1024
+UNBOUNDED_BYTES = LONG_STEP_TOKENS * LARGE_VOCABULARY * (4 + 4)
+TOLERANCE = 48 * MEBIBYTE
+"""For what is no working memory of prompt logprobs: a step's activations, a queue of the vocabulary's size that top-k
+keeps for each thread (4 MiB a thread), the request's results, and what the allocator keeps of small blocks."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # Lets `collective_rpc` send functions.
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(random_model: Path, environment: None) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SCOREMODE_LOGPROB_BYTES", str(SMALL_BUDGET))
+        engine = LLM(
+            str(random_model),
+            dtype="float32",
+            max_model_len=LENGTH,
+            max_num_seqs=4,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_logprobs=5,
+            enable_prefix_caching=True,
+        )
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("top", [0, 5])
+def test_chunks_score_as_transformers_does(llm: LLM, random_model: Path, top: int):
+    generator = np.random.default_rng(7)
+    # One row fewer than a chunk, a chunk, one more; the same of two chunks, of a step's tokens, and of several steps.
+    lengths = (2, CHUNK, CHUNK + 1, CHUNK + 2, 15, 16, STEP_TOKENS, STEP_TOKENS + 1, STEP_TOKENS + 2, 101, LENGTH)
+    sequences = [generator.integers(3, 1000, length).tolist() for length in lengths]
+    llm.collective_rpc(record_rows)
+    scores = score(llm, sequences, top_logprobs=top)
+    rows = llm.collective_rpc(recorded_rows)[0]
+    expected = oracle.logprobs(random_model, sequences)
+    ranks = oracle.ranks(random_model, sequences)
+    best = oracle.top_logprobs(random_model, sequences, max(top, 1))
+    for index, one in enumerate(scores):
+        assert np.abs(one.logprobs[1:] - expected[index]).max() < 1e-4
+        assert np.array_equal(one.ranks[1:], ranks[index])
+        if top:
+            assert np.abs(one.top_logprobs[1:] - best[index][1]).max() < 1e-4
+    assert max(rows) == CHUNK
+
+
+def test_rows_from_the_prefix_cache_are_not_numbers(llm: LLM):
+    prompt = TokensPrompt(prompt_token_ids=[5 + number % 900 for number in range(180)])
+    params = SamplingParams(
+        max_tokens=1, prompt_logprobs=0, flat_logprobs=True, skip_reading_prefix_cache=False, detokenize=False
+    )
+    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    cached = second.num_cached_tokens
+    assert first.num_cached_tokens == 0
+    assert cached > 0
+    computed, repeated = (np.array(output.prompt_logprobs.logprobs) for output in (first, second))
+    assert np.isnan(repeated[:cached]).all()
+    assert np.abs(repeated[cached:] - computed[cached:]).max() < 1e-4
+
+
+def test_profiling_computes_one_chunk(llm: LLM):
+    llm.collective_rpc(record_rows)
+    llm.collective_rpc(profile)
+    # The rows that are sampled, those again beside the chunk, and a chunk of rows with 20 likeliest tokens each.
+    assert llm.collective_rpc(recorded_rows)[0] == [4, 4, SMALL_BUDGET // (1024 * 8 + 21 * 28)]
+
+
+def test_a_large_vocabulary_stays_within_the_budget(tmp_path: Path):
+    """With the same engine unbounded for contrast: a step's 1,024 rows of 262,144 logits and logprobs are 2 GiB."""
+    model = models.random_llama(tmp_path, vocab_size=LARGE_VOCABULARY, num_layers=1, max_position=2 * LONG_PROMPT)
+    engine = LLM(
+        str(model),
+        dtype="float32",
+        max_model_len=LONG_PROMPT + 1,
+        max_num_seqs=2,
+        max_num_batched_tokens=LONG_STEP_TOKENS,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+    )
+    tokens = np.random.default_rng(11).integers(3, LARGE_VOCABULARY, LONG_PROMPT).tolist()
+    try:
+        # What only a first request allocates: compiled code, the pages of the KV cache, buffers that are kept.
+        logprobs(engine, tokens[:600], 5)
+        engine.collective_rpc(reset_peak)
+        bounded = logprobs(engine, tokens, 5)
+        bounded_growth = engine.collective_rpc(growth)[0]
+        engine.collective_rpc(unbound)
+        engine.collective_rpc(reset_peak)
+        unbounded = logprobs(engine, tokens, 5)
+        unbounded_growth = engine.collective_rpc(growth)[0]
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+    print(f"peak growth: {bounded_growth / MEBIBYTE:,.0f} MiB bounded, {unbounded_growth / MEBIBYTE:,.0f} MiB not")
+    assert np.abs(bounded - unbounded).max() < 1e-5
+    assert bounded_growth < bounded_logprobs.BUDGET_BYTES + TOLERANCE
+    # Both tensors, less what of them lands in pages that were resident before.
+    assert unbounded_growth > 0.95 * UNBOUNDED_BYTES
+
+
+def logprobs(engine: LLM, tokens: list[int], top: int) -> np.ndarray:
+    """[(tokens - 1) * (top + 1)]: of the actual token and the likeliest, position by position."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False)
+    output = engine.generate([TokensPrompt(prompt_token_ids=tokens)], params, use_tqdm=False)[0]
+    return np.array(output.prompt_logprobs.logprobs)
+
+
+# What follows runs in the engine's process.
+
+
+def record_rows(worker: Any) -> None:
+    """Keep the number of rows of every projection from now on."""
+    model = worker.model_runner.model
+    compute_logits = type(model).compute_logits
+    worker.recorded_rows = []
+
+    def recording(hidden_states: Any) -> Any:
+        worker.recorded_rows.append(len(hidden_states))
+        return compute_logits(model, hidden_states)
+
+    model.compute_logits = recording
+
+
+def recorded_rows(worker: Any) -> list[int]:
+    return worker.recorded_rows
+
+
+def profile(worker: Any) -> None:
+    worker.model_runner.profile_run()
+
+
+def unbound(worker: Any) -> None:
+    """Let this engine have all the memory it wants."""
+    runner = worker.model_runner
+    runner._get_prompt_logprobs_dict = lambda *step: bounded_logprobs._prompt_logprobs_v1(runner, *step, 1 << 60)
+
+
+def reset_peak(worker: Any) -> None:
+    """Let the peak of resident memory start from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    worker.resident_before = _status("VmRSS")
+
+
+def growth(worker: Any) -> int:
+    """Bytes by which resident memory has grown at its peak since `reset_peak`."""
+    return _status("VmHWM") - worker.resident_before
+
+
+def _status(field: str) -> int:
+    lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
