@@ -34,7 +34,8 @@ class TokenStrings:
 
     def fill(self, token_ids: Iterable[int]) -> None:
         """Make sure that the table has these tokens."""
-        missing = list(set(token_ids) - self._texts.keys())
+        # Not a difference of sets, which would walk through the whole table.
+        missing = [token_id for token_id in set(token_ids) if token_id not in self._texts]
         if not missing:
             return
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
