@@ -1,7 +1,7 @@
 """`/v1/completions`: our answer to a scoring request is vLLM's, field by field, from the same engine.
 
 Each goes to our route and to vLLM's own, kept beside it. Only `id` and `created` may differ, and floats by 1e-6; by
-1e-5 where a request has several sequences, which the engine may run in one step or in two, as they come.
+1e-4 where a request has several sequences, which the engine may run in one step or in two, as they come.
 """
 
 import json
@@ -130,7 +130,7 @@ def test_every_scoring_request_is_answered_as_vllm_answers_it(
         for body in requests(rng, vocab_size, max_tokens_fed):
             ours, stock = answers(client, body)
             try:
-                assert_same(ours, stock, 1e-6 if is_one_sequence(body) else 1e-5)
+                assert_same(ours, stock, 1e-6 if is_one_sequence(body) else 1e-4)
             except AssertionError as error:
                 raise AssertionError(f"{json.dumps(body)}\n{error}") from None
             kinds[ours[0]] = kinds.get(ours[0], 0) + 1
