@@ -16,7 +16,7 @@ from scoremode_server.cache import LogprobCache, pack, unpack
 from scoremode_server.engine.packed_logprobs import PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.flights import Flight, Flights
-from scoremode_server.scoring import score_params
+from scoremode_server.scoring import final_output, score_params
 
 _UNFINISHED = ("abort", "error")
 
@@ -198,12 +198,8 @@ class CachedRequest:
     async def _ask(self, prompt: Any, params: SamplingParams, suffix: str, *, reads: bool) -> RequestOutput:
         params = copy(params)
         params.skip_reading_prefix_cache = not reads
-        final = None
-        async for output in self._engine.generate(prompt, params, self._request_id + suffix, **self._options):
-            final = output
-        if final is None:
-            raise EngineOutputError("the engine ended a request without an output")
-        return final
+        outputs = self._engine.generate(prompt, params, self._request_id + suffix, **self._options)
+        return await final_output(outputs)
 
     def _without_rows(self, run: Run) -> RequestOutput:
         """An output that the engine gave up, for the caller to report; its rows are none, whatever memory holds."""
@@ -218,7 +214,11 @@ class CachedRequest:
             blocks = [self._found[key] for key in needed]
             run.table[: run.first] = self._cache.columns(blocks, self._width)[: run.first]
             num_rows = len(self._prompt["prompt_token_ids"]) - 1
-            run.output.prompt_logprobs = PackedLogprobs.of(*unpack(run.table[:num_rows], self._width))
+            run.output.prompt_logprobs = PackedLogprobs.of(
+                *unpack(run.table[:num_rows], self._width),
+                cached_blocks=needed[: num_rows // self._cache.block_size],
+                block_size=self._cache.block_size,
+            )
         new = self._last_block | self._blocks(run, len(needed))
         self._cache.put(self._generation, self._keys, new)
         self._flight.blocks = self._found | new

@@ -6,7 +6,7 @@ and a sequence as long as the model's context fits.
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -180,16 +180,27 @@ class Scorer:
             request_id,
             lora_request=lora,
         )
-        final = None
-        async for output in outputs:
-            final = output
-        if final is None:
-            raise EngineOutputError("the engine ended a request without an output")
-        return read_score(token_ids, top_logprobs, final)
+        return read_score(token_ids, top_logprobs, await final_output(outputs))
+
+
+async def final_output(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    """The last output of a request, which has all of it.
+
+    Raises:
+        EngineOutputError: there is none.
+    """
+    final = None
+    async for output in outputs:
+        final = output
+    if final is None:
+        raise EngineOutputError("the engine ended a request without an output")
+    return final
 
 
 async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Await all at once; the first failure cancels the others, so that no engine request outlives it."""
+    if len(awaitables) == 1:
+        return [await awaitables[0]]
 
     async def run(awaitable: Awaitable[T]) -> T:
         return await awaitable

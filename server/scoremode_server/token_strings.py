@@ -1,8 +1,9 @@
 """Tokens as text, decoded once for each token of the vocabulary and never for a position."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
 
+import numpy as np
 import orjson
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
@@ -27,6 +28,7 @@ class TokenStrings:
         self._json: dict[int, str] = {}
         self._incomplete: set[int] = set()
         self._first: dict[int, str] = {}
+        self._completed = lru_cache(maxsize=2**16)(self._complete)
 
     def fill_vocabulary(self) -> None:
         """Fill the whole table, which takes some 3 µs a token: at the start, no request waits for it."""
@@ -34,10 +36,11 @@ class TokenStrings:
 
     def fill(self, token_ids: Iterable[int]) -> None:
         """Make sure that the table has these tokens."""
-        # Not a difference of sets, which would walk through the whole table.
-        missing = [token_id for token_id in set(token_ids) if token_id not in self._texts]
-        if not missing:
+        wanted = set(token_ids)
+        if wanted <= self._json.keys():
             return
+        # Not a difference of sets, which would walk through the whole table.
+        missing = [token_id for token_id in wanted if token_id not in self._json]
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
             self._texts[token_id] = text
             self._json[token_id] = orjson.dumps(text).decode()
@@ -49,20 +52,21 @@ class TokenStrings:
         self.fill(token_ids)
         return [self._texts[token_id] for token_id in token_ids]
 
-    def at(self, prompt: Sequence[int], position: int, candidates: Sequence[int]) -> Mapping[int, str]:
-        """Texts as JSON of the tokens that may stand at a position of a prompt, `fill`ed before.
+    def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
+        """Texts as JSON of ids [rows, columns], row after row: tokens that may stand at positions `start` and on of a
+        prompt.
 
         A token that ends within a character has the text that it completes with the tokens before it, or none.
         """
-        if self._incomplete.isdisjoint(candidates):
-            return self._json
-        context = list(prompt[max(1, position - CONTEXT) : position])
-        return {
-            token_id: orjson.dumps(self._processor._correct_decoded_token(token_id, context)).decode()
-            if token_id in self._incomplete
-            else self._json[token_id]
-            for token_id in candidates
-        }
+        token_ids = ids.ravel().tolist()
+        self.fill(token_ids)
+        texts = [self._json[token_id] for token_id in token_ids]
+        if not self._incomplete.isdisjoint(token_ids):
+            for place, token_id in enumerate(token_ids):
+                if token_id in self._incomplete:
+                    position = start + place // ids.shape[1]
+                    texts[place] = self._completed(token_id, tuple(prompt[max(1, position - CONTEXT) : position]))
+        return texts
 
     def first_of_a_prompt(self, token_id: int) -> str:
         """Text as JSON of a prompt's first token, which vLLM decodes by itself, as a text would start with it."""
@@ -70,7 +74,10 @@ class TokenStrings:
             self._first[token_id] = orjson.dumps(self._get_tokenizer().decode(token_id)).decode()
         return self._first[token_id]
 
+    def _complete(self, token_id: int, context: tuple[int, ...]) -> str:
+        """Text as JSON of a token that ends within a character, by vLLM's own rule."""
+        return orjson.dumps(self._processor._correct_decoded_token(token_id, list(context))).decode()
+
     @cached_property
     def _processor(self) -> LogprobsProcessor:
-        """vLLM's own correction of tokens that end within a character."""
         return LogprobsProcessor(self._get_tokenizer(), None, None, None, None, None)

@@ -138,12 +138,55 @@ def test_every_scoring_request_is_answered_as_vllm_answers_it(
 
 
 @pytest.mark.parametrize(
+    ("which", "vocab_size"),
+    [("byte_fallback_server", 1024), ("server", 49152)],
+    ids=["SentencePiece's kind of tokenizer", "byte-level tokenizer"],
+)
+def test_prompts_that_begin_alike_are_answered_as_vllm_answers_them(
+    request: pytest.FixtureRequest, which: str, vocab_size: int
+):
+    """What was written for one prompt is used for the next, also where a character lies across the place."""
+    rng = random.Random(21)
+    cached = 0
+    with httpx.Client(base_url=request.getfixturevalue(which), timeout=300) as client:
+        for body in prompts_that_begin_alike(rng, vocab_size):
+            ours, stock = answers(client, body)
+            assert_same(without_usage(ours), without_usage(stock), 1e-4)
+            cached += ours[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 2000
+
+
+def prompts_that_begin_alike(rng: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """Branches of branches, each asked for twice, in two styles; token ids of any kind, so also parts of characters."""
+    plain = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    for _ in range(4):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(40, 70))]
+        for _ in range(2):
+            branch = prompt + [rng.randrange(vocab_size) for _ in range(rng.randint(10, 40))]
+            for style in ({}, {"return_tokens_as_token_ids": True, "logprobs": 3}):
+                for end in (1, 2, 3):
+                    yield plain | style | {"prompt": branch + [rng.randrange(vocab_size) for _ in range(end)]}
+
+
+def without_usage(answer: tuple[int, Any]) -> tuple[int, Any]:
+    """An answer without the counts of cached tokens, which are not stock vLLM's."""
+    return answer[0], {key: value for key, value in answer[1].items() if key != "usage"}
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"prompt": [5] * 128, "echo": True, "logprobs": 1, "max_tokens": 1},
         {"prompt": [5] * 129, "echo": True, "logprobs": 1, "max_tokens": 0},
         {"prompt": "", "echo": True, "logprobs": 1, "max_tokens": 0},
         {"prompt": [5, 10**6], "echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt": [5, -1], "echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt": [[5, 6], []], "echo": True, "logprobs": 1, "max_tokens": 1},
+        {"prompt": [5, 6], "echo": True, "logprobs": -2, "max_tokens": 1},
+        {"prompt": [5, 6], "echo": True, "logprobs": 21, "max_tokens": 1},
+        {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": "warm"},
+        {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": -1},
+        {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1, "model": "gpt-5"},
         {"prompt": "a", "echo": True, "logprobs": 21, "max_tokens": 1},
         {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1, "model": "gpt-5"},
         {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": -1},

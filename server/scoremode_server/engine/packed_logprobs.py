@@ -2,16 +2,22 @@
 
 vLLM turns them into Python objects token by token, as dictionaries or as flat lists, on the API server's one event
 loop; at 100,000 tokens a second that is most of its work. There is no extension point before that step, so this is a
-patch of two methods of vLLM's `LogprobsProcessor`: requests that carry the mark `PACKED` keep arrays, all others take
-vLLM's own way.
+patch of two methods of vLLM's `LogprobsProcessor`: requests that carry the mark `PACKED` keep arrays, and their tokens
+have no text; all others take vLLM's own way.
+
+A third patch is for the one token that such a request may generate: vLLM decodes the whole prompt to find the text that
+the token adds, and here only the prompt's end.
 """
 
+from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
@@ -20,17 +26,31 @@ from scoremode_server.engine.vllm_version import require_patched_version
 PACKED = "scoremode_packed"
 """The mark in `SamplingParams.extra_args`."""
 
+DECODED_TOKENS = 32
+"""Tokens at a prompt's end that the text of the next token may depend on. A character has at most four bytes, so that
+four tokens can be part of it; vLLM's detokenizer for slow tokenizers looks at six."""
+
 
 class PackedLogprobs:
     """Prompt logprobs of one request: rows for its tokens but the first, columns for the actual token and the top k."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached_blocks: Sequence[bytes] = (), block_size: int = 0) -> None:
+        self.cached_blocks = cached_blocks
+        """Keys of the blocks, of `block_size` rows each, that the first rows were taken from the logprob cache as."""
+        self.block_size = block_size
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     @classmethod
-    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "PackedLogprobs":
+    def of(
+        cls,
+        token_ids: np.ndarray,
+        logprobs: np.ndarray,
+        ranks: np.ndarray,
+        cached_blocks: Sequence[bytes] = (),
+        block_size: int = 0,
+    ) -> "PackedLogprobs":
         """Of arrays shaped as `arrays` returns them."""
-        packed = cls()
+        packed = cls(cached_blocks, block_size)
         packed._parts.append((token_ids, logprobs, ranks))
         return packed
 
@@ -43,12 +63,12 @@ class PackedLogprobs:
         """(token ids [rows, width], logprobs [rows, width] float32, ranks of the actual tokens [rows])."""
         if not self._parts:
             return np.empty((0, width), np.int32), np.empty((0, width), np.float32), np.empty(0, np.int32)
+        token_ids, logprobs, ranks = self._parts[0] if len(self._parts) == 1 else self._joined()
+        return token_ids.astype(np.int32, copy=False), logprobs, ranks.astype(np.int32, copy=False)
+
+    def _joined(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         token_ids, logprobs, ranks = zip(*self._parts, strict=True)
-        return (
-            np.concatenate(token_ids).astype(np.int32, copy=False),
-            np.concatenate(logprobs),
-            np.concatenate(ranks).astype(np.int32, copy=False),
-        )
+        return np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks)
 
 
 def is_packed(params: SamplingParams | None) -> bool:
@@ -66,13 +86,15 @@ def install() -> None:
     if getattr(LogprobsProcessor, "_scoremode_patched", False):
         return
     make, update = LogprobsProcessor.from_new_request.__func__, LogprobsProcessor._update_prompt_logprobs
+    make_detokenizer = IncrementalDetokenizer.from_new_request.__func__
 
     def from_new_request(
         cls: type[LogprobsProcessor], tokenizer: TokenizerLike | None, request: EngineCoreRequest
     ) -> LogprobsProcessor:
-        processor = make(cls, tokenizer, request)
-        if is_packed(request.sampling_params):
-            processor.prompt_logprobs = PackedLogprobs()
+        if not is_packed(request.sampling_params):
+            return make(cls, tokenizer, request)
+        processor = make(cls, None, request)
+        processor.prompt_logprobs = PackedLogprobs()
         return processor
 
     def update_prompt_logprobs(self: Any, tensors: LogprobsTensors) -> None:
@@ -81,6 +103,15 @@ def install() -> None:
         else:
             update(self, tensors)
 
+    def detokenizer_from_new_request(
+        cls: type[IncrementalDetokenizer], tokenizer: TokenizerLike | None, request: EngineCoreRequest
+    ) -> IncrementalDetokenizer:
+        if is_packed(request.sampling_params) and request.prompt_token_ids is not None:
+            request = copy(request)
+            request.prompt_token_ids = request.prompt_token_ids[-DECODED_TOKENS:]
+        return make_detokenizer(cls, tokenizer, request)
+
     LogprobsProcessor.from_new_request = classmethod(from_new_request)
     LogprobsProcessor._update_prompt_logprobs = update_prompt_logprobs
+    IncrementalDetokenizer.from_new_request = classmethod(detokenizer_from_new_request)
     LogprobsProcessor._scoremode_patched = True

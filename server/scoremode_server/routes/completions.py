@@ -1,18 +1,49 @@
 """`POST /v1/completions`: scoring requests written fast, everything else vLLM's."""
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 from fastapi import APIRouter, Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from vllm.entrypoints.openai.completion import api_router as stock
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
-from scoremode_server.completions import is_scoring
+from scoremode_server.completion_requests import ScoringRequestReader, is_scoring
 from scoremode_server.responses import WrittenJSONResponse
 from scoremode_server.state import scoremode_state
 
-router = APIRouter()
+
+class CompletionsRoute(APIRoute):
+    """A route on which scoring requests of token ids go past FastAPI's reading of the body."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        reader = ScoringRequestReader()
+
+        async def handle_scoring_first(raw_request: Request) -> Response:
+            scoring = reader.read(await raw_request.body()) if await _is_json(raw_request) else None
+            if scoring is None:
+                return await handle(raw_request)
+            response: Response = await _create_score(scoring, raw_request)
+            return response
+
+        return handle_scoring_first
+
+
+async def _is_json(raw_request: Request) -> bool:
+    try:
+        await validate_json_request(raw_request)
+    except RequestValidationError:
+        return False
+    return True
+
+
+router = APIRouter(route_class=CompletionsRoute)
 
 
 @router.post(

@@ -1,0 +1,91 @@
+"""Logprobs as JSON: put together from pieces that were kept, they are what is written at once."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from test_prompt_texts import SIZE, block_keys
+from transformers import AutoTokenizer
+
+from scoremode_server import completion_logprobs
+from scoremode_server.completion_logprobs import LogprobsWriter, Style, openai_logprobs, prompt_logprobs
+from scoremode_server.engine.packed_logprobs import PackedLogprobs
+from scoremode_server.errors import EngineOutputError
+from scoremode_server.token_strings import TokenStrings
+
+STYLES = [Style(1, False), Style(0, False), Style(2, True)]
+
+
+@pytest.fixture(scope="module")
+def strings(byte_fallback_model) -> TokenStrings:
+    tokenizer = AutoTokenizer.from_pretrained(byte_fallback_model)
+    return TokenStrings(lambda: tokenizer)
+
+
+def rows(prompt: list[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What an engine may say of a prompt: a row depends on the tokens up to its own, and nothing else."""
+    ids = np.empty((len(prompt) - 1, width), np.int32)
+    logprobs = np.empty((len(prompt) - 1, width), np.float32)
+    ranks = np.empty(len(prompt) - 1, np.int32)
+    for row in range(len(prompt) - 1):
+        rng = np.random.default_rng(prompt[: row + 2])
+        top = rng.choice(1024, width - 1, replace=False)
+        if rng.random() < 0.3 and width > 1:
+            top[rng.integers(width - 1)] = prompt[row + 1]
+        ids[row] = [prompt[row + 1], *dict.fromkeys(top)][:width] if len(set(top)) == width - 1 else prompt[row + 1]
+        logprobs[row] = -rng.random(width) * 20
+        ranks[row] = rng.integers(1, 1024)
+    return ids, logprobs, ranks
+
+
+def written(
+    writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int
+) -> tuple[bytes, bytes]:
+    packed = PackedLogprobs.of(*rows(prompt, width), cached_blocks=block_keys(prompt[1:])[:num_blocks], block_size=SIZE)
+    pieces = writer.prompt(prompt, packed, width, style)
+    return prompt_logprobs(pieces), openai_logprobs(pieces)
+
+
+@pytest.mark.parametrize("kept_bytes", [1 << 20, 8000], ids=["room for all", "room for few"])
+def test_pieces_make_up_what_is_written_at_once(strings, monkeypatch, kept_bytes):
+    """Prompts that branch at random, in several styles and widths, with any number of blocks from the cache."""
+    monkeypatch.setattr(completion_logprobs, "KEPT_BYTES", kept_bytes)
+    writer = LogprobsWriter(strings)
+    rng = random.Random(3)
+    prompts = [[0, 1, 2]]
+    for _ in range(250):
+        start = rng.choice(prompts[-20:])
+        prompt = [0, *start[1 : rng.randint(1, len(start))], *[rng.randrange(1024) for _ in range(rng.randint(2, 20))]]
+        prompts.append(prompt)
+        width, style = rng.choice([1, 2, 4]), rng.choice(STYLES)
+        num_blocks = rng.randint(0, (len(prompt) - 1) // SIZE)
+        answer = written(writer, prompt, width, style, num_blocks)
+        assert answer == written(LogprobsWriter(strings), prompt, width, style, 0)
+        full, openai = map(json.loads, answer)
+        assert len(full) == len(openai["tokens"]) == len(openai["text_offset"]) == len(prompt)
+        assert writer._num_bytes <= kept_bytes
+        assert writer._num_bytes == sum(
+            kept.written.num_bytes + completion_logprobs._ENTRY_BYTES for kept in writer._kept.values()
+        )
+
+
+def test_an_actual_token_among_the_likeliest_stands_once_with_its_place_there(strings):
+    arrays = np.array([[7, 9, 7, 8]]), np.array([[-1.5, -0.5, -1.5, -2.0]], np.float32), np.array([40])
+    (_, row) = json.loads(
+        prompt_logprobs(LogprobsWriter(strings).prompt([5, 7], PackedLogprobs.of(*arrays), 4, STYLES[0]))
+    )
+    assert {token: (entry["logprob"], entry["rank"]) for token, entry in row.items()} == {
+        "7": (-1.5, 2),
+        "9": (-0.5, 1),
+        "8": (-2.0, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprob"), [([[8, 1]], -1.0), ([[7, 1]], np.nan)], ids=["rows of another token", "NaN"]
+)
+def test_rows_that_are_no_scores_of_the_prompt_are_refused(strings, ids, logprob):
+    packed = PackedLogprobs.of(np.array(ids), np.array([[logprob, -2.0]], np.float32), np.array([1]))
+    with pytest.raises(EngineOutputError):
+        LogprobsWriter(strings).prompt([5, 7], packed, 2, STYLES[0])
