@@ -1,0 +1,153 @@
+"""Checkpoints of one model in every format that is deployed, in compressed-tensors' layouts, by rounding to nearest.
+
+`write_checkpoint(source, folder, name)` makes one format of `FORMATS`. No data calibrates anything: scales are those
+that compressed-tensors computes from the largest weight of a channel or group. That is the crudest way to quantize, and
+all that a comparison of two implementations of one format needs.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM runs as one. It keeps one NVFP4 global scale for all of them, so they must have been quantized with
+one: where they differ it takes the largest, warns, and the others' weights come out wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the linear layers are quantized: a preset of compressed-tensors and the layout on disk."""
+
+    preset: str
+    layout: str
+    group_size: int | None = None
+    """In place of the preset's."""
+
+    @property
+    def scheme(self) -> QuantizationScheme:
+        """For every linear layer."""
+        scheme = preset_name_to_scheme(self.preset, ["Linear"])
+        if self.group_size is not None:
+            scheme.weights = QuantizationArgs(**(scheme.weights.model_dump() | {"group_size": self.group_size}))
+        return scheme
+
+
+FORMATS: dict[str, Format] = {
+    # SmolLM2's hidden size, 576, is no multiple of the usual group of 128.
+    "w4a16": Format("W4A16", "pack-quantized", group_size=64),
+    "nvfp4a16": Format("NVFP4A16", "nvfp4-pack-quantized"),
+    "fp8": Format("FP8_DYNAMIC", "float-quantized"),
+    "int8": Format("W8A8", "int-quantized"),
+}
+
+
+def write_checkpoint(source: Path, folder: Path, name: str) -> Path:
+    """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized.
+
+    All other tensors are kept as they are, and so is the model's dtype.
+    """
+    form = FORMATS[name]
+    scheme = form.scheme
+    tensors = load_file(source / "model.safetensors")
+    quantized = {name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")}
+    written = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in quantized}
+    for layer in sorted(quantized):
+        parts = _quantize(tensors[f"{layer}.weight"], scheme, form.layout, _fused_max(tensors, layer))
+        written |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=form.layout,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head"],
+    ).model_dump(mode="json", exclude_none=True)
+    return _save(source, folder, written, {"quantization_config": config})
+
+
+def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int) -> Path:
+    """Write `source` with more attention heads, all of whose weights are zero: the same function in another shape.
+
+    Tensor parallelism needs a number of heads that the number of devices divides. Whole groups are added behind the
+    others (the query heads that share a key-value head stay together); their values are zero and so is what the output
+    projection makes of them, so nothing is added to any sum but zeros.
+
+    Raises:
+        ValueError: the heads a group has would change.
+    """
+    config = json.loads((source / "config.json").read_text())
+    old_query, old_key_value = config["num_attention_heads"], config["num_key_value_heads"]
+    if query_heads * old_key_value != old_query * key_value_heads:
+        raise ValueError(f"{old_query} on {old_key_value} heads cannot grow to {query_heads} on {key_value_heads}")
+    head_size = config.get("head_dim") or config["hidden_size"] // old_query
+    rows = {"q_proj": query_heads, "k_proj": key_value_heads, "v_proj": key_value_heads}
+    tensors = load_file(source / "model.safetensors")
+    for name, weight in tensors.items():
+        projection = name.removesuffix(".weight").rpartition(".")[2]
+        if projection in rows:
+            tensors[name] = _zeros_behind(weight, 0, rows[projection] * head_size)
+        elif projection == "o_proj":
+            tensors[name] = _zeros_behind(weight, 1, query_heads * head_size)
+    heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": head_size}
+    return _save(source, folder, tensors, heads)
+
+
+def _save(source: Path, folder: Path, tensors: Tensors, settings: Mapping[str, object]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | dict(settings)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+def _fused_max(tensors: Tensors, layer: str) -> torch.Tensor:
+    """Largest weight of the layer and of those that vLLM fuses it with."""
+    block, _, projection = layer.rpartition(".")
+    partners = next((names for names in FUSED if projection in names), (projection,))
+    return torch.stack([tensors[f"{block}.{name}.weight"].float().abs().amax() for name in partners]).amax()
+
+
+def _quantize(weight: torch.Tensor, scheme: QuantizationScheme, layout: str, fused_max: torch.Tensor) -> Tensors:
+    """[out, in] -> the tensors that stand for it in the checkpoint."""
+    arguments, weight = scheme.weights, weight.float()
+    parts = {"weight": weight}
+    shared = None
+    if arguments.strategy == "tensor_group":
+        # What local scales are divided by: the largest of them becomes the largest of float8_e4m3fn, 448.
+        shared = parts["weight_global_scale"] = generate_gparam(-fused_max, fused_max)
+    groups = weight.unflatten(1, (-1, arguments.group_size or weight.shape[1]))
+    low, high = groups.aminmax(dim=-1)
+    scale, _ = calculate_qparams(low, high, arguments, global_scale=shared)
+    if arguments.strategy == "group":
+        # Kernels for 16-bit activations hold these scales in 16 bits; weights are rounded with the scale that is kept.
+        scale = scale.bfloat16().float()
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    # Rounding to FP4 is compiled there, anew for each shape, which takes far longer than it saves.
+    with torch.compiler.set_stance("force_eager"):
+        compressed = compressor.compress(parts | {"weight_scale": scale}, scheme)
+    if arguments.strategy == "group":
+        compressed["weight_scale"] = compressed["weight_scale"].bfloat16()
+    return dict(compressed)
+
+
+def _zeros_behind(weight: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
+    shape = list(weight.shape)
+    shape[dimension] = size - shape[dimension]
+    return torch.cat([weight, weight.new_zeros(shape)], dim=dimension)

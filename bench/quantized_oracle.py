@@ -1,0 +1,220 @@
+"""What a compressed-tensors checkpoint should score: its quantized arithmetic, written out in torch.
+
+Only the layout of the checkpoint and the schemes are taken as given; nothing of compressed-tensors, vLLM or scoremode
+runs here. transformers runs the architecture around the quantized layers.
+
+- Weight-only formats (W4A16, NVFP4A16): weights dequantized, then ordinary linear layers.
+- W8A8 formats: activations are quantized per token, as they come, in each linear layer. Products of codes are summed in
+  float64, which is exact for int8 and nearly so for FP8.
+- FP8 KV cache: a setting of attention, for any weights.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+LARGEST_INT8 = 127
+LARGEST_FP8 = 448.0
+SMALLEST_FP8_SCALE = 1 / (LARGEST_FP8 * 512)
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""E2M1 by its low three bits; the fourth is the sign."""
+
+QuantizeTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""[..., in] -> codes [..., in], as float64, and scales [..., 1], float32."""
+
+WEIGHT_PARTS = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape")
+
+
+def oracle_model(
+    folder: Path,
+    *,
+    quantized_activations: bool = True,
+    attention: str = "sdpa",
+    weights_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> PreTrainedModel:
+    """The checkpoint as a transformers model, ready to score.
+
+    Args:
+        folder: A model folder of one safetensors file, quantized or not.
+        quantized_activations: Quantize them where the checkpoint says so. Without, this is the decompressed model.
+        attention: An implementation that transformers knows, or one of `FP8_ATTENTION`.
+        weights_dtype: Round all weights to it first, as loading them with that dtype does.
+        dtype: Of the arithmetic outside the quantized products.
+        device: As torch names it.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    scheme = getattr(config, "quantization_config", None)
+    if scheme is not None:
+        del config.quantization_config
+    tensors = {name: tensor.to(device) for name, tensor in load_file(folder / "model.safetensors").items()}
+    if weights_dtype is not None:
+        tensors = {name: tensor.to(weights_dtype) for name, tensor in tensors.items()}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).to(device)
+    layers: dict[str, torch.nn.Module] = {}
+    for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+        parts = {part: tensors.pop(f"{name}.{part}") for part in WEIGHT_PARTS if f"{name}.{part}" in tensors}
+        tensors[f"{name}.weight"] = dequantized_weight(parts)
+        if quantized_activations and (quantize := _token_quantizer(folder)) is not None:
+            layers[name] = QuantizedLinear(parts["weight"], parts["weight_scale"], quantize)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    if unexpected or set(missing) - set(model.all_tied_weights_keys):
+        raise ValueError(f"{folder}: {missing=} {unexpected=}")
+    for name, layer in layers.items():
+        model.set_submodule(name, layer)
+    return model.eval()
+
+
+@torch.inference_mode()
+def logprobs(model: PreTrainedModel, windows: Sequence[Sequence[int]], rows: int = 4096) -> list[np.ndarray]:
+    """Logprob of each token but the first of every window, in nats: for n tokens [n - 1], float32.
+
+    The vocabulary's logits are made for `rows` positions at a time.
+    """
+    results = []
+    for window in windows:
+        tokens = torch.tensor([list(window)], device=model.device)
+        hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state[0, :-1]
+        targets = tokens[0, 1:].unsqueeze(1)
+        pieces = [
+            model.get_output_embeddings()(piece).float().log_softmax(dim=-1).gather(1, actual).squeeze(1)
+            for piece, actual in zip(hidden.split(rows), targets.split(rows), strict=True)
+        ]
+        results.append(torch.cat(pieces).cpu().numpy())
+    return results
+
+
+def dequantized_weight(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensors of one layer of a checkpoint -> weight [out, in], float32."""
+    if "weight_global_scale" in parts:
+        codes = _fp4_values(parts["weight_packed"])
+        scale = parts["weight_scale"].float() / parts["weight_global_scale"].float()
+    elif "weight_packed" in parts:
+        codes, scale = _int4_values(parts["weight_packed"]), parts["weight_scale"].float()
+    else:
+        codes, scale = parts["weight"].float(), parts["weight_scale"].float()
+    groups = codes.unflatten(1, (scale.shape[1], -1))
+    return (groups * scale.unsqueeze(-1)).flatten(1)
+
+
+class QuantizedLinear(torch.nn.Module):
+    """A linear layer without bias whose input is quantized per token, and whose products are summed in float64.
+
+    Args:
+        weight: [out, in] codes, int8 or float8_e4m3fn.
+        weight_scale: [out, 1] float32.
+        quantize: How a token is quantized.
+    """
+
+    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, quantize: QuantizeTokens) -> None:
+        super().__init__()
+        self.codes = weight.double().T
+        self.scale = weight_scale.double().T
+        self.quantize = quantize
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out] of the same dtype."""
+        codes, scale = self.quantize(inputs.float())
+        return (codes @ self.codes * scale.double() * self.scale).to(inputs.dtype)
+
+
+def int8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of a token becomes 127; halves are rounded to even."""
+    scale = inputs.abs().amax(dim=-1, keepdim=True) / LARGEST_INT8
+    # A token of zeros has scale 0.
+    return (inputs / scale).nan_to_num().round().clamp(-128, LARGEST_INT8).double(), scale
+
+
+def fp8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of a token becomes 448, the largest of e4m3; vLLM keeps scales from getting too small."""
+    scale = (inputs.abs().amax(dim=-1, keepdim=True) / LARGEST_FP8).clamp(min=SMALLEST_FP8_SCALE)
+    return fp8_rounded(inputs / scale).double(), scale
+
+
+def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
+    """Rounded to float8_e4m3fn with scale 1, too large ones to 448 (torch alone would make them NaN)."""
+    return values.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def _token_quantizer(folder: Path) -> QuantizeTokens | None:
+    scheme = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    activations = scheme.get("input_activations")
+    if activations is None:
+        return None
+    if not activations["dynamic"] or activations["strategy"] != "token" or not activations["symmetric"]:
+        raise ValueError(f"{folder}: this oracle knows symmetric activations, one scale a token: {activations}")
+    return {"int": int8_tokens, "float": fp8_tokens}[activations["type"]]
+
+
+def _int4_values(packed: torch.Tensor) -> torch.Tensor:
+    """[out, in / 8] int32, eight codes each, the lowest bits first, 8 added -> [out, in] float32."""
+    nibbles = packed.unsqueeze(-1) >> torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32)
+    return ((nibbles & 0xF) - 8).flatten(1).float()
+
+
+def _fp4_values(packed: torch.Tensor) -> torch.Tensor:
+    """[out, in / 2] uint8, two E2M1 codes each, the lower bits first -> [out, in] float32."""
+    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=packed.device)
+    return table[torch.stack([packed & 0xF, packed >> 4], dim=-1).long()].flatten(1)
+
+
+def _fp8_cache_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over keys and values kept in FP8; shapes as transformers has them, [1, heads, tokens, head]."""
+    return _attend(module, query, fp8_rounded(key), fp8_rounded(value), scaling, lambda weights: weights), None
+
+
+def _fp8_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`_fp8_cache_attention` with FP8 products too, as FlashAttention 3 makes them: queries are rounded, and so are the
+    exponentials of the scores, after those were shifted so that the largest becomes 2**8 (hopper/softmax.h). Its
+    running maximum, where the oracle takes the row's own, moves only where the rounding falls.
+    """
+
+    def rounded(weights: torch.Tensor) -> torch.Tensor:
+        return fp8_rounded(weights * 256) / 256
+
+    return _attend(module, fp8_rounded(query), fp8_rounded(key), fp8_rounded(value), scaling, rounded), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    rounded: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    key, value = (each.float().repeat_interleave(module.num_key_value_groups, dim=1) for each in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * scaling
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    output = rounded(weights) @ value / weights.sum(dim=-1, keepdim=True)
+    return output.transpose(1, 2).contiguous().to(query.dtype)
+
+
+FP8_ATTENTION = {"fp8_cache": _fp8_cache_attention, "fp8_attention": _fp8_attention}
+for _name, _function in FP8_ATTENTION.items():
+    AttentionInterface.register(_name, _function)
