@@ -99,14 +99,21 @@ def agreements(
     return rows
 
 
-def expect(model: Path, windows: Windows) -> Logprobs | None:
-    """The oracle's scores, or None where the machine has too little memory for it."""
+def expect(model: Path, windows: Windows, step: int) -> Logprobs | None:
+    """The oracle's scores, or None where the machine has too little memory for it.
+
+    Prints what it scores where the first two steps change places: how large a fault of chunking would show.
+    """
     try:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        return logprobs(oracle_model(model, device=device), windows)
+        oracle = oracle_model(model, device="cuda" if torch.cuda.is_available() else "cpu")
+        scores = logprobs(oracle, windows)
+        exchanged = logprobs(oracle, [[*each[step : 2 * step], *each[:step], *each[2 * step :]] for each in windows])
     except torch.OutOfMemoryError as error:
         print(f"no oracle: {reason(error)}", flush=True)
         return None
+    fault = Agreement.of(*([values[-len(values) // 4 :] for values in each] for each in (exchanged, scores)))
+    print(f"the oracle with the first two steps of {step:,} exchanged, last quarter: {fault}", flush=True)
+    return scores
 
 
 def times(url: str, model: str, length: int) -> None:
@@ -154,7 +161,7 @@ def main() -> None:
         shape = write_shape(options.shape, options.tokenizer, Path(folder))
         servers["shape"] = Server(shape, Settings((*limit, *shape_flags, "--served-model-name", options.shape)))
         with starting(servers, options.logs, *flags) as urls:
-            oracle = expect(model, windows)
+            oracle = expect(model, windows, min(options.steps))
             rows = [row for dtype in options.dtypes for row in agreements(urls, dtype, options.steps, windows, oracle)]
             try:
                 print(f"{options.shape}, a window of {options.length:,} tokens", flush=True)
