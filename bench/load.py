@@ -12,6 +12,7 @@ import asyncio
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,22 +64,28 @@ def prompts(kind: str, count: int, seed: int) -> list[list[int]]:
 
 
 async def run(url: str, model: str, kind: str, count: int, seed: int) -> Rate:
-    """Send `count` requests, `IN_FLIGHT` at once."""
+    """Send `count` requests of a kind."""
     path, options = KINDS[kind]
-    bodies = [{"model": model, "prompt": prompt, **options} for prompt in prompts(kind, count, seed)]
+    return await send_all(
+        url + path, [{"model": model, "prompt": prompt, **options} for prompt in prompts(kind, count, seed)]
+    )
+
+
+async def send_all(url: str, bodies: Sequence[dict[str, Any]]) -> Rate:
+    """Post every body to one address, `IN_FLIGHT` at once."""
     places = asyncio.Semaphore(IN_FLIGHT)
     timeout, connector = aiohttp.ClientTimeout(total=900), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def send(body: dict[str, Any]) -> tuple[int, bool]:
-            async with places, session.post(url + path, json=body) as response:
+            async with places, session.post(url, json=body) as response:
                 return len(await response.read()), response.status != 200
 
         start = time.perf_counter()
         answers = await asyncio.gather(*map(send, bodies))
         seconds = time.perf_counter() - start
     received, failures = zip(*answers, strict=True)
-    return Rate(sum(len(body["prompt"]) for body in bodies), count, seconds, sum(received), sum(failures))
+    return Rate(sum(len(body["prompt"]) for body in bodies), len(bodies), seconds, sum(received), sum(failures))
 
 
 if __name__ == "__main__":

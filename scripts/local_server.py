@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 
 START_SECONDS = 600
+STOP_SECONDS = 60
 
 CPU_FLAGS = ("--dtype", "float32")
 """bfloat16 is emulated, and slow, on a CPU without the instructions for it."""
@@ -37,11 +38,18 @@ def has_gpu() -> bool:
 
 @contextmanager
 def running_server(
-    model: Path | str, *flags: str, log: Path, environment: dict[str, str] | None = None, command: Sequence[str] = ()
+    model: Path | str,
+    *flags: str,
+    log: Path,
+    environment: dict[str, str] | None = None,
+    command: Sequence[str] = (),
+    start_seconds: float = START_SECONDS,
+    stop_seconds: float = STOP_SECONDS,
 ) -> Iterator[str]:
     """The URL of `scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
 
-    `command` replaces the command before MODEL, for servers to compare with.
+    `command` replaces the command before MODEL, for servers to compare with. A server that has not ended
+    `stop_seconds` after it was asked to is killed.
 
     Raises:
         ServerError: it ended, or was not ready in time.
@@ -62,10 +70,10 @@ def running_server(
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_ready(process, url, log)
+        _wait_until_ready(process, url, log, start_seconds)
         yield url
     finally:
-        _stop(process)
+        _stop(process, stop_seconds)
 
 
 def _free_port() -> int:
@@ -75,8 +83,8 @@ def _free_port() -> int:
         return port
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerError(f"the server ended with status {process.returncode}\n{log.read_text()[-8000:]}")
@@ -86,14 +94,14 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise ServerError(f"the server was not ready after {START_SECONDS} s\n{log.read_text()[-8000:]}")
+    raise ServerError(f"the server was not ready after {seconds:.0f} s\n{log.read_text()[-8000:]}")
 
 
-def _stop(process: "subprocess.Popen[bytes]") -> None:
+def _stop(process: "subprocess.Popen[bytes]", seconds: float) -> None:
     """Ask the server to end; then end its process group, so that no engine process stays behind."""
     process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=60)
+        process.wait(timeout=seconds)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
