@@ -13,9 +13,11 @@ from scoremode.protocol import ServerInfo
 from scoremode_server.cache_metrics import CacheMetrics
 from scoremode_server.caching import CachingEngine, clear_on_changes, make_cache
 from scoremode_server.completions import ScoringCompletions
+from scoremode_server.engine.bounded_logprobs import budget_from_environment
 from scoremode_server.limits import Limits
 from scoremode_server.models import ServedModels
 from scoremode_server.scoring import Scorer
+from scoremode_server.scoring_metrics import MeteredEngine, ScoringMetrics
 from scoremode_server.text import TextCodec
 
 
@@ -42,13 +44,14 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
     cache = make_cache(engine.vllm_config, score_cache_bytes)
     clear_on_changes(engine, cache)
     caching = CachingEngine(engine, cache, CacheMetrics().update)
-    scorer = Scorer(caching)
+    # Users' requests only: the warm-up goes past it.
+    metered = MeteredEngine(caching, ScoringMetrics(budget_from_environment()))
     codec = TextCodec(engine.renderer)
     if engine.renderer.tokenizer is not None:
         await asyncio.to_thread(codec.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, engine.model_config)
     limits = Limits.of(engine.model_config)
-    await _warm_up(scorer, limits)
+    await _warm_up(Scorer(caching), limits)
     info = ServerInfo(
         scoremode_version=importlib.metadata.version("scoremode"),
         vllm_version=vllm.__version__,
@@ -63,9 +66,9 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
         quantization=engine.model_config.quantization,
     )
     return ScoremodeState(
-        scorer=scorer,
+        scorer=Scorer(metered),
         codec=codec,
-        completions=ScoringCompletions.like(state.openai_serving_completion, caching, codec.strings),
+        completions=ScoringCompletions.like(state.openai_serving_completion, metered, codec.strings),
         models=models,
         limits=limits,
         info=info,
