@@ -17,10 +17,12 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +44,7 @@ LENGTH = 2047
 STEP_TOKENS = 8192
 START_SECONDS = 300
 TURN_SECONDS = 120
+STOP_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,20 @@ class Flops:
 
 def serve(model: Path, count: int, turns: int, log: Path, connection: Connection) -> None:
     """The process of one shape: start, say so, wait for leave, measure, send a `Measured` or what went wrong."""
+    os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
         llm = make_llm(model)
-        run_turn(llm, count, seed=0)
-        connection.send("ready")
-        connection.recv()
-        connection.send(measure(llm, model, count, turns))
+        try:
+            run_turn(llm, count, seed=0)
+            connection.send("ready")
+            connection.recv()
+            connection.send(measure(llm, model, count, turns))
+        finally:
+            # The end of this process would wait for the engine's.
+            llm.llm_engine.engine_core.shutdown()
     except Exception as error:
         connection.send(repr(error))
         raise
@@ -262,8 +270,9 @@ def main() -> None:
         sys.stdout.flush()
         for _, _, process, connection in running:
             connection.close()
-            process.join(timeout=30)
-            process.kill()
+            process.join(timeout=STOP_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
