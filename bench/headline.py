@@ -67,7 +67,7 @@ class Row:
         least = min(floors.values(), default=None)
         prefills = (floors.get(server) for server in SERVERS)
         seconds = (_seconds(value) for value in (command, scoring, *prefills))
-        ratios = ("-" if None in (value, least) else f"{value / least:.2f}" for value in (command, scoring))
+        ratios = (f"{value / least:.2f}" if value and least else "-" for value in (command, scoring))
         return [f"{self.windows:,}", f"{self.evaluations:,}", *seconds, *ratios]
 
 

@@ -271,6 +271,7 @@ def main() -> None:
         for _, _, process, connection in running:
             connection.close()
             process.join(timeout=STOP_SECONDS)
+            assert process.pid is not None
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
