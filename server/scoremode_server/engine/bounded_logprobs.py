@@ -8,11 +8,8 @@ profiles. These are patches; there is no extension point.
 Ranks of a tensor-parallel group project together, so all of them take the budget of the first.
 """
 
-import inspect
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,86 +18,12 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from scoremode_server.engine.vllm_version import require_patched_version
+from scoremode_server.engine.logits_memory import RESERVED_TOP, row_bytes_v1, rows_per_chunk
+from scoremode_server.engine.profiling import add_to_profile, dummy_rows, logits_shape
+from scoremode_server.engine.vllm_version import expect, require_patched_version
 
 BUDGET_BYTES = 256 * 1024**2
 BUDGET_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
-
-RESERVED_TOP = 20
-"""Likeliest tokens a position that are counted and reserved: vLLM's default `max_logprobs`."""
-
-FLOAT32_BYTES = 4
-VOCABULARY_PADDING = 64
-"""vLLM pads the rows of the vocabulary projection to a multiple of this."""
-
-RESULT_BYTES = 28
-"""Per token returned: top-k values and indices (4 + 8), both again with the actual token before them, indices as int32
-(4 + 8 + 4)."""
-
-TOP_K_BYTES = 1
-"""Per vocabulary entry: CUDA's multi-block top-k counts in 512 bytes for every 1,024 entries or more."""
-
-TILE_ROWS = 128
-"""Rows that the projection's kernels compute together; part of a tile costs as much as all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsShape:
-    """What decides the size of one row of logits.
-
-    Attributes:
-        vocab_size: entries, before padding.
-        logit_bytes: of one logit as the projection leaves it, in the dtype of the model's head.
-        tensor_parallel_size: ranks that the vocabulary is divided among.
-    """
-
-    vocab_size: int
-    logit_bytes: int
-    tensor_parallel_size: int = 1
-
-    @property
-    def padded(self) -> int:
-        """Entries of a row in memory."""
-        return math.ceil(self.vocab_size / VOCABULARY_PADDING) * VOCABULARY_PADDING
-
-    @property
-    def projection_bytes(self) -> float:
-        """Bytes per vocabulary entry at the peak of `compute_logits`."""
-        if self.tensor_parallel_size == 1:
-            # Models that cap or scale their logits hold them before and after; it cannot be told which models do.
-            return 2 * self.logit_bytes
-        # The shard, all shards as they arrive, and the same again in the order of the vocabulary.
-        return (2 + 1 / self.tensor_parallel_size) * self.logit_bytes
-
-
-def row_bytes_v1(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
-    """Peak working memory per row on the V1 runner, with `num_top` likeliest tokens.
-
-    Three peaks: the projection; `log_softmax` (the logits, a float32 copy unless they are float32, the logprobs); and
-    top-k over the logprobs. vLLM compiles the rank count, which then allocates nothing per entry.
-    """
-    copy_bytes = 0 if shape.logit_bytes == FLOAT32_BYTES else FLOAT32_BYTES
-    log_softmax_bytes = shape.logit_bytes + copy_bytes + FLOAT32_BYTES
-    entry_bytes = max(shape.projection_bytes, log_softmax_bytes, FLOAT32_BYTES + TOP_K_BYTES)
-    return _row_bytes(shape, entry_bytes, num_top)
-
-
-def row_bytes_v2(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
-    """Peak working memory per row on the V2 runner, with `num_top` likeliest tokens.
-
-    Two peaks: the projection, and top-k beside the logits. Its kernels for logprobs and ranks read logits in place.
-    """
-    return _row_bytes(shape, max(shape.projection_bytes, shape.logit_bytes + TOP_K_BYTES), num_top)
-
-
-def _row_bytes(shape: LogitsShape, entry_bytes: float, num_top: int) -> int:
-    return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * (num_top + 1)
-
-
-def rows_per_chunk(budget_bytes: int, row_bytes: int) -> int:
-    """Rows whose working memory stays within the budget, in whole tiles where there are several; at least one."""
-    rows = budget_bytes // row_bytes
-    return max(1, rows - rows % TILE_ROWS if rows > TILE_ROWS else rows)
 
 
 def install(budget_bytes: int | None = None) -> None:
@@ -122,7 +45,7 @@ def install(budget_bytes: int | None = None) -> None:
         raise ValueError(f"the working memory for prompt logprobs must be positive, and is {budget}")
     if getattr(WorkerWrapperBase, "_scoremode_bounded", False):
         return
-    _expect(WorkerWrapperBase, "init_device", "self")
+    expect(WorkerWrapperBase, "init_device", "self")
     init_device = WorkerWrapperBase.init_device
 
     def init_device_then_patch(self: Any) -> None:
@@ -155,15 +78,17 @@ def patch_runners(budget_bytes: int) -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    from scoremode_server.engine import runner_v2
+
     if getattr(GPUModelRunner, "_scoremode_bounded", False):
         return
     _patch_v1(GPUModelRunner, budget_bytes)
-    _patch_v2(budget_bytes)
+    runner_v2.patch(budget_bytes)
     GPUModelRunner._scoremode_bounded = True
 
 
 def _patch_v1(runner_class: type, budget_bytes: int) -> None:
-    _expect(runner_class, "_get_prompt_logprobs_dict", "self", "hidden_states", "num_scheduled_tokens")
+    expect(runner_class, "_get_prompt_logprobs_dict", "self", "hidden_states", "num_scheduled_tokens")
 
     def get_prompt_logprobs_dict(
         self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
@@ -171,76 +96,15 @@ def _patch_v1(runner_class: type, budget_bytes: int) -> None:
         return _prompt_logprobs_v1(self, hidden_states, num_scheduled_tokens, budget_bytes)
 
     runner_class._get_prompt_logprobs_dict = get_prompt_logprobs_dict  # type: ignore[attr-defined]
-    _add_to_profile(runner_class, lambda runner, hidden_states: _reserve_v1(runner, hidden_states, budget_bytes))
-
-
-def _patch_v2(budget_bytes: int) -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu.sample import prompt_logprob
-
-    compute = prompt_logprob.compute_prompt_logprobs_with_chunking
-    _expect(
-        prompt_logprob,
-        "compute_prompt_logprobs_with_chunking",
-        *("prompt_token_ids", "prompt_hidden_states", "logits_fn", "num_prompt_logprobs", "logprobs_mode"),
-    )
-    for function in (compute, prompt_logprob.PromptLogprobsWorker.compute_prompt_token_id_logprobs):
-        if "CHUNK_SIZE" not in function.__code__.co_names:
-            raise _changed(prompt_logprob, function.__name__)
-    _expect(GPUModelRunner, "load_model", "self", "load_dummy_weights", "args", "model", "kwargs")
-    load_model = GPUModelRunner.load_model
-
-    def load_model_then_set_rows(self: Any, *args: Any, **options: Any) -> None:
-        load_model(self, *args, **options)
-        prompt_logprob.CHUNK_SIZE = rows_per_chunk(budget_bytes, row_bytes_v2(_logits_shape(self)))
-
-    GPUModelRunner.load_model = load_model_then_set_rows
-    _add_to_profile(GPUModelRunner, _reserve_v2)
-
-
-def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], None]) -> None:
-    """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run.
-
-    vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
-    states of a full batch meanwhile, as it does in a real step. The V1 runner repeats it after capturing CUDA graphs,
-    so that its allocator already owns the memory.
-    """
-    _expect(runner_class, "_dummy_sampler_run", "self", "hidden_states")
-    dummy_sampler_run = runner_class._dummy_sampler_run
-
-    @torch.inference_mode()
-    def dummy_sampler_run_then_reserve(self: Any, hidden_states: torch.Tensor) -> Any:
-        output = dummy_sampler_run(self, hidden_states)
-        if not self.vllm_config.is_mm_encoder_only:
-            reserve(self, hidden_states)
-        return output
-
-    runner_class._dummy_sampler_run = dummy_sampler_run_then_reserve
+    add_to_profile(runner_class, lambda runner, hidden_states: _reserve_v1(runner, hidden_states, budget_bytes))
 
 
 def _reserve_v1(runner: Any, hidden_states: torch.Tensor, budget_bytes: int) -> None:
     rows = min(_rows_v1(runner, RESERVED_TOP, budget_bytes), runner.max_num_tokens)
     # A step still holds the logits that it sampled from when it comes to prompt logprobs.
     sampled_logits = runner.model.compute_logits(hidden_states)
-    _chunk_v1(runner, *_dummy_rows(hidden_states, rows), RESERVED_TOP)
+    _chunk_v1(runner, *dummy_rows(hidden_states, rows), RESERVED_TOP)
     del sampled_logits
-
-
-def _reserve_v2(runner: Any, hidden_states: torch.Tensor) -> None:
-    from vllm.v1.worker.gpu.sample import prompt_logprob
-
-    dummy_states, targets = _dummy_rows(hidden_states, min(prompt_logprob.CHUNK_SIZE, runner.max_num_tokens))
-    prompt_logprob.compute_prompt_logprobs_with_chunking(
-        targets, dummy_states, runner.model.compute_logits, RESERVED_TOP, runner.model_config.logprobs_mode
-    )
-
-
-def _dummy_rows(hidden_states: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden states [rows, hidden], target tokens [rows]), all zero: a dummy run may leave NaN in its own."""
-    return (
-        hidden_states.new_zeros((rows, hidden_states.shape[-1])),
-        hidden_states.new_zeros(rows, dtype=torch.int64),
-    )
 
 
 def _prompt_logprobs_v1(
@@ -329,20 +193,4 @@ def _scores_v1(runner: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_v1(runner: Any, num_top: int, budget_bytes: int) -> int:
-    return rows_per_chunk(budget_bytes, row_bytes_v1(_logits_shape(runner), num_top))
-
-
-def _logits_shape(runner: Any) -> LogitsShape:
-    config = runner.model_config
-    return LogitsShape(config.get_vocab_size(), config.head_dtype.itemsize, runner.parallel_config.tensor_parallel_size)
-
-
-def _expect(owner: Any, name: str, *parameters: str) -> None:
-    """Make sure that what is replaced still takes these parameters."""
-    function = getattr(owner, name, None)
-    if function is None or tuple(inspect.signature(function).parameters) != parameters:
-        raise _changed(owner, name)
-
-
-def _changed(owner: Any, name: str) -> RuntimeError:
-    return RuntimeError(f"Scoremode patches {owner.__name__}.{name}, which is not as it was in the vLLM it pins")
+    return rows_per_chunk(budget_bytes, row_bytes_v1(logits_shape(runner), num_top))

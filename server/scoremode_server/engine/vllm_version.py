@@ -1,5 +1,8 @@
 """The one vLLM whose inner methods Scoremode replaces."""
 
+import inspect
+from typing import Any
+
 import vllm
 
 PATCHED_VERSION = "0.32.0"
@@ -16,3 +19,19 @@ def require_patched_version() -> None:
         raise RuntimeError(
             f"Scoremode patches vLLM {PATCHED_VERSION}, and found {version}: install the version it pins"
         )
+
+
+def expect(owner: Any, name: str, *parameters: str) -> None:
+    """Make sure that what is replaced still takes these parameters.
+
+    Raises:
+        RuntimeError: it takes others, or is not there.
+    """
+    function = getattr(owner, name, None)
+    if function is None or tuple(inspect.signature(function).parameters) != parameters:
+        raise changed(owner, name)
+
+
+def changed(owner: Any, name: str) -> RuntimeError:
+    """The error to raise when `owner.name` is not what a patch was made for."""
+    return RuntimeError(f"Scoremode patches {owner.__name__}.{name}, which is not as it was in the vLLM it pins")

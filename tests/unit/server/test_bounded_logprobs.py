@@ -10,8 +10,14 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.engine import bounded_logprobs
-from scoremode_server.engine.bounded_logprobs import LogitsShape, row_bytes_v1, row_bytes_v2, rows_per_chunk
+from scoremode_server.engine import bounded_logprobs, runner_v2
+from scoremode_server.engine.logits_memory import (
+    LogitsShape,
+    row_bytes_fused,
+    row_bytes_v1,
+    row_bytes_v2,
+    rows_per_chunk,
+)
 
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
@@ -40,6 +46,26 @@ WIDEST_ROW = row_bytes_v1(FLOAT32_SHAPE, VOCAB)
 def test_bytes_of_a_row(shape: LogitsShape, v1: int, v2: int):
     assert row_bytes_v1(shape) == v1
     assert row_bytes_v2(shape) == v2
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_top", "copies", "sharded", "expected"),
+    [
+        # 128,256 entries, bfloat16, once; 28 bytes of results for the actual token.
+        (LogitsShape(128_256, 2), 0, 1, False, 128_256 * 2 + 28),
+        (LogitsShape(128_256, 2), 1, 1, False, 128_256 * 2 + 56),
+        # 1,024 lanes with 16 tiles of 8 entries: their maxima, and 20 lanes' entries, in float32.
+        (LogitsShape(128_256, 2), 20, 1, False, 128_256 * 2 + 588 + (1024 + 20 * 128) * 4),
+        (LogitsShape(128_256, 2), 0, 2, False, 128_256 * 4 + 28),
+        (LogitsShape(128_256, 2), 0, None, False, 128_256 * 4 + 28),
+        # Two ranks: gathered as ever, or half a row each.
+        (LogitsShape(128_256, 2, 2), 0, 1, False, 128_256 * 5 + 28),
+        (LogitsShape(128_256, 2, 2), 0, 1, True, 128_256 + 28),
+        (LogitsShape(128_256, 4, 4), 0, 2, True, 128_256 * 2 + 28),
+    ],
+)
+def test_bytes_of_a_row_that_is_read_once(shape, num_top: int, copies: int | None, sharded: bool, expected: int):
+    assert row_bytes_fused(shape, num_top, copies, sharded) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,7 +124,12 @@ def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu.sample import prompt_logprob
 
-    for owner, name in ((RunnerV2, "load_model"), (RunnerV2, "_dummy_sampler_run"), (prompt_logprob, "CHUNK_SIZE")):
+    for owner, name in (
+        (RunnerV2, "load_model"),
+        (RunnerV2, "_dummy_sampler_run"),
+        (prompt_logprob, "CHUNK_SIZE"),
+        (prompt_logprob, runner_v2.COMPUTE),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     loaded = []
     monkeypatch.setattr(
@@ -106,7 +137,7 @@ def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch):
         "load_model",
         lambda self, load_dummy_weights=False, *args, model=None, **kwargs: loaded.append(self),
     )
-    bounded_logprobs._patch_v2(256 * MEBIBYTE)
+    runner_v2.patch(256 * MEBIBYTE)
     runner = SimpleNamespace(
         model_config=SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -114,6 +145,14 @@ def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch):
     RunnerV2.load_model(runner)
     assert loaded == [runner]
     assert prompt_logprob.CHUNK_SIZE == 512
+    assert isinstance(getattr(prompt_logprob, runner_v2.COMPUTE), runner_v2.PromptLogprobs)
+
+
+@pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (65, "raw_logprobs"), (0, "raw_logits")])
+def test_what_one_pass_does_not_give_is_left_to_vllm(num_top: int, mode: str):
+    compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
+    arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
+    assert compute(*arguments) == arguments
 
 
 class Runner:

@@ -1,0 +1,50 @@
+"""What is left of rows of logits: enough for the logprobs of some of their entries."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedRows:
+    """Rows of logits, reduced.
+
+    Attributes:
+        tokens: [rows, 1 + k] int32: the target, and those of the k highest logits, in falling order.
+        logits: [rows, 1 + k] float32, theirs.
+        maxima: [rows] float32, the highest logit m.
+        sums: [rows] float32, the sum of exp(logit - m) over the row; NaN where the row has a NaN.
+        ranks: [rows] int32, how many logits are as high as the target's.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    ranks: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, num_top: int, device: torch.device) -> "ReducedRows":
+        """Room for them."""
+        numbers = {"dtype": torch.float32, "device": device}
+        integers = {"dtype": torch.int32, "device": device}
+        return cls(
+            tokens=torch.empty((rows, 1 + num_top), **integers),
+            logits=torch.empty((rows, 1 + num_top), **numbers),
+            maxima=torch.empty(rows, **numbers),
+            sums=torch.empty(rows, **numbers),
+            ranks=torch.empty(rows, **integers),
+        )
+
+    def __getitem__(self, rows: slice) -> "ReducedRows":
+        """Views of some rows."""
+        return ReducedRows(self.tokens[rows], self.logits[rows], self.maxima[rows], self.sums[rows], self.ranks[rows])
+
+    @property
+    def num_top(self) -> int:
+        """The k."""
+        return int(self.tokens.shape[1]) - 1
+
+    def logprobs(self) -> torch.Tensor:
+        """[rows, 1 + k] float32, in nats: logit - m - log(sum), which rounds less than logit - logsumexp."""
+        return (self.logits - self.maxima[:, None]).sub_(self.sums.log()[:, None])

@@ -1,0 +1,115 @@
+"""vLLM's V2 model runner, patched: prompt logprobs in chunks that fit a budget, and from one pass over their logits."""
+
+from typing import Any
+
+import torch
+
+from scoremode_server.engine import fused_logprobs
+from scoremode_server.engine.logits_memory import (
+    RESERVED_TOP,
+    LogitsShape,
+    row_bytes_fused,
+    row_bytes_v2,
+    rows_per_chunk,
+)
+from scoremode_server.engine.profiling import add_to_profile, dummy_rows, logits_shape
+from scoremode_server.engine.vllm_version import changed, expect
+from scoremode_server.engine.vocabulary_head import LogitsFunction, copies_at_peak
+
+Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens and logprobs [rows, top + 1], ranks [rows]."""
+
+EXAMINED_ROWS = 2
+COMPUTE = "compute_prompt_logprobs_with_chunking"
+
+
+class PromptLogprobs:
+    """What takes the place of vLLM's function: its parameters, smaller integers.
+
+    vLLM's own, which takes logits modes and more likeliest tokens than `fused_logprobs` can, works within the budget as
+    its chunks are set to.
+    """
+
+    def __init__(self, budget_bytes: int, stock: Any) -> None:
+        self._budget_bytes = budget_bytes
+        self._stock = stock
+        self._shape: LogitsShape | None = None
+        self._copies: int | None = None
+        self._examined = False
+
+    def load(self, shape: LogitsShape) -> int:
+        """Take a model that was just loaded; its `compute_logits` is examined when it is first used, which is while
+        vLLM profiles. Returns the rows of vLLM's own chunks."""
+        self._shape, self._examined = shape, False
+        return rows_per_chunk(self._budget_bytes, row_bytes_v2(shape))
+
+    def rows(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int) -> int:
+        """Rows of a chunk. Every rank of a tensor-parallel group must come here at the same time."""
+        assert self._shape is not None
+        if not self._examined:
+            example, _ = dummy_rows(hidden_states, EXAMINED_ROWS)
+            self._copies = copies_at_peak(logits_fn, example)
+            self._examined = True
+        return rows_per_chunk(self._budget_bytes, row_bytes_fused(self._shape, num_top, self._copies))
+
+    def __call__(
+        self,
+        prompt_token_ids: torch.Tensor,
+        prompt_hidden_states: torch.Tensor,
+        logits_fn: LogitsFunction,
+        num_prompt_logprobs: int,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> Scores:
+        fused = logprobs_mode.endswith("_logprobs") and 0 <= num_prompt_logprobs <= fused_logprobs.MAX_TOP
+        if not fused:
+            scores: Scores = self._stock(
+                prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs, logprobs_mode
+            )
+            return scores
+        limit = self.rows(logits_fn, prompt_hidden_states, num_prompt_logprobs)
+        return fused_logprobs.compute(prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs, limit)
+
+
+def patch(budget_bytes: int) -> None:
+    """Patch the V2 model runner.
+
+    Raises:
+        RuntimeError: something that is replaced is not what this was written for.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    stock = prompt_logprob.compute_prompt_logprobs_with_chunking
+    expect(
+        prompt_logprob,
+        COMPUTE,
+        *("prompt_token_ids", "prompt_hidden_states", "logits_fn", "num_prompt_logprobs", "logprobs_mode"),
+    )
+    worker = prompt_logprob.PromptLogprobsWorker
+    for function, name in (
+        (stock, "CHUNK_SIZE"),
+        (worker.compute_prompt_token_id_logprobs, "CHUNK_SIZE"),
+        (worker.compute_prompt_logprobs, COMPUTE),
+    ):
+        if name not in function.__code__.co_names:
+            raise changed(prompt_logprob, function.__name__)
+    expect(GPUModelRunner, "load_model", "self", "load_dummy_weights", "args", "model", "kwargs")
+    load_model = GPUModelRunner.load_model
+    compute = PromptLogprobs(budget_bytes, stock)
+
+    def load_model_then_set_rows(self: Any, *args: Any, **options: Any) -> None:
+        load_model(self, *args, **options)
+        prompt_logprob.CHUNK_SIZE = compute.load(logits_shape(self))
+
+    GPUModelRunner.load_model = load_model_then_set_rows
+    prompt_logprob.compute_prompt_logprobs_with_chunking = compute
+    add_to_profile(GPUModelRunner, lambda runner, hidden_states: _reserve(runner, hidden_states, compute))
+
+
+def _reserve(runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs) -> None:
+    # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
+    logits_fn, mode = runner.model.compute_logits, runner.model_config.logprobs_mode
+    for num_top in (0, RESERVED_TOP):
+        rows = min(compute.rows(logits_fn, hidden_states, num_top), runner.max_num_tokens)
+        states, targets = dummy_rows(hidden_states, rows)
+        compute(targets, states, logits_fn, num_top, mode)

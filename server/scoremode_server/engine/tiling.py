@@ -1,0 +1,27 @@
+"""How the kernels over rows of logits walk through them; apart from the kernels, as a server on a CPU has no Triton."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a program walks through its row: in tiles of `lanes` x `width` entries.
+
+    Attributes:
+        lanes: whose maxima are kept, a power of two.
+        width: neighbouring entries that a lane takes of a tile, a power of two; 8 of 2 bytes are the widest load.
+        num_warps: of a program.
+        num_stages: tiles that are being loaded at a time.
+    """
+
+    lanes: int
+    width: int
+    num_warps: int
+    num_stages: int
+
+    def lane_entries(self, columns: int) -> int:
+        """Entries of a row that a lane takes, those past the row's end among them."""
+        return max(1, -(-columns // (self.lanes * self.width))) * self.width
+
+
+TILING = Tiling(lanes=1024, width=8, num_warps=8, num_stages=1)
