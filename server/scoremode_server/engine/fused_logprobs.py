@@ -2,6 +2,10 @@
 
 vLLM's V2 runner reads a row of logits twice for its logprob, once for its rank, and several times for the top k. Here
 one kernel reads it once and leaves a few numbers; what follows is small and done for all rows together.
+
+Under tensor parallelism every rank of vLLM's gathers the rows of all others first. Here a rank keeps to its own part of
+the vocabulary. It has to know the targets' logits, to count what is as high, so these go around for each chunk, and the
+few numbers of all rows at the end.
 """
 
 import math
@@ -11,6 +15,7 @@ import torch
 
 from scoremode_server.engine.logits_memory import TILE_ROWS
 from scoremode_server.engine.reduced_rows import ReducedRows
+from scoremode_server.engine.vocabulary_shards import Shard, gather, share_targets
 
 MAX_TOP = 64
 """Likeliest tokens a position that are found this way; vLLM's own way finds more."""
@@ -29,6 +34,7 @@ def compute(
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
     num_top: int,
     limit: int,
+    shard: Shard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Score the target of every row.
 
@@ -38,6 +44,8 @@ def compute(
         logits_fn: [rows, hidden] -> logits [rows, vocabulary].
         num_top: likeliest tokens, 0 to `MAX_TOP`.
         limit: rows whose logits are held at a time.
+        shard: whose logits `logits_fn` gives, where it does not give all; every rank of its group must come here at the
+            same time, with the same rows, `num_top` and `limit`.
 
     Returns:
         Tokens [rows, num_top + 1] int32, the target before the likeliest; their logprobs in nats, float32, NaN where a
@@ -51,9 +59,14 @@ def compute(
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         logits = logits_fn(hidden_states[part])
-        chunk, columns = reduced[part], logits.shape[-1]
-        vocabulary_kernels.take_targets(logits, targets[part], 0, columns, chunk)
-        vocabulary_kernels.reduce_rows(logits, 0, columns, chunk)
+        first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
+        chunk = reduced[part]
+        vocabulary_kernels.take_targets(logits, targets[part], first, columns, chunk)
+        if shard:
+            share_targets(shard.group, chunk)
+        vocabulary_kernels.reduce_rows(logits, first, columns, chunk)
         # The next chunk's are computed where these were.
         del logits
+    if shard:
+        reduced = gather(shard.group, reduced)
     return reduced.tokens, reduced.logprobs(), reduced.ranks

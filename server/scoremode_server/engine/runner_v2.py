@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 
 from scoremode_server.engine import fused_logprobs
 from scoremode_server.engine.logits_memory import (
@@ -14,12 +15,11 @@ from scoremode_server.engine.logits_memory import (
 )
 from scoremode_server.engine.profiling import add_to_profile, dummy_rows, logits_shape
 from scoremode_server.engine.vllm_version import changed, expect
-from scoremode_server.engine.vocabulary_head import LogitsFunction, copies_at_peak
+from scoremode_server.engine.vocabulary_head import Head, LogitsFunction, examine
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, top + 1], ranks [rows]."""
 
-EXAMINED_ROWS = 2
 COMPUTE = "compute_prompt_logprobs_with_chunking"
 
 
@@ -34,23 +34,21 @@ class PromptLogprobs:
         self._budget_bytes = budget_bytes
         self._stock = stock
         self._shape: LogitsShape | None = None
-        self._copies: int | None = None
-        self._examined = False
+        self._head: Head | None = None
 
     def load(self, shape: LogitsShape) -> int:
         """Take a model that was just loaded; its `compute_logits` is examined when it is first used, which is while
         vLLM profiles. Returns the rows of vLLM's own chunks."""
-        self._shape, self._examined = shape, False
+        self._shape, self._head = shape, None
         return rows_per_chunk(self._budget_bytes, row_bytes_v2(shape))
 
-    def rows(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int) -> int:
-        """Rows of a chunk. Every rank of a tensor-parallel group must come here at the same time."""
+    def prepare(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int) -> tuple[Head, int]:
+        """How to project, and rows of a chunk. Ranks of a tensor-parallel group must come here at the same time."""
         assert self._shape is not None
-        if not self._examined:
-            example, _ = dummy_rows(hidden_states, EXAMINED_ROWS)
-            self._copies = copies_at_peak(logits_fn, example)
-            self._examined = True
-        return rows_per_chunk(self._budget_bytes, row_bytes_fused(self._shape, num_top, self._copies))
+        if self._head is None:
+            self._head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, get_tp_group())
+        row_bytes = row_bytes_fused(self._shape, num_top, self._head.copies, self._head.shard is not None)
+        return self._head, rows_per_chunk(self._budget_bytes, row_bytes)
 
     def __call__(
         self,
@@ -66,8 +64,10 @@ class PromptLogprobs:
                 prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs, logprobs_mode
             )
             return scores
-        limit = self.rows(logits_fn, prompt_hidden_states, num_prompt_logprobs)
-        return fused_logprobs.compute(prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs, limit)
+        head, limit = self.prepare(logits_fn, prompt_hidden_states, num_prompt_logprobs)
+        return fused_logprobs.compute(
+            prompt_token_ids, prompt_hidden_states, head.project, num_prompt_logprobs, limit, head.shard
+        )
 
 
 def patch(budget_bytes: int) -> None:
@@ -110,6 +110,6 @@ def _reserve(runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs) 
     # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
     logits_fn, mode = runner.model.compute_logits, runner.model_config.logprobs_mode
     for num_top in (0, RESERVED_TOP):
-        rows = min(compute.rows(logits_fn, hidden_states, num_top), runner.max_num_tokens)
-        states, targets = dummy_rows(hidden_states, rows)
+        _, limit = compute.prepare(logits_fn, hidden_states, num_top)
+        states, targets = dummy_rows(hidden_states, min(limit, runner.max_num_tokens))
         compute(targets, states, logits_fn, num_top, mode)

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-CASES = Path(__file__).with_name("interpreted_kernels.py")
+import pytest
 
 
-def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(CASES)]
+@pytest.mark.parametrize("cases", ["interpreted_kernels.py", "interpreted_shards.py"])
+def test_in_the_interpreter(cases: str):
+    path = str(Path(__file__).with_name(cases))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", path]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parents[3],
