@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     arguments = {name: json.loads(value) for name, _, value in (item.partition("=") for item in options.arguments)}
     if options.child:
         child(*options.child, options.tokens, arguments)

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from scoremode_server.engine.vllm_version import expect
 from scoremode_server.engine.vocabulary_shards import Shard, all_ranks_agree
 
-logger = init_logger(__name__)
+# vLLM writes what comes below its own name.
+logger = init_logger(f"vllm.{__name__}")
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 

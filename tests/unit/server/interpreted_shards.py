@@ -144,6 +144,8 @@ def scores_of(model: Model, hidden_states: torch.Tensor, targets: torch.Tensor, 
 
 
 def one_rank(rank: int, port: int) -> None:
+    # Ranks that wait for each other keep their cores busy.
+    torch.set_num_threads(1)
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         ensure_model_parallel_initialized(2, 1)
