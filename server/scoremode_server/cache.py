@@ -10,23 +10,33 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+
+from scoremode_server.prefix_hash import PrefixHash
 
 ENTRY_BYTES = 256
 """Bytes that an entry costs besides its rows: key, object headers, hash tables. As growth of resident memory with
 CPython 3.11 it was 50 to 245 in caches of 20,000 to 1,100,000 entries, most right after the hash table had grown."""
 
-_KEY_BYTES = 16
 _WORD_BYTES = 4
 
 
 def pack(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     """A table of rows, [rows, 2 * width + 1] int32: ids [rows, width], the bits of float32 logprobs, ranks [rows]."""
-    bits = np.ascontiguousarray(logprobs, np.float32).view(np.int32)
-    return np.concatenate([ids, bits, ranks[:, None]], axis=1, dtype=np.int32)
+    num_rows, width = ids.shape
+    table = np.empty((num_rows, 2 * width + 1), np.int32)
+    fill(table, ids, logprobs, ranks)
+    return table
+
+
+def fill(table: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> None:
+    """Write rows into a table as `pack` makes it."""
+    width = ids.shape[1]
+    table[:, :width] = ids
+    table[:, width : 2 * width].view(np.float32)[:] = logprobs
+    table[:, -1] = ranks
 
 
 def unpack(table: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -63,6 +73,7 @@ class LogprobCache:
         self.num_bytes = 0
         self.generation = 0
         """Goes up whenever rows may have become wrong; rows computed in an earlier one are worth nothing."""
+        self._hash = PrefixHash()
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._num_changes = 0
 
@@ -75,26 +86,18 @@ class LogprobCache:
         return self.max_bytes > 0 and not self._num_changes
 
     def keys(self, token_ids: np.ndarray, *identity: Any) -> list[bytes]:
-        """A key for each whole block of tokens [n] int32: a chained hash over all tokens up to the block's last.
+        """A key for each whole block of tokens [n] int32: a hash of all tokens up to the block's last.
 
         `identity` is everything else that the logprobs depend on, anything with a faithful `repr`.
         """
-        root = repr((self.generation, identity)).encode()
-        key = blake2b(root, digest_size=_KEY_BYTES).digest()
-        words = token_ids.astype("<i4", copy=False).tobytes()
-        step = self.block_size * _WORD_BYTES
-        keys = []
-        start = 0
-        for end in range(step + _WORD_BYTES, len(words) + 1, step):
-            key = blake2b(key + words[start:end], digest_size=_KEY_BYTES).digest()
-            keys.append(key)
-            start = end
-        return keys
+        return self._hash.keys(token_ids, self.block_size, repr((self.generation, identity)))
 
     def get(self, keys: Sequence[bytes], width: int) -> dict[bytes, bytes]:
         """The blocks of a chain that are here with at least `width` columns; they become the most recently used."""
+        found: dict[bytes, bytes] = {}
+        if self._blocks.keys().isdisjoint(keys):
+            return found
         wanted = self._block_bytes(width)
-        found = {}
         for key in reversed(keys):
             block = self._blocks.get(key)
             if block is not None and len(block) >= wanted:
@@ -110,26 +113,45 @@ class LogprobCache:
         """
         if generation != self.generation or not self.enabled:
             return
+        if self._blocks.keys().isdisjoint(keys):
+            self._put_new(keys, blocks)
+            return
         for key in reversed(keys):
             block, kept = blocks.get(key), self._blocks.get(key)
-            if block is not None and (kept is None or len(block) >= len(kept)):
-                self._replace(key, block)
-            elif kept is not None:
+            if kept is not None and (block is None or len(block) < len(kept)):
                 self._blocks.move_to_end(key)
+            elif block is not None and self._make_room(key, len(block) + ENTRY_BYTES):
+                self._blocks[key] = block
 
-    def _replace(self, key: bytes, block: bytes) -> None:
-        """Make room first, so that the bound holds at every moment."""
+    def _put_new(self, keys: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> None:
+        """`put` of a chain of which nothing is here: as many of its first blocks as have room."""
+        kept = [key for key in keys if key in blocks]
+        costs = [len(blocks[key]) + ENTRY_BYTES for key in kept]
+        while sum(costs) > self.max_bytes:
+            costs.pop()
+        cost = sum(costs)
+        self._evict(cost)
+        self._blocks.update((key, blocks[key]) for key in reversed(kept[: len(costs)]))
+        self.num_bytes += cost
+
+    def _make_room(self, key: bytes, cost: int) -> bool:
+        """Take what is kept under a key out, and room for what comes in its place, so that the bound holds at every
+        moment; False if it has no room even alone."""
         old = self._blocks.pop(key, None)
-        self.num_bytes -= 0 if old is None else len(old) + ENTRY_BYTES
-        cost = len(block) + ENTRY_BYTES
+        if old is not None:
+            self.num_bytes -= len(old) + ENTRY_BYTES
         if cost > self.max_bytes:
-            return
+            return False
+        self._evict(cost)
+        self.num_bytes += cost
+        return True
+
+    def _evict(self, cost: int) -> None:
+        """Let go of what was not used for longest until so many bytes have room."""
         while self.num_bytes + cost > self.max_bytes:
             _, evicted = self._blocks.popitem(last=False)
             self.num_bytes -= len(evicted) + ENTRY_BYTES
             self.counts.evictions += 1
-        self._blocks[key] = block
-        self.num_bytes += cost
 
     def clear(self) -> None:
         """Drop all rows, and begin a new generation."""

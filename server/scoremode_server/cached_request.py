@@ -12,7 +12,7 @@ from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 
-from scoremode_server.cache import LogprobCache, pack, unpack
+from scoremode_server.cache import LogprobCache, fill, unpack
 from scoremode_server.engine.packed_logprobs import PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.flights import Flight, Flights
@@ -55,15 +55,15 @@ def read_run(token_ids: np.ndarray, num_fed: int, width: int, output: RequestOut
     ids, logprobs, ranks = _prompt_rows(output, width)
     if len(ids) not in (num_fed - 1, num_fed - 1 - num_cached) or ids.shape[1] != width:
         return run
-    table[num_fed - 1 - len(ids) : num_fed - 1] = pack(ids, logprobs, ranks)
+    fill(table[num_fed - 1 - len(ids) : num_fed - 1], ids, logprobs, ranks)
     if num_rows == num_fed:
         sampled = output.outputs[0].logprobs
         if not isinstance(sampled, FlatLogprobs) or len(sampled.token_ids) != width:
             return run
         table[-1] = [*sampled.token_ids, *np.array(sampled.logprobs, np.float32).view(np.int32), sampled.ranks[0]]
     ids, logprobs, _ = unpack(table[num_cached:], width)
-    unknown = (ids[:, 0] != token_ids[num_cached + 1 :]) | np.isnan(logprobs).any(axis=1)
-    run.first = num_cached + (int(np.flatnonzero(unknown)[-1]) + 1 if unknown.any() else 0)
+    known = (ids[:, 0] == token_ids[num_cached + 1 :]) & ~np.isnan(logprobs.sum(axis=1))
+    run.first = num_cached + (0 if known.all() else int(np.flatnonzero(~known)[-1]) + 1)
     return run
 
 

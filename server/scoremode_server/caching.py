@@ -12,6 +12,7 @@ another API server, or keys and values of older weights never give a hit for whi
 
 import inspect
 import secrets
+from array import array
 from collections.abc import AsyncGenerator, Callable
 from functools import wraps
 from typing import Any
@@ -104,7 +105,7 @@ def scored_tokens(prompt: Any, params: SamplingParams) -> np.ndarray | None:
     ):
         return None
     try:
-        return np.array([*prompt["prompt_token_ids"], *_forced(params)], np.int32)
+        return np.frombuffer(array("i", [*prompt["prompt_token_ids"], *_forced(params)]), np.int32)
     except OverflowError:
         # No vocabulary is that large: the engine says so in its own words.
         return None

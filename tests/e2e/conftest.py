@@ -31,7 +31,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="session")
 def byte_fallback_server(byte_fallback_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A random model, context 128, with vLLM's completions beside ours."""
-    flags = ("--served-model-name", "fallback", "--max-model-len", "128", "--max-num-seqs", "8")
+    flags = ("--served-model-name", "fallback", "--max-model-len", "128", "--max-num-seqs", "8", "--block-size", "32")
     with running_server(byte_fallback_model, *flags, log=logs(tmp_path_factory), command=STOCK_BESIDE) as url:
         yield url
 

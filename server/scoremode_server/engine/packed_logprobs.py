@@ -26,9 +26,12 @@ from scoremode_server.engine.vllm_version import require_patched_version
 PACKED = "scoremode_packed"
 """The mark in `SamplingParams.extra_args`."""
 
-DECODED_TOKENS = 32
+DECODED_TOKENS = 16
 """Tokens at a prompt's end that the text of the next token may depend on. A character has at most four bytes, so that
 four tokens can be part of it; vLLM's detokenizer for slow tokenizers looks at six."""
+
+INCOMPLETE = "�"
+"""What the bytes of a part of a character decode to."""
 
 
 class PackedLogprobs:
@@ -76,6 +79,22 @@ def is_packed(params: SamplingParams | None) -> bool:
     return params is not None and bool(params.extra_args) and PACKED in params.extra_args
 
 
+def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) -> EngineCoreRequest:
+    """The request with the end of its prompt only, if what follows has the same text behind it as behind all.
+
+    Where a prompt ends within a character, vLLM's detokenizer gives the whole prompt as the next token's text.
+    """
+    if request.prompt_token_ids is None or len(request.prompt_token_ids) <= DECODED_TOKENS:
+        return request
+    end = request.prompt_token_ids[-DECODED_TOKENS:]
+    text = tokenizer.decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
+    if not text or text.endswith(INCOMPLETE):
+        return request
+    shorter = copy(request)
+    shorter.prompt_token_ids = end
+    return shorter
+
+
 def install() -> None:
     """Patch vLLM in this process; once is enough, and more does no harm.
 
@@ -106,9 +125,8 @@ def install() -> None:
     def detokenizer_from_new_request(
         cls: type[IncrementalDetokenizer], tokenizer: TokenizerLike | None, request: EngineCoreRequest
     ) -> IncrementalDetokenizer:
-        if is_packed(request.sampling_params) and request.prompt_token_ids is not None:
-            request = copy(request)
-            request.prompt_token_ids = request.prompt_token_ids[-DECODED_TOKENS:]
+        if tokenizer is not None and is_packed(request.sampling_params):
+            request = _with_end_of_prompt(tokenizer, request)
         return make_detokenizer(cls, tokenizer, request)
 
     LogprobsProcessor.from_new_request = classmethod(from_new_request)

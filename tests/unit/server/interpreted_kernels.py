@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
-from scoremode_server.engine import fused_logprobs, vocabulary_kernels
+from scoremode_server.engine import fused_logprobs, runner_v2, vocabulary_kernels
 from scoremode_server.engine.logits_memory import LogitsShape
 from scoremode_server.engine.reduced_rows import ReducedRows
 from scoremode_server.engine.runner_v2 import PromptLogprobs
@@ -192,6 +192,8 @@ def test_in_vllms_worker(monkeypatch):
     states = {name: torch.randn(length, HIDDEN, generator=generator) for name, length in LENGTHS.items()}
     all_tokens = torch.randint(VOCAB, (len(LENGTHS), MAX_LENGTH), generator=generator)
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", token_ids)
+    alone = SimpleNamespace(world_size=1, device=torch.device("cpu"))
+    monkeypatch.setattr(runner_v2, "get_tp_group", lambda: alone)
     compute = PromptLogprobs(VOCAB * 4 * 2 * 6, prompt_logprob.compute_prompt_logprobs_with_chunking)
     compute.load(LogitsShape(VOCAB, 4))
     monkeypatch.setattr(prompt_logprob, "compute_prompt_logprobs_with_chunking", compute)
