@@ -210,15 +210,13 @@ class CachedRequest:
     def _finish(self, run: Run) -> RequestOutput:
         """Put the rows together, keep and pass on the new ones, count."""
         needed = self._needed(run)
+        num_rows = len(self._prompt["prompt_token_ids"]) - 1
         if needed:
             blocks = [self._found[key] for key in needed]
             run.table[: run.first] = self._cache.columns(blocks, self._width)[: run.first]
-            num_rows = len(self._prompt["prompt_token_ids"]) - 1
-            run.output.prompt_logprobs = PackedLogprobs.of(
-                *unpack(run.table[:num_rows], self._width),
-                cached_blocks=needed[: num_rows // self._cache.block_size],
-                block_size=self._cache.block_size,
-            )
+            run.output.prompt_logprobs = PackedLogprobs.of(*unpack(run.table[:num_rows], self._width))
+        packed = run.output.prompt_logprobs
+        packed.blocks, packed.block_size = self._keys[: num_rows // self._cache.block_size], self._cache.block_size
         new = self._last_block | self._blocks(run, len(needed))
         self._cache.put(self._generation, self._keys, new)
         self._flight.blocks = self._found | new

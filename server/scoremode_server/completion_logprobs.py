@@ -1,8 +1,7 @@
 """The logprobs of a completion, written as JSON from arrays: equal to what vLLM writes from objects.
 
-Rows that came from the logprob cache are kept as they were written for a while, under the keys of their blocks:
-prefixes that come again are most of what a benchmark asks for. Rows that were computed just now are written and
-forgotten.
+What was written of the logprob cache's blocks is kept for a while, under the blocks' keys: prefixes that come again are
+most of what a benchmark asks for.
 """
 
 from collections import OrderedDict
@@ -85,35 +84,26 @@ class LogprobsWriter:
         ids, logprobs, _ = arrays
         if ids[:, 0].tolist() != list(token_ids[1:]) or np.isnan(logprobs).any():
             raise EngineOutputError("the engine returned logprobs of other tokens than were asked for, or NaN")
-        prefix, num_kept = self._prefix(token_ids, packed, arrays, style)
-        computed = self._write(token_ids, arrays, slice(num_kept, len(ids)), style)
-        return [self._first(token_ids[0], style), *prefix, *([computed] if num_kept < len(ids) else [])]
+        keys: list[Key] = [(key, width, style) for key in packed.blocks]
+        pieces, num_found = self._find(keys)
+        start, end = num_found * packed.block_size, len(keys) * packed.block_size
+        new, tail = self._write(token_ids, arrays, start, (end, len(ids)), style)
+        if new is not None:
+            self._keep(keys[-1], Kept(new, keys[num_found - 1] if num_found else None))
+        return [self._first(token_ids[0], style), *pieces, *filter(None, (new, tail))]
 
     def sampled(self, arrays: Arrays, style: Style) -> Written:
         """Logprobs of a token that was sampled behind a prompt, [1, actual token and top k].
 
         vLLM completes characters with tokens of the same part only, so the prompt does not matter to it.
         """
-        return self._write((), arrays, slice(0, 1), style)
+        (written,) = self._write((), arrays, 0, (1,), style)
+        assert written is not None
+        return written
 
     def _first(self, token_id: int, style: Style) -> Written:
         name = _placeholder(token_id) if style.as_token_ids else self._strings.first_of_a_prompt(token_id)
         return Written(b"null", name.encode(), b"null", b"null", _lengths([name]))
-
-    def _prefix(
-        self, token_ids: Sequence[int], packed: PackedLogprobs, arrays: Arrays, style: Style
-    ) -> tuple[list[Written], int]:
-        """The rows of the blocks that came from the cache, and how many those are."""
-        keys: list[Key] = [(key, arrays[0].shape[1], style) for key in packed.cached_blocks]
-        if not keys:
-            return [], 0
-        pieces, num_found = self._find(keys)
-        end = len(keys) * packed.block_size
-        if num_found < len(keys):
-            written = self._write(token_ids, arrays, slice(num_found * packed.block_size, end), style)
-            self._keep(keys[-1], Kept(written, keys[num_found - 1] if num_found else None))
-            pieces.append(written)
-        return pieces, end
 
     def _find(self, keys: Sequence[Key]) -> tuple[list[Written], int]:
         """The kept pieces that make up the most of a chain's first blocks, and how many blocks those are."""
@@ -138,28 +128,45 @@ class LogprobsWriter:
     def _forget(self, kept: Kept | None) -> None:
         self._num_bytes -= 0 if kept is None else kept.written.num_bytes + _ENTRY_BYTES
 
-    def _write(self, token_ids: Sequence[int], arrays: Arrays, rows: slice, style: Style) -> Written:
-        """Some rows. Where the actual token is among the top k it stands once, with the rank that it has there."""
-        ids, logprobs, ranks = (array[rows] for array in arrays)
+    def _write(
+        self, token_ids: Sequence[int], arrays: Arrays, start: int, ends: Sequence[int], style: Style
+    ) -> list[Written | None]:
+        """The rows from `start` on, in a piece up to each of `ends`; None for a piece of none.
+
+        Where the actual token is among the top k it stands once, with the rank that it has there.
+        """
+        ids, logprobs, ranks = (array[start:] for array in arrays)
+        width = ids.shape[1]
         tokens = ids.ravel().tolist()
-        texts = self._strings.json_at(token_ids, rows.start + 1, ids)
+        texts = self._strings.json_at(token_ids, start + 1, ids)
         names = [_placeholder(token_id) for token_id in tokens] if style.as_token_ids else texts
         values = _as_json(json_logprobs(logprobs))
+        repeats = _repeats(ids)
         full = [
             f'"{token_id}":{{"logprob":{value},"rank":{rank},"decoded_token":{text}}}'
-            for token_id, value, rank, text in zip(tokens, values, _all_ranks(ids, ranks), texts, strict=True)
+            for token_id, value, rank, text in zip(
+                tokens, values, _all_ranks(ranks, width, repeats), texts, strict=True
+            )
         ]
         top = [f"{name}:{value}" for name, value in zip(names, values, strict=True)]
-        for place in np.flatnonzero(_repeats(ids)).tolist():
+        for place in repeats:
             full[place] = top[place] = ""
-        width = ids.shape[1]
-        return Written(
-            _objects(full, width, width),
-            ",".join(names[::width]).encode(),
-            ",".join(values[::width]).encode(),
-            _objects(top, width, style.num_top + 1),
-            _lengths(names[::width]),
-        )
+        parts = [
+            slice((first - start) * width, (end - start) * width)
+            for first, end in zip((start, *ends), ends, strict=False)
+        ]
+        return [
+            Written(
+                _objects(full[part], width, width),
+                ",".join(names[part][::width]).encode(),
+                ",".join(values[part][::width]).encode(),
+                _objects(top[part], width, style.num_top + 1),
+                _lengths(names[part][::width]),
+            )
+            if part.stop > part.start
+            else None
+            for part in parts
+        ]
 
 
 def openai_logprobs(pieces: Sequence[Written]) -> bytes:
@@ -189,19 +196,21 @@ def _lengths(names: Sequence[str]) -> np.ndarray:
     return np.array(list(map(len, orjson.loads(f"[{','.join(names)}]"))), np.int64)
 
 
-def _repeats(ids: np.ndarray) -> np.ndarray:
-    """Where one of the top k is the row's actual token, [rows, columns]; never in the first column."""
+def _repeats(ids: np.ndarray) -> list[int]:
+    """Places in ids [rows, actual token and top k], row after row, where one of the top k is the row's actual token."""
     found: np.ndarray = ids == ids[:, :1]
     found[:, 0] = False
-    return found
+    places: list[int] = np.flatnonzero(found).tolist()
+    return places
 
 
-def _all_ranks(ids: np.ndarray, ranks: np.ndarray) -> list[int]:
-    """Ranks of ids [rows, actual token and top k], row after row: an actual one among the top k has its place."""
-    table = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
-    repeats = _repeats(ids)
-    table[:, 0] = np.where(repeats.any(axis=1), repeats.argmax(axis=1), ranks)
-    return table.ravel().tolist()
+def _all_ranks(ranks: np.ndarray, width: int, repeats: Sequence[int]) -> list[int]:
+    """Ranks of all tokens, row after row: an actual token's own, or its place among the top k if it repeats there."""
+    table = list(range(width)) * len(ranks)
+    table[::width] = ranks.tolist()
+    for place in repeats:
+        table[place - place % width] = place % width
+    return table
 
 
 def _as_json(values: np.ndarray) -> list[str]:

@@ -97,7 +97,8 @@ class ScoringCompletions(OpenAIServingCompletion):
         packed = output.prompt_logprobs
         if text is not None or not isinstance(packed, PackedLogprobs) or output.prompt_token_ids is None:
             return text
-        return self._texts.text(output.prompt_token_ids, packed.cached_blocks, packed.block_size)
+        cached = packed.blocks[: (output.num_cached_tokens or 0) // packed.block_size]
+        return self._texts.text(output.prompt_token_ids, cached, packed.block_size)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""

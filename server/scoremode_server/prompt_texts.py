@@ -10,7 +10,7 @@ from scoremode_server.token_strings import REPLACEMENT
 
 KEPT_CHARACTERS = 16 * 1024**2
 
-CONTEXT_TOKENS = 32
+CONTEXT_TOKENS = 16
 """Tokens before a place that decide how the text goes on there."""
 
 _ENTRY_CHARACTERS = 256

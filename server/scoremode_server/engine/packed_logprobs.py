@@ -37,23 +37,16 @@ INCOMPLETE = "�"
 class PackedLogprobs:
     """Prompt logprobs of one request: rows for its tokens but the first, columns for the actual token and the top k."""
 
-    def __init__(self, cached_blocks: Sequence[bytes] = (), block_size: int = 0) -> None:
-        self.cached_blocks = cached_blocks
-        """Keys of the blocks, of `block_size` rows each, that the first rows were taken from the logprob cache as."""
-        self.block_size = block_size
+    def __init__(self) -> None:
+        self.blocks: Sequence[bytes] = ()
+        """Keys under which the logprob cache has the first rows, in blocks of `block_size`."""
+        self.block_size = 1
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     @classmethod
-    def of(
-        cls,
-        token_ids: np.ndarray,
-        logprobs: np.ndarray,
-        ranks: np.ndarray,
-        cached_blocks: Sequence[bytes] = (),
-        block_size: int = 0,
-    ) -> "PackedLogprobs":
+    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "PackedLogprobs":
         """Of arrays shaped as `arrays` returns them."""
-        packed = cls(cached_blocks, block_size)
+        packed = cls()
         packed._parts.append((token_ids, logprobs, ranks))
         return packed
 

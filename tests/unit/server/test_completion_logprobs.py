@@ -42,7 +42,8 @@ def rows(prompt: list[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndar
 def written(
     writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int
 ) -> tuple[bytes, bytes]:
-    packed = PackedLogprobs.of(*rows(prompt, width), cached_blocks=block_keys(prompt[1:])[:num_blocks], block_size=SIZE)
+    packed = PackedLogprobs.of(*rows(prompt, width))
+    packed.blocks, packed.block_size = block_keys(prompt[1:])[:num_blocks], SIZE
     pieces = writer.prompt(prompt, packed, width, style)
     return prompt_logprobs(pieces), openai_logprobs(pieces)
 
