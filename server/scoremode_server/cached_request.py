@@ -216,7 +216,9 @@ class CachedRequest:
             run.table[: run.first] = self._cache.columns(blocks, self._width)[: run.first]
             run.output.prompt_logprobs = PackedLogprobs.of(*unpack(run.table[:num_rows], self._width))
         packed = run.output.prompt_logprobs
-        packed.blocks, packed.block_size = self._keys[: num_rows // self._cache.block_size], self._cache.block_size
+        packed.block_size = self._cache.block_size
+        packed.blocks = self._keys[: num_rows // packed.block_size]
+        packed.num_cached_blocks = min(len(needed), len(packed.blocks))
         new = self._last_block | self._blocks(run, len(needed))
         self._cache.put(self._generation, self._keys, new)
         self._flight.blocks = self._found | new

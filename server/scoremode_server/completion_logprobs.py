@@ -86,11 +86,16 @@ class LogprobsWriter:
             raise EngineOutputError("the engine returned logprobs of other tokens than were asked for, or NaN")
         keys: list[Key] = [(key, width, style) for key in packed.blocks]
         pieces, num_found = self._find(keys)
-        start, end = num_found * packed.block_size, len(keys) * packed.block_size
-        new, tail = self._write(token_ids, arrays, start, (end, len(ids)), style)
-        if new is not None:
-            self._keep(keys[-1], Kept(new, keys[num_found - 1] if num_found else None))
-        return [self._first(token_ids[0], style), *pieces, *filter(None, (new, tail))]
+        # A piece ends where the cached rows do: there this prompt parted from another, and the next may as well.
+        counts = [max(num_found, packed.num_cached_blocks), len(keys)]
+        ends = [*(count * packed.block_size for count in counts), len(ids)]
+        *new, tail = self._write(token_ids, arrays, num_found * packed.block_size, ends, style)
+        before = keys[num_found - 1] if num_found else None
+        for count, written in zip(counts, new, strict=True):
+            if written is not None:
+                self._keep(keys[count - 1], Kept(written, before))
+                before = keys[count - 1]
+        return [self._first(token_ids[0], style), *pieces, *filter(None, (*new, tail))]
 
     def sampled(self, arrays: Arrays, style: Style) -> Written:
         """Logprobs of a token that was sampled behind a prompt, [1, actual token and top k].

@@ -97,7 +97,7 @@ class ScoringCompletions(OpenAIServingCompletion):
         packed = output.prompt_logprobs
         if text is not None or not isinstance(packed, PackedLogprobs) or output.prompt_token_ids is None:
             return text
-        cached = packed.blocks[: (output.num_cached_tokens or 0) // packed.block_size]
+        cached = packed.blocks[: packed.num_cached_blocks]
         return self._texts.text(output.prompt_token_ids, cached, packed.block_size)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:

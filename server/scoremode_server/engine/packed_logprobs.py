@@ -40,6 +40,8 @@ class PackedLogprobs:
     def __init__(self) -> None:
         self.blocks: Sequence[bytes] = ()
         """Keys under which the logprob cache has the first rows, in blocks of `block_size`."""
+        self.num_cached_blocks = 0
+        """How many of them, from the first on, were there before."""
         self.block_size = 1
         self._parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 

@@ -44,6 +44,7 @@ def written(
 ) -> tuple[bytes, bytes]:
     packed = PackedLogprobs.of(*rows(prompt, width))
     packed.blocks, packed.block_size = block_keys(prompt[1:])[:num_blocks], SIZE
+    packed.num_cached_blocks = num_blocks // 2
     pieces = writer.prompt(prompt, packed, width, style)
     return prompt_logprobs(pieces), openai_logprobs(pieces)
 
@@ -69,6 +70,26 @@ def test_pieces_make_up_what_is_written_at_once(strings, monkeypatch, kept_bytes
         assert writer._num_bytes == sum(
             kept.written.num_bytes + completion_logprobs._ENTRY_BYTES for kept in writer._kept.values()
         )
+
+
+def test_what_prompts_begin_with_is_written_once_more_and_then_kept(strings, monkeypatch):
+    """The first prompt does not know where the second parts from it; the second does, and the third has it."""
+    writer = LogprobsWriter(strings)
+    num_rows = []
+    write = writer._write
+
+    def counting(token_ids, arrays, start, ends, style):
+        num_rows.append(ends[-1] - start)
+        return write(token_ids, arrays, start, ends, style)
+
+    monkeypatch.setattr(writer, "_write", counting)
+    shared = list(range(5, 46))
+    for num_cached, end in [(0, 1), (10, 2), (10, 3), (12, 3)]:
+        prompt = shared + [end] * 9
+        packed = PackedLogprobs.of(*rows(prompt, 2))
+        packed.blocks, packed.block_size, packed.num_cached_blocks = block_keys(prompt[1:]), SIZE, num_cached
+        writer.prompt(prompt, packed, 2, STYLES[0])
+    assert num_rows == [49, 49, 9, 1]
 
 
 def test_an_actual_token_among_the_likeliest_stands_once_with_its_place_there(strings):
