@@ -86,7 +86,7 @@ class ScoringCompletions(OpenAIServingCompletion):
             runs.append(final_output(self.engine_client.generate(prompt, params, item_id, **options)))
         outputs = await gather(runs)
         for output, prompt in zip(outputs, inputs, strict=True):
-            if output.prompt is None:
+            if output.prompt is None and not request.return_token_ids:
                 output.prompt = self._prompt_text(output, prompt)
         return self.request_output_to_completion_response(
             outputs, request, request_id, created, self.models.model_name(adapter), self.renderer.tokenizer, metadata
