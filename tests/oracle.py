@@ -187,7 +187,8 @@ def _int8_model(path: Path) -> PreTrainedModel:
     tensors = load_file(path / "model.safetensors")
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
         weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        model.set_submodule(name, Int8Linear(weight, scale, scheme["input_activations"]["symmetric"]))
+        symmetric = scheme["input_activations"]["symmetric"]
+        model.set_submodule(name, Int8Linear(weight, scale, symmetric, saturates=int8_products_saturate()))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
         raise ValueError(f"{path}: {missing=} {unexpected=}")
@@ -195,25 +196,56 @@ def _int8_model(path: Path) -> PreTrainedModel:
 
 
 class Int8Linear(torch.nn.Module):
-    """A linear layer without bias whose input is quantized per token; the products are summed without any rounding.
+    """A linear layer without bias whose input is quantized per token.
 
     Args:
         weight: [out, in] int8.
         weight_scale: [out, 1] float32.
+        symmetric: Whether the activations' zero point is 0.
+        saturates: False sums the products without any rounding, True as `saturating_products` does.
     """
 
-    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, symmetric: bool) -> None:
+    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, symmetric: bool, saturates: bool) -> None:
         super().__init__()
         # Float64 holds every sum of int8 products of these layers exactly.
         self.weight = weight.double().T
         self.scale = weight_scale.double().T
         self.symmetric = symmetric
+        self.saturates = saturates
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] float32 -> [..., out] float32."""
         quantized, scale, zero_point = quantize_tokens(inputs, self.symmetric)
-        exact = (quantized - zero_point).double() @ self.weight
-        return (exact * scale.double() * self.scale).float()
+        quantized, zero_point = quantized.double(), zero_point.double()
+        if self.saturates:
+            products = saturating_products(quantized.flatten(end_dim=-2), self.weight).view(*inputs.shape[:-1], -1)
+        else:
+            products = quantized @ self.weight
+        shifted = products - zero_point * self.weight.sum(dim=0)
+        return (shifted * scale.double() * self.scale).float()
+
+
+def int8_products_saturate() -> bool:
+    """Whether this CPU lacks VNNI: oneDNN, vLLM's INT8 kernel on CPUs, then sums as `saturating_products` does.
+
+    oneDNN's documentation tells so under "Nuances of int8 Computations".
+    """
+    capabilities = torch.cpu.get_capabilities()
+    return capabilities["architecture"] == "x86_64" and not (capabilities["avx512_vnni"] or capabilities["avx_vnni"])
+
+
+def saturating_products(activations: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[tokens, in] @ [in, out], int8 values as float64, as the instruction vpmaddubsw makes a kernel do it.
+
+    It multiplies unsigned activations (128 more, taken off again in the end) and adds two neighbours' products in 16
+    bits: a sum beyond them is cut off. `in` is even.
+    """
+    unsigned = activations + 128
+    total = -128 * weight.sum(dim=0).expand(len(activations), -1)
+    for even in range(0, len(weight), 2):
+        pair = slice(even, even + 2)
+        total = total + (unsigned[:, pair] @ weight[pair]).clamp(-(2**15), 2**15 - 1)
+    return total
 
 
 def quantize_tokens(inputs: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
