@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export SCOREMODE_CACHE ?= $(CURDIR)/.cache
 export HF_HUB_DISABLE_TELEMETRY = 1
+# A server is several processes that import vLLM: without kept bytecode each compiles all of it, for some 20 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 # An NVIDIA driver that answers gets the CUDA engine, any other machine the CPU one. ENGINE=cpu overrides.
 ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
