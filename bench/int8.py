@@ -39,8 +39,9 @@ def main() -> None:
             (score,) = client.score(tokens)
         ours = np.array(score.logprobs[1:])
         print(f"{name}: {num_tokens} tokens, perplexity {np.exp(-ours.mean()):.4f}")
-        for label, of in (("quantized", oracle.int8_logprobs), ("decompressed", oracle.decompressed_logprobs)):
-            (expected,) = of(model, [tokens])
+        (quantized,) = oracle.int8_logprobs(model, [tokens], saturates=oracle.int8_products_saturate())
+        (decompressed,) = oracle.decompressed_logprobs(model, [tokens])
+        for label, expected in (("quantized", quantized), ("decompressed", decompressed)):
             off = np.abs(ours - expected)
             print(
                 f"  {label:12} perplexity {np.exp(-expected.mean()):.4f}, difference per token: "

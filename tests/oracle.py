@@ -62,9 +62,12 @@ def decompressed_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[
     return [_actual(_log_softmax(_decompressed_model(int8_path), tokens), tokens) for tokens in sequences]
 
 
-def int8_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-    """Logprobs of an INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it."""
-    return [_actual(_log_softmax(_int8_model(int8_path), tokens), tokens) for tokens in sequences]
+def int8_logprobs(int8_path: Path, sequences: Sequence[Tokens], *, saturates: bool = False) -> list[np.ndarray]:
+    """Logprobs of an INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it.
+
+    `saturates` sums as kernels do on CPUs where `int8_products_saturate`.
+    """
+    return [_actual(_log_softmax(_int8_model(int8_path, saturates), tokens), tokens) for tokens in sequences]
 
 
 def perplexity(
@@ -178,7 +181,7 @@ def _decompressed_model(path: Path) -> PreTrainedModel:
 
 
 @lru_cache(maxsize=1)
-def _int8_model(path: Path) -> PreTrainedModel:
+def _int8_model(path: Path, saturates: bool) -> PreTrainedModel:
     """The architecture in plain float32, its quantized linear layers replaced by `Int8Linear`."""
     config = AutoConfig.from_pretrained(path)
     scheme = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
@@ -188,7 +191,7 @@ def _int8_model(path: Path) -> PreTrainedModel:
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
         weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
         symmetric = scheme["input_activations"]["symmetric"]
-        model.set_submodule(name, Int8Linear(weight, scale, symmetric, saturates=int8_products_saturate()))
+        model.set_submodule(name, Int8Linear(weight, scale, symmetric, saturates))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
         raise ValueError(f"{path}: {missing=} {unexpected=}")
