@@ -1,5 +1,6 @@
 """Scores of a server beside what they should be: the windows that are scored, and how far two scores lie apart."""
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,17 @@ Logprobs = Sequence[np.ndarray]
 
 CHARACTERS_PER_TOKEN = 8
 """More than English takes, so that a text cut to this is still long enough, and tokenized quickly."""
+
+
+def windows_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of a benchmark that has windows of TEXT scored by MODEL and keeps what servers say in LOGS."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text")
+    parser.add_argument("logs", type=Path)
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2047, help="tokens a window")
+    return parser
 
 
 def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> list[list[int]]:

@@ -7,7 +7,6 @@ MODEL is the folder of a Llama-shaped model in bfloat16 safetensors with its tok
 oracles are computed meanwhile, on the same GPU. docs/formats.md says what the columns are.
 """
 
-import argparse
 import sys
 import time
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table  # noqa: E402
+from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table, windows_parser  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
 from model_servers import Server, kernels, lacking, log_of, reason, starting  # noqa: E402
 from quantized_oracle import logprobs, oracle_model  # noqa: E402
@@ -135,12 +134,7 @@ def measure(name: str, case: Case, folder: Path, url: Future[str], windows: Wind
 
 def main() -> None:
     """Write checkpoints, start servers, run oracles, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text")
-    parser.add_argument("logs", type=Path)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2047, help="tokens a window")
+    parser = windows_parser(__doc__)
     parser.add_argument("--formats", nargs="+", choices=CASES, default=list(CASES))
     options, flags = parser.parse_known_args()
     torch.set_float32_matmul_precision("highest")

@@ -11,6 +11,7 @@ runs here. transformers runs the architecture around the quantized layers.
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,56 +166,45 @@ def _fp4_values(packed: torch.Tensor) -> torch.Tensor:
     return table[torch.stack([packed & 0xF, packed >> 4], dim=-1).long()].flatten(1)
 
 
-def _fp8_cache_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention over keys and values kept in FP8; shapes as transformers has them, [1, heads, tokens, head]."""
-    return _attend(module, query, fp8_rounded(key), fp8_rounded(value), scaling, lambda weights: weights), None
+@dataclass(frozen=True, slots=True)
+class Fp8Attention:
+    """Causal attention over keys and values kept in FP8, as a function that transformers calls.
 
-
-def _fp8_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """`_fp8_cache_attention` with FP8 products too, as FlashAttention 3 makes them: queries are rounded, and so are the
-    exponentials of the scores, after those were shifted so that the largest becomes 2**8 (hopper/softmax.h). Its
-    running maximum, where the oracle takes the row's own, moves only where the rounding falls.
+    Attributes:
+        multiplies_fp8: whether products are of FP8 too, as FlashAttention 3 makes them: queries are rounded, and so are
+            the exponentials of the scores, after those were shifted so that the largest becomes 2**8
+            (hopper/softmax.h). Its maximum is a running one, where this takes the row's own; that moves only
+            where the rounding falls.
     """
 
-    def rounded(weights: torch.Tensor) -> torch.Tensor:
-        return fp8_rounded(weights * 256) / 256
+    multiplies_fp8: bool
 
-    return _attend(module, fp8_rounded(query), fp8_rounded(key), fp8_rounded(value), scaling, rounded), None
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Queries, keys and values [1, heads, tokens, head] -> [1, tokens, heads, head], and no weights."""
+        dtype = query.dtype
+        key, value = (
+            fp8_rounded(each).float().repeat_interleave(module.num_key_value_groups, dim=1) for each in (key, value)
+        )
+        if self.multiplies_fp8:
+            query = fp8_rounded(query)
+        scores = query.float() @ key.transpose(2, 3) * scaling
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+        weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+        multiplied = fp8_rounded(weights * 256) / 256 if self.multiplies_fp8 else weights
+        output = multiplied @ value / weights.sum(dim=-1, keepdim=True)
+        return output.transpose(1, 2).contiguous().to(dtype), None
 
 
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    rounded: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    key, value = (each.float().repeat_interleave(module.num_key_value_groups, dim=1) for each in (key, value))
-    scores = query.float() @ key.transpose(2, 3) * scaling
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    scores = scores.masked_fill(future, -torch.inf)
-    weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
-    output = rounded(weights) @ value / weights.sum(dim=-1, keepdim=True)
-    return output.transpose(1, 2).contiguous().to(query.dtype)
-
-
-FP8_ATTENTION = {"fp8_cache": _fp8_cache_attention, "fp8_attention": _fp8_attention}
+FP8_ATTENTION = {"fp8_cache": Fp8Attention(multiplies_fp8=False), "fp8_attention": Fp8Attention(multiplies_fp8=True)}
 for _name, _function in FP8_ATTENTION.items():
     AttentionInterface.register(_name, _function)

@@ -7,7 +7,6 @@ divide, and SmolLM2-135M has 9 on 3, so all servers get the same copy of MODEL w
 that the copy scores as MODEL does is checked first. Throughput is that of bench/http_throughput.py, dummy weights.
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table  # noqa: E402
+from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table, windows_parser  # noqa: E402
 from checkpoints import pad_heads  # noqa: E402
 from http_throughput import COUNTS, measure  # noqa: E402
 from model_servers import Server, reason, starting  # noqa: E402
@@ -80,12 +79,7 @@ def throughput(urls: Mapping[str, Future[str]], shape: str, repeats_of: int) -> 
 
 def main() -> None:
     """Pad the model, start every server, compare scores, measure throughput."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("text")
-    parser.add_argument("logs", type=Path)
-    parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2047, help="tokens a window")
+    parser = windows_parser(__doc__)
     parser.add_argument("--heads", type=int, nargs=2, default=(12, 4), help="query and key-value heads after padding")
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2], help="of tensor parallelism")
     parser.add_argument("--dtypes", nargs="+", choices=LARGEST_MEAN, default=list(LARGEST_MEAN))
