@@ -16,9 +16,7 @@ from scoremode_server.cache import LogprobCache, fill, unpack
 from scoremode_server.engine.packed_logprobs import PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.flights import Flight, Flights
-from scoremode_server.scoring import final_output, score_params
-
-_UNFINISHED = ("abort", "error")
+from scoremode_server.scoring import columns, final_output, is_unfinished, score_params
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class Run:
     @property
     def unfinished(self) -> bool:
         """Whether the engine gave the request up, so that there are no rows and asking again is not ours."""
-        return self.output.outputs[0].finish_reason in _UNFINISHED
+        return is_unfinished(self.output)
 
 
 def read_run(token_ids: np.ndarray, num_fed: int, width: int, output: RequestOutput) -> Run:
@@ -52,7 +50,8 @@ def read_run(token_ids: np.ndarray, num_fed: int, width: int, output: RequestOut
     num_rows = len(token_ids) - 1
     table = np.empty((num_rows, 2 * width + 1), np.int32)
     run = Run(output, table, first=num_rows, num_cached_tokens=num_cached)
-    ids, logprobs, ranks = _prompt_rows(output, width)
+    packed = output.prompt_logprobs
+    ids, logprobs, ranks = columns(packed if isinstance(packed, PackedLogprobs) else PackedLogprobs(), width)
     if len(ids) not in (num_fed - 1, num_fed - 1 - num_cached) or ids.shape[1] != width:
         return run
     fill(table[num_fed - 1 - len(ids) : num_fed - 1], ids, logprobs, ranks)
@@ -60,16 +59,11 @@ def read_run(token_ids: np.ndarray, num_fed: int, width: int, output: RequestOut
         sampled = output.outputs[0].logprobs
         if not isinstance(sampled, FlatLogprobs) or len(sampled.token_ids) != width:
             return run
-        table[-1] = [*sampled.token_ids, *np.array(sampled.logprobs, np.float32).view(np.int32), sampled.ranks[0]]
+        fill(table[-1:], *columns(sampled, width))
     ids, logprobs, _ = unpack(table[num_cached:], width)
     known = (ids[:, 0] == token_ids[num_cached + 1 :]) & ~np.isnan(logprobs.sum(axis=1))
     run.first = num_cached + (0 if known.all() else int(np.flatnonzero(~known)[-1]) + 1)
     return run
-
-
-def _prompt_rows(output: RequestOutput, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    packed = output.prompt_logprobs
-    return (packed if isinstance(packed, PackedLogprobs) else PackedLogprobs()).arrays(width)
 
 
 class CachedRequest:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from vllm.tokenizers import TokenizerLike
 
-from scoremode_server.token_strings import REPLACEMENT
+from scoremode_server.engine.packed_logprobs import INCOMPLETE
 
 KEPT_CHARACTERS = 16 * 1024**2
 
@@ -48,7 +48,7 @@ class PromptTexts:
         context = tuple(token_ids[max(0, start - CONTEXT_TOKENS) : start])
         before = self._context_text(context)
         both = self._decode([*context, *token_ids[start:]])
-        if before.endswith(REPLACEMENT) or not both.startswith(before):
+        if before.endswith(INCOMPLETE) or not both.startswith(before):
             # A character, or something that the tokenizer tidies up, lies across the place.
             return self._decode(token_ids)
         return text + both[len(before) :]

@@ -87,8 +87,8 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
     if not isinstance(output.prompt_logprobs, PackedLogprobs | FlatLogprobs) or completion.logprobs is None:
         raise EngineOutputError(f"the engine ended a request without logprobs ({completion.finish_reason})")
     width = top_logprobs + 1
-    before, last = _columns(output.prompt_logprobs, width), _columns(completion.logprobs, width)
-    ids, logprobs, ranks = (np.concatenate(columns) for columns in zip(before, last, strict=True))
+    before, last = columns(output.prompt_logprobs, width), columns(completion.logprobs, width)
+    ids, logprobs, ranks = (np.concatenate(parts) for parts in zip(before, last, strict=True))
     if not np.array_equal(ids[:, 0], token_ids[1:]):
         raise EngineOutputError("the engine returned logprobs of other tokens than were asked for")
     if np.isnan(logprobs).any():
@@ -104,7 +104,7 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
     )
 
 
-def _columns(logprobs: PackedLogprobs | FlatLogprobs, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def columns(logprobs: PackedLogprobs | FlatLogprobs, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token ids and logprobs, [positions, actual token and top k], and the ranks of the actual tokens, [positions]."""
     if isinstance(logprobs, PackedLogprobs):
         return logprobs.arrays(width)
@@ -195,6 +195,11 @@ async def final_output(outputs: AsyncGenerator[RequestOutput, None]) -> RequestO
     if final is None:
         raise EngineOutputError("the engine ended a request without an output")
     return final
+
+
+def is_unfinished(output: RequestOutput) -> bool:
+    """Whether the engine gave the request up, so that its output lacks rows."""
+    return output.outputs[0].finish_reason in ("abort", "error")
 
 
 async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -15,10 +15,9 @@ from vllm.engine.protocol import EngineClient
 from vllm.outputs import RequestOutput
 
 from scoremode_server.engine.packed_logprobs import is_packed
+from scoremode_server.scoring import is_unfinished
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-
-_UNFINISHED = ("abort", "error")
 
 
 class ScoringMetrics:
@@ -54,7 +53,7 @@ class ScoringMetrics:
 
     def count(self, output: RequestOutput, params: SamplingParams, arrival: float) -> None:
         """Count the final output of a request; `arrival` is its `time.monotonic()`. One that was given up is not."""
-        if output.outputs[0].finish_reason in _UNFINISHED:
+        if is_unfinished(output):
             return
         self._tokens.inc(_num_scored(output, params))
         now, stats = time.monotonic(), output.metrics

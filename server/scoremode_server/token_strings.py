@@ -9,8 +9,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-REPLACEMENT = "�"
-"""What bytes decode to that are no whole character."""
+from scoremode_server.engine.packed_logprobs import INCOMPLETE
 
 CONTEXT = 4
 """Tokens that vLLM looks back for the start of a character; a prompt's first is never among them."""
@@ -44,7 +43,7 @@ class TokenStrings:
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
             self._texts[token_id] = text
             self._json[token_id] = orjson.dumps(text).decode()
-            if text.endswith(REPLACEMENT):
+            if text.endswith(INCOMPLETE):
                 self._incomplete.add(token_id)
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
