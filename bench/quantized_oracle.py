@@ -190,7 +190,6 @@ class Fp8Attention:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """Queries, keys and values [1, heads, tokens, head] -> [1, tokens, heads, head], and no weights."""
-        dtype = query.dtype
         key, value = (
             fp8_rounded(each).float().repeat_interleave(module.num_key_value_groups, dim=1) for each in (key, value)
         )
@@ -202,7 +201,7 @@ class Fp8Attention:
         weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
         multiplied = fp8_rounded(weights * 256) / 256 if self.multiplies_fp8 else weights
         output = multiplied @ value / weights.sum(dim=-1, keepdim=True)
-        return output.transpose(1, 2).contiguous().to(dtype), None
+        return output.transpose(1, 2).contiguous().to(query.dtype), None
 
 
 FP8_ATTENTION = {"fp8_cache": Fp8Attention(multiplies_fp8=False), "fp8_attention": Fp8Attention(multiplies_fp8=True)}

@@ -187,10 +187,10 @@ def _int8_model(path: Path, saturates: bool) -> PreTrainedModel:
     scheme = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    symmetric = scheme["input_activations"]["symmetric"]
     tensors = load_file(path / "model.safetensors")
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
         weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        symmetric = scheme["input_activations"]["symmetric"]
         model.set_submodule(name, Int8Linear(weight, scale, symmetric, saturates))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
@@ -220,10 +220,8 @@ class Int8Linear(torch.nn.Module):
         """[..., in] float32 -> [..., out] float32."""
         quantized, scale, zero_point = quantize_tokens(inputs, self.symmetric)
         quantized, zero_point = quantized.double(), zero_point.double()
-        if self.saturates:
-            products = saturating_products(quantized.flatten(end_dim=-2), self.weight).view(*inputs.shape[:-1], -1)
-        else:
-            products = quantized @ self.weight
+        multiply = saturating_products if self.saturates else torch.matmul
+        products = multiply(quantized, self.weight)
         shifted = products - zero_point * self.weight.sum(dim=0)
         return (shifted * scale.double() * self.scale).float()
 
@@ -238,16 +236,16 @@ def int8_products_saturate() -> bool:
 
 
 def saturating_products(activations: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[tokens, in] @ [in, out], int8 values as float64, as the instruction vpmaddubsw makes a kernel do it.
+    """[..., in] @ [in, out], int8 values as float64, as the instruction vpmaddubsw makes a kernel do it.
 
     It multiplies unsigned activations (128 more, taken off again in the end) and adds two neighbours' products in 16
     bits: a sum beyond them is cut off. `in` is even.
     """
     unsigned = activations + 128
-    total = -128 * weight.sum(dim=0).expand(len(activations), -1)
+    total = -128 * weight.sum(dim=0)
     for even in range(0, len(weight), 2):
         pair = slice(even, even + 2)
-        total = total + (unsigned[:, pair] @ weight[pair]).clamp(-(2**15), 2**15 - 1)
+        total = total + (unsigned[..., pair] @ weight[pair]).clamp(-(2**15), 2**15 - 1)
     return total
 
 
