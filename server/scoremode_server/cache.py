@@ -4,6 +4,9 @@ A row is what scoring says of one token: its id and the ids of the top k, their 
 blocks of as many tokens as a block of the engine's KV cache, shifted by one: block b holds the rows of the tokens at
 positions b*B+1 to (b+1)*B. When the engine reads m*B tokens from its prefix cache, the last hidden state that it does
 not compute is the one at m*B-1, which predicts token m*B; so the rows that it leaves out are exactly m whole blocks.
+
+The blocks of a sequence whose head nobody has asked for again are kept as one table, which costs little time to keep
+and to let go; it is split when somebody asks.
 """
 
 from collections import OrderedDict
@@ -14,11 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from scoremode_server.prefix_hash import PrefixHash
+from scoremode_server.prefix_hash import Chain, PrefixHash
 
 ENTRY_BYTES = 256
 """Bytes that an entry costs besides its rows: key, object headers, hash tables. As growth of resident memory with
 CPython 3.11 it was 50 to 245 in caches of 20,000 to 1,100,000 entries, most right after the hash table had grown."""
+
+WHOLE_BYTES = 1152
+"""Bytes that a table of a whole chain costs besides its rows and tokens. As growth of resident memory with CPython 3.11
+and numpy 2 it was 1,057 to 1,090 in caches of 5,000 to 260,000 chains."""
 
 _WORD_BYTES = 4
 
@@ -43,6 +50,23 @@ def unpack(table: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.nd
     """Ids and logprobs (nats) [rows, width], and ranks [rows]: the first `width` columns of a table of rows."""
     stored = table.shape[1] // 2
     return table[:, :width], table[:, stored : stored + width].view(np.float32), table[:, -1]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The rows of a chain that is not split into blocks."""
+
+    chain: Chain
+    table: np.ndarray
+    """[rows, 2 * width + 1] int32 as `pack` makes it; rows behind the last whole block are of no use."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.table.nbytes + self.chain.token_ids.nbytes + WHOLE_BYTES
+
+
+def _cost(entry: bytes | Whole) -> int:
+    return entry.num_bytes if isinstance(entry, Whole) else len(entry) + ENTRY_BYTES
 
 
 @dataclass(slots=True)
@@ -74,34 +98,39 @@ class LogprobCache:
         self.generation = 0
         """Goes up whenever rows may have become wrong; rows computed in an earlier one are worth nothing."""
         self._hash = PrefixHash()
-        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
+        self._entries: OrderedDict[bytes, bytes | Whole] = OrderedDict()
         self._num_changes = 0
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        """Blocks here."""
+        wholes = (entry.chain.num_blocks - 1 for entry in self._entries.values() if isinstance(entry, Whole))
+        return len(self._entries) + sum(wholes)
 
     @property
     def enabled(self) -> bool:
         """Whether rows may be taken and kept: never without a budget, nor while the weights are being changed."""
         return self.max_bytes > 0 and not self._num_changes
 
-    def keys(self, token_ids: np.ndarray, *identity: Any) -> list[bytes]:
-        """A key for each whole block of tokens [n] int32: a hash of all tokens up to the block's last.
+    def chain(self, token_ids: np.ndarray, *identity: Any) -> Chain:
+        """The blocks of tokens [n] int32, by keys.
 
         `identity` is everything else that the logprobs depend on, anything with a faithful `repr`.
         """
-        return self._hash.keys(token_ids, self.block_size, repr((self.generation, identity)))
+        return Chain(self._hash, token_ids, self.block_size, repr((self.generation, identity)))
+
+    def find(self, chain: Chain, width: int) -> dict[bytes, bytes]:
+        """`get` of a chain's blocks; none where its first one is not here."""
+        return self.get(chain.keys, width) if chain.head in self._entries else {}
 
     def get(self, keys: Sequence[bytes], width: int) -> dict[bytes, bytes]:
         """The blocks of a chain that are here with at least `width` columns; they become the most recently used."""
         found: dict[bytes, bytes] = {}
-        if self._blocks.keys().isdisjoint(keys):
-            return found
+        self._split_whole(keys)
         wanted = self._block_bytes(width)
         for key in reversed(keys):
-            block = self._blocks.get(key)
-            if block is not None and len(block) >= wanted:
-                self._blocks.move_to_end(key)
+            block = self._entries.get(key)
+            if isinstance(block, bytes) and len(block) >= wanted:
+                self._entries.move_to_end(key)
                 found[key] = block
         return found
 
@@ -113,15 +142,42 @@ class LogprobCache:
         """
         if generation != self.generation or not self.enabled:
             return
-        if self._blocks.keys().isdisjoint(keys):
+        self._split_whole(keys)
+        if self._entries.keys().isdisjoint(keys):
             self._put_new(keys, blocks)
             return
         for key in reversed(keys):
-            block, kept = blocks.get(key), self._blocks.get(key)
-            if kept is not None and (block is None or len(block) < len(kept)):
-                self._blocks.move_to_end(key)
+            block, kept = blocks.get(key), self._entries.get(key)
+            if isinstance(kept, bytes) and (block is None or len(block) < len(kept)):
+                self._entries.move_to_end(key)
             elif block is not None and self._make_room(key, len(block) + ENTRY_BYTES):
-                self._blocks[key] = block
+                self._entries[key] = block
+
+    def put_whole(self, generation: int, chain: Chain, table: np.ndarray) -> None:
+        """`put` of all blocks of a chain, in a table of their rows that from now on is the cache's."""
+        if generation != self.generation or not self.enabled:
+            return
+        whole = Whole(chain, table)
+        if chain.head in self._entries or whole.num_bytes > self.max_bytes:
+            self.put(generation, chain.keys, self.split(chain.keys, table))
+            return
+        self._evict(whole.num_bytes)
+        self._entries[chain.head] = whole
+        self.num_bytes += whole.num_bytes
+
+    def split(self, keys: Sequence[bytes], table: np.ndarray) -> dict[bytes, bytes]:
+        """The blocks under these keys; a table of their rows, and of more or not."""
+        step = self.block_size * table.strides[0]
+        rows = table.tobytes()
+        return {key: rows[index * step : (index + 1) * step] for index, key in enumerate(keys)}
+
+    def _split_whole(self, keys: Sequence[bytes]) -> None:
+        """Split the table that is kept under a chain's head, if it is kept so."""
+        entry = self._entries.get(keys[0]) if keys else None
+        if isinstance(entry, Whole):
+            del self._entries[keys[0]]
+            self.num_bytes -= entry.num_bytes
+            self.put(self.generation, entry.chain.keys, self.split(entry.chain.keys, entry.table))
 
     def _put_new(self, keys: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> None:
         """`put` of a chain of which nothing is here: as many of its first blocks as have room."""
@@ -131,15 +187,15 @@ class LogprobCache:
             costs.pop()
         cost = sum(costs)
         self._evict(cost)
-        self._blocks.update((key, blocks[key]) for key in reversed(kept[: len(costs)]))
+        self._entries.update((key, blocks[key]) for key in reversed(kept[: len(costs)]))
         self.num_bytes += cost
 
     def _make_room(self, key: bytes, cost: int) -> bool:
         """Take what is kept under a key out, and room for what comes in its place, so that the bound holds at every
         moment; False if it has no room even alone."""
-        old = self._blocks.pop(key, None)
+        old = self._entries.pop(key, None)
         if old is not None:
-            self.num_bytes -= len(old) + ENTRY_BYTES
+            self.num_bytes -= _cost(old)
         if cost > self.max_bytes:
             return False
         self._evict(cost)
@@ -149,13 +205,13 @@ class LogprobCache:
     def _evict(self, cost: int) -> None:
         """Let go of what was not used for longest until so many bytes have room."""
         while self.num_bytes + cost > self.max_bytes:
-            _, evicted = self._blocks.popitem(last=False)
-            self.num_bytes -= len(evicted) + ENTRY_BYTES
-            self.counts.evictions += 1
+            _, evicted = self._entries.popitem(last=False)
+            self.num_bytes -= _cost(evicted)
+            self.counts.evictions += evicted.chain.num_blocks if isinstance(evicted, Whole) else 1
 
     def clear(self) -> None:
         """Drop all rows, and begin a new generation."""
-        self._blocks.clear()
+        self._entries.clear()
         self.num_bytes = 0
         self.generation += 1
 

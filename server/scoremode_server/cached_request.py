@@ -16,6 +16,7 @@ from scoremode_server.cache import LogprobCache, fill, unpack
 from scoremode_server.engine.packed_logprobs import PackedLogprobs
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.flights import Flight, Flights
+from scoremode_server.prefix_hash import Chain
 from scoremode_server.scoring import columns, final_output, is_unfinished, score_params
 
 
@@ -76,8 +77,7 @@ class CachedRequest:
         flights: Flights,
         *,
         salt: str,
-        token_ids: np.ndarray,
-        keys: list[bytes],
+        chain: Chain,
         prompt: Any,
         params: SamplingParams,
         request_id: str,
@@ -87,15 +87,14 @@ class CachedRequest:
         self._cache = cache
         self._flights = flights
         self._salt = salt
-        self._token_ids = token_ids
-        self._keys = keys
+        self._chain = chain
         self._prompt = {**prompt, "cache_salt": salt}
         self._params = params
         self._request_id = request_id
         self._options = options
         self._width = params.prompt_logprobs + 1
         self._generation = cache.generation
-        self._flight = Flight(self._width, keys)
+        self._flight = Flight(self._width, chain)
         self._found: dict[bytes, bytes] = {}
         self._last_block: dict[bytes, bytes] = {}
         self._joined = False
@@ -106,8 +105,8 @@ class CachedRequest:
         Raises:
             EngineOutputError: the engine did not compute a row that it was asked for without its prefix cache.
         """
-        self._found = self._cache.get(self._keys, self._width)
-        earlier = self._flights.take_off(self._flight, [key for key in self._keys if key not in self._found])
+        self._found = self._cache.find(self._chain, self._width)
+        earlier = self._flights.take_off(self._flight, self._found)
         try:
             run = await self._complete_run(earlier)
             return self._without_rows(run) if run.unfinished else self._finish(run)
@@ -116,11 +115,11 @@ class CachedRequest:
 
     async def _complete_run(self, earlier: dict[bytes, Flight]) -> Run:
         """A run whose missing rows are all found. The engine is at work before anything is waited for."""
-        head = self._keys[0]
+        head = self._chain.head
         run = await self._run(reads=head in self._found or head in earlier)
         if run.unfinished:
             return run
-        if self._can_be_filled(run):
+        if run.first and self._can_be_filled(run):
             await self._collect(run, earlier)
         if self._can_be_filled(run) and not self._lacking(run):
             return run
@@ -128,14 +127,14 @@ class CachedRequest:
 
     def _needed(self, run: Run) -> Sequence[bytes]:
         """The blocks with the rows that a run left out."""
-        return self._keys[: -(-run.first // self._cache.block_size)]
+        return self._chain.keys[: -(-run.first // self._cache.block_size)] if run.first else []
 
     def _lacking(self, run: Run) -> list[bytes]:
         return [key for key in self._needed(run) if key not in self._found]
 
     def _can_be_filled(self, run: Run) -> bool:
         """Whether blocks can hold all that is left out, and what they hold is still of the weights that now run."""
-        reach = len(self._keys) * self._cache.block_size
+        reach = self._chain.num_blocks * self._cache.block_size
         return run.first == 0 or (run.first <= reach and self._cache.generation == self._generation)
 
     async def _collect(self, run: Run, earlier: dict[bytes, Flight]) -> None:
@@ -154,7 +153,7 @@ class CachedRequest:
     async def _join(self, flight: Flight) -> None:
         self._joined = True
         await flight.landed.wait()
-        self._found |= {key: flight.blocks[key] for key in self._keys if key in flight.blocks}
+        self._found |= {key: flight.blocks[key] for key in self._chain.keys if key in flight.blocks}
 
     async def _run_last_block(self, run: Run) -> None:
         """Compute the last block that a run left out, if it is the only one: scores the tokens up to the block's end.
@@ -165,20 +164,20 @@ class CachedRequest:
         """
         end = len(self._needed(run)) * self._cache.block_size
         start = end - self._cache.block_size
-        token_ids = self._token_ids[: end + 1]
+        token_ids = self._chain.token_ids[: end + 1]
         params = score_params(token_ids.tolist(), self._width - 1)
         prompt = tokens_input(token_ids[:-1].tolist(), cache_salt=self._salt)
         output = await self._ask(prompt, params, "-last-block", reads=True)
         short = read_run(token_ids, end, self._width, output)
         if not short.unfinished and short.first <= start:
-            self._last_block = {self._keys[start // self._cache.block_size]: short.table[start:].tobytes()}
+            self._last_block = {self._chain.keys[start // self._cache.block_size]: short.table[start:].tobytes()}
             self._found |= self._last_block
             run.num_cached_tokens = min(run.num_cached_tokens, short.num_cached_tokens)
 
     async def _run_alone(self) -> Run:
         """Compute everything. Requests that lack the same blocks may wait for this one, whenever they came."""
         self._flight.alone = True
-        self._flights.take_off(self._flight, self._keys)
+        self._flights.compute(self._flight, self._chain.keys)
         self._found, self._last_block = {}, {}
         run = await self._run(reads=False, suffix="-alone")
         if run.first and not run.unfinished:
@@ -187,7 +186,7 @@ class CachedRequest:
 
     async def _run(self, *, reads: bool, suffix: str = "") -> Run:
         output = await self._ask(self._prompt, self._params, suffix, reads=reads)
-        return read_run(self._token_ids, len(self._prompt["prompt_token_ids"]), self._width, output)
+        return read_run(self._chain.token_ids, len(self._prompt["prompt_token_ids"]), self._width, output)
 
     async def _ask(self, prompt: Any, params: SamplingParams, suffix: str, *, reads: bool) -> RequestOutput:
         params = copy(params)
@@ -203,7 +202,18 @@ class CachedRequest:
 
     def _finish(self, run: Run) -> RequestOutput:
         """Put the rows together, keep and pass on the new ones, count."""
-        needed = self._needed(run)
+        if self._flight.known:
+            self._fill(run)
+        else:
+            self._cache.put_whole(self._generation, self._chain, run.table)
+        self._count(run)
+        run.output.num_cached_tokens = run.num_cached_tokens
+        run.output.request_id = self._request_id
+        return run.output
+
+    def _fill(self, run: Run) -> None:
+        """Put the rows that were found before those that the engine computed; keep these, and pass all on."""
+        needed, keys = self._needed(run), self._chain.keys
         num_rows = len(self._prompt["prompt_token_ids"]) - 1
         if needed:
             blocks = [self._found[key] for key in needed]
@@ -211,21 +221,12 @@ class CachedRequest:
             run.output.prompt_logprobs = PackedLogprobs.of(*unpack(run.table[:num_rows], self._width))
         packed = run.output.prompt_logprobs
         packed.block_size = self._cache.block_size
-        packed.blocks = self._keys[: num_rows // packed.block_size]
+        packed.blocks = keys[: num_rows // packed.block_size]
         packed.num_cached_blocks = min(len(needed), len(packed.blocks))
-        new = self._last_block | self._blocks(run, len(needed))
-        self._cache.put(self._generation, self._keys, new)
+        computed = self._cache.split(keys[len(needed) :], run.table[len(needed) * packed.block_size :])
+        new = self._last_block | computed
+        self._cache.put(self._generation, keys, new)
         self._flight.blocks = self._found | new
-        self._count(run)
-        run.output.num_cached_tokens = run.num_cached_tokens
-        run.output.request_id = self._request_id
-        return run.output
-
-    def _blocks(self, run: Run, start: int) -> dict[bytes, bytes]:
-        """The whole blocks that the engine computed, from block `start` on."""
-        step = self._cache.block_size * run.table.strides[0]
-        rows = run.table.tobytes()
-        return {key: rows[index * step : (index + 1) * step] for index, key in enumerate(self._keys[start:], start)}
 
     def _count(self, run: Run) -> None:
         hits = run.first

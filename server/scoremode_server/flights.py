@@ -5,8 +5,10 @@ flights that run alone, which wait for nobody.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from scoremode_server.prefix_hash import Chain
 
 
 @dataclass(slots=True, eq=False)
@@ -15,10 +17,12 @@ class Flight:
 
     width: int
     """Columns that its rows have."""
-    keys: Sequence[bytes]
-    """Its chain of blocks."""
+    chain: Chain
     blocks: dict[bytes, bytes] = field(default_factory=dict)
-    """Its blocks once it has landed; none if it failed."""
+    """Its blocks once it has landed; none if it failed, or if nobody knows it."""
+    known: bool = False
+    """It is listed under the keys of all blocks that it computes, so that others may wait for them; before anybody
+    has asked for its first block, it is listed under that one's key only."""
     alone: bool = False
     """It computes all of its blocks now, and waits for nobody."""
     landed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -33,12 +37,25 @@ class Flights:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def take_off(self, flight: Flight, keys: Iterable[bytes]) -> dict[bytes, Flight]:
-        """Let `flight` compute the blocks that no other computes with as many columns; the flights of the others."""
+    def take_off(self, flight: Flight, found: Collection[bytes] = ()) -> dict[bytes, Flight]:
+        """Let `flight` compute the blocks but for those `found` that no other computes with as many columns; the
+        flights of the others."""
+        first = self._by_key.get(flight.chain.head)
+        if first is None and not found:
+            self._by_key[flight.chain.head] = flight
+            return {}
+        if first is not None and not first.known:
+            self.compute(first, first.chain.keys)
+        return self.compute(flight, [key for key in flight.chain.keys if key not in found])
+
+    def compute(self, flight: Flight, keys: Iterable[bytes]) -> dict[bytes, Flight]:
+        """Let `flight` compute the blocks under these keys that no other computes with as many columns; the flights of
+        the others."""
+        flight.known = True
         earlier = {}
         for key in keys:
             other = self._by_key.get(key)
-            if other is not None and other.width >= flight.width:
+            if other is not None and other is not flight and other.width >= flight.width:
                 earlier[key] = other
             else:
                 self._by_key[key] = flight
@@ -51,7 +68,7 @@ class Flights:
 
     def land(self, flight: Flight) -> None:
         """Let go of all blocks and wake every waiter, whatever became of the flight."""
-        for key in flight.keys:
+        for key in flight.chain.keys if flight.known else (flight.chain.head,):
             if self._by_key.get(key) is flight:
                 del self._by_key[key]
         flight.landed.set()

@@ -1,4 +1,5 @@
-"""Keys for the prefixes of token sequences, all of a sequence's in a few steps of numpy."""
+"""Keys for the prefixes of token sequences, made when they are asked for: a sequence that shares nothing with another
+needs the first one only."""
 
 from functools import lru_cache
 from hashlib import blake2b
@@ -9,6 +10,33 @@ _SUMS = 2
 """64-bit sums in a key."""
 
 _KEY_BYTES = 8 * _SUMS
+
+
+class Chain:
+    """The whole blocks of one token sequence, its first token not counted, by keys of all tokens up to each block's
+    last and of an identity.
+
+    `head` is the key of the first block. There are none where the sequence is no longer than a block.
+    """
+
+    __slots__ = ("_hash", "_identity", "_keys", "block_size", "head", "num_blocks", "token_ids")
+
+    def __init__(self, hash: "PrefixHash", token_ids: np.ndarray, block_size: int, identity: str) -> None:
+        self._hash = hash
+        self._identity = identity
+        self._keys: list[bytes] | None = None
+        self.token_ids = token_ids
+        self.block_size = block_size
+        self.num_blocks = (len(token_ids) - 1) // block_size
+        self.head = blake2b(token_ids[: block_size + 1].tobytes(), digest_size=_KEY_BYTES, key=_root(identity)).digest()
+
+    @property
+    def keys(self) -> list[bytes]:
+        """A key for each block; `head` is the first."""
+        if self._keys is None:
+            keys = self._hash.keys(self.token_ids, self.block_size, self._identity)
+            self._keys = [self.head, *keys[1:]][: self.num_blocks]
+        return self._keys
 
 
 class PrefixHash:
@@ -22,31 +50,28 @@ class PrefixHash:
 
     def __init__(self) -> None:
         self._random = np.random.default_rng()
-        self._factors = np.empty((_SUMS, 0), np.uint64)
-        self._root = lru_cache(maxsize=256)(_root)
+        self._factors = np.empty((_SUMS, 0), np.int64)
 
     def keys(self, token_ids: np.ndarray, block_size: int, identity: str) -> list[bytes]:
         """A key for each whole block of tokens [n] int32 but the first token: of all tokens up to the block's last, and
         of `identity`."""
-        num_blocks = (len(token_ids) - 1) // block_size
-        if num_blocks < 1:
-            return []
-        num_tokens = num_blocks * block_size + 1
+        num_tokens = (len(token_ids) - 1) // block_size * block_size + 1
         # A token of 0 counts, lest a prefix be the same with and without it.
-        counted = token_ids[:num_tokens].astype(np.uint64) + np.uint64(1)
-        sums = np.cumsum(counted * self._first_factors(num_tokens), axis=1)[:, block_size::block_size]
-        keys = (sums.T + self._root(identity)).tobytes()
+        terms = self._first_factors(num_tokens) * (token_ids[:num_tokens] + 1)
+        sums = terms.cumsum(axis=1)[:, block_size::block_size]
+        keys = (sums.T + np.frombuffer(_root(identity), np.int64)).tobytes()
         return [keys[start : start + _KEY_BYTES] for start in range(0, len(keys), _KEY_BYTES)]
 
     def _first_factors(self, count: int) -> np.ndarray:
         """[sums, count], always the same."""
         missing = count - self._factors.shape[1]
         if missing > 0:
-            more = self._random.integers(2**64, size=(_SUMS, count + missing), dtype=np.uint64)
+            more = self._random.integers(-(2**63), 2**63, size=(_SUMS, count + missing))
             self._factors = np.concatenate([self._factors, more], axis=1)
         return self._factors[:, :count]
 
 
-def _root(identity: str) -> np.ndarray:
+@lru_cache(maxsize=256)
+def _root(identity: str) -> bytes:
     """What an identity adds to the sums."""
-    return np.frombuffer(blake2b(identity.encode(), digest_size=_KEY_BYTES).digest(), np.uint64)
+    return blake2b(identity.encode(), digest_size=_KEY_BYTES).digest()

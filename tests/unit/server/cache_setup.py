@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from scoremode_server.cache import ENTRY_BYTES, LogprobCache
+from scoremode_server.cache import ENTRY_BYTES, LogprobCache, Whole
 from scoremode_server.caching import NO_CACHE, CachingEngine, clear_on_changes
 from scoremode_server.engine.packed_logprobs import PACKED
 from scoremode_server.scoring import read_score, score_params
@@ -112,7 +112,11 @@ class Setup:
         assert self.num_bytes() == self.cache.num_bytes <= self.cache.max_bytes
 
     def num_bytes(self) -> int:
-        return sum(len(block) + ENTRY_BYTES for block in self.cache._blocks.values())
+        """What the entries take, added up anew."""
+        return sum(
+            entry.num_bytes if isinstance(entry, Whole) else len(entry) + ENTRY_BYTES
+            for entry in self.cache._entries.values()
+        )
 
 
 def setup(runner: str = "v2", max_bytes: int = ROOM, size: int = SIZE, **settings: Any) -> Setup:

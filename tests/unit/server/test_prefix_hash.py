@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scoremode_server.prefix_hash import PrefixHash
+from scoremode_server.prefix_hash import Chain, PrefixHash
 
 SIZE = 4
 
@@ -12,9 +12,15 @@ def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
+def keys(hashes: PrefixHash, token_ids: np.ndarray, identity: str = "m") -> list[bytes]:
+    return Chain(hashes, token_ids, SIZE, identity).keys
+
+
 @pytest.mark.parametrize(("length", "num_keys"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (4001, 1000)])
 def test_a_key_for_each_whole_block_behind_the_first_token(length, num_keys):
-    assert len(set(PrefixHash().keys(np.arange(length, dtype=np.int32), SIZE, "m"))) == num_keys
+    chain = Chain(PrefixHash(), np.arange(length, dtype=np.int32), SIZE, "m")
+    assert len(set(chain.keys)) == chain.num_blocks == num_keys
+    assert chain.keys[:1] == [chain.head][:num_keys]
 
 
 def test_what_comes_behind_a_block_does_not_matter():
@@ -22,38 +28,38 @@ def test_what_comes_behind_a_block_does_not_matter():
     hashes = PrefixHash()
     rng = np.random.default_rng(1)
     long = rng.integers(0, 2**31 - 1, 3000).astype(np.int32)
-    short = hashes.keys(long[:50], SIZE, "m")
-    assert hashes.keys(long, SIZE, "m")[: len(short)] == short
-    assert hashes.keys(long[:77], SIZE, "m")[: len(short)] == short
+    short = keys(hashes, long[:50])
+    assert keys(hashes, long)[: len(short)] == short
+    assert keys(hashes, long[:77])[: len(short)] == short
 
 
 def test_every_token_up_to_the_end_of_a_block_matters():
     hashes = PrefixHash()
     base = tokens(*range(13))
-    seen = {tuple(hashes.keys(base, SIZE, "m"))}
+    unchanged = keys(hashes, base)
+    seen = {tuple(unchanged)}
     for position in range(13):
         changed = base.copy()
         changed[position] += 1
-        keys = hashes.keys(changed, SIZE, "m")
+        others = keys(hashes, changed)
         first = max(0, (position - 1) // SIZE)
-        unchanged = hashes.keys(base, SIZE, "m")
-        assert keys[:first] == unchanged[:first]
-        assert not set(keys[first:]) & set(unchanged)
-        seen.add(tuple(keys))
+        assert others[:first] == unchanged[:first]
+        assert not set(others[first:]) & set(unchanged)
+        seen.add(tuple(others))
     assert len(seen) == 14
 
 
 def test_tokens_of_zero_count():
-    keys = PrefixHash().keys(np.zeros(401, np.int32), SIZE, "m")
-    assert len(set(keys)) == 100
+    assert len(set(keys(PrefixHash(), np.zeros(401, np.int32)))) == 100
 
 
 def test_sequences_in_another_order_or_of_another_identity_have_other_keys():
     hashes = PrefixHash()
-    (one,), (other,) = hashes.keys(tokens(1, 2, 3, 4, 5), SIZE, "m"), hashes.keys(tokens(5, 4, 3, 2, 1), SIZE, "m")
-    (adapter,) = hashes.keys(tokens(1, 2, 3, 4, 5), SIZE, "m with an adapter")
-    assert len({one, other, adapter}) == 3
+    sequence = tokens(1, 2, 3, 4, 5, 6, 7, 8, 9)
+    all_keys = [*keys(hashes, sequence), *keys(hashes, sequence[::-1].copy()), *keys(hashes, sequence, "m, adapter")]
+    assert len(set(all_keys)) == 6
 
 
 def test_factors_are_secret():
-    assert PrefixHash().keys(tokens(*range(9)), SIZE, "m") != PrefixHash().keys(tokens(*range(9)), SIZE, "m")
+    """The first key needs none: it is a cryptographic hash."""
+    assert keys(PrefixHash(), tokens(*range(9)))[1] != keys(PrefixHash(), tokens(*range(9)))[1]
