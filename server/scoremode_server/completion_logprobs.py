@@ -81,15 +81,17 @@ class LogprobsWriter:
             EngineOutputError: the rows are of other tokens, or one is NaN.
         """
         arrays = packed.arrays(width)
-        ids, logprobs, _ = arrays
-        if ids[:, 0].tolist() != list(token_ids[1:]) or np.isnan(logprobs).any():
-            raise EngineOutputError("the engine returned logprobs of other tokens than were asked for, or NaN")
         keys: list[Key] = [(key, width, style) for key in packed.blocks]
         pieces, num_found = self._find(keys)
+        start = num_found * packed.block_size
+        # What was found was checked when it was written.
+        ids, logprobs, _ = arrays
+        if ids[start:, 0].tolist() != list(token_ids[start + 1 :]) or np.isnan(logprobs[start:]).any():
+            raise EngineOutputError("the engine returned logprobs of other tokens than were asked for, or NaN")
         # A piece ends where the cached rows do: there this prompt parted from another, and the next may as well.
         counts = [max(num_found, packed.num_cached_blocks), len(keys)]
         ends = [*(count * packed.block_size for count in counts), len(ids)]
-        *new, tail = self._write(token_ids, arrays, num_found * packed.block_size, ends, style)
+        *new, tail = self._write(token_ids, arrays, start, ends, style)
         before = keys[num_found - 1] if num_found else None
         for count, written in zip(counts, new, strict=True):
             if written is not None:
@@ -192,8 +194,8 @@ def prompt_logprobs(pieces: Sequence[Written]) -> bytes:
 
 def _objects(entries: Sequence[str], width: int, most: int) -> bytes:
     """Each row's entries, `most` of those that are not empty, as a JSON object."""
-    rows = (list(filter(None, entries[start : start + width])) for start in range(0, len(entries), width))
-    return ",".join([f"{{{','.join(row[:most])}}}" for row in rows]).encode()
+    rows = zip(*[iter(entries)] * width, strict=True)
+    return ",".join([f"{{{','.join(list(filter(None, row))[:most])}}}" for row in rows]).encode()
 
 
 def _lengths(names: Sequence[str]) -> np.ndarray:

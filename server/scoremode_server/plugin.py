@@ -28,11 +28,13 @@ class ScoremodeEndpoints:
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
+        from scoremode_server.process import prepare_process
         from scoremode_server.settings import score_cache_bytes
         from scoremode_server.state import make_state
 
         assert engine_client is not None
         state.scoremode = await make_state(engine_client, state, score_cache_bytes(args))
+        prepare_process()
 
 
 def endpoint_plugin() -> ScoremodeEndpoints:

@@ -17,7 +17,7 @@ import numpy as np
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
@@ -82,7 +82,9 @@ def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) ->
     if request.prompt_token_ids is None or len(request.prompt_token_ids) <= DECODED_TOKENS:
         return request
     end = request.prompt_token_ids[-DECODED_TOKENS:]
-    text = tokenizer.decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
+    # Where vLLM's detokenizer goes past transformers, so does this: there is nothing that it would add.
+    decode = tokenizer._tokenizer.decode if uses_fast_detokenizer(tokenizer) else tokenizer.decode
+    text = decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):
         return request
     shorter = copy(request)
