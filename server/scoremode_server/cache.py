@@ -20,12 +20,12 @@ import numpy as np
 from scoremode_server.prefix_hash import Chain, PrefixHash
 
 ENTRY_BYTES = 256
-"""Bytes that an entry costs besides its rows: key, object headers, hash tables. As growth of resident memory with
+"""Bytes that a block costs besides its rows: key, object headers, hash tables. As growth of resident memory with
 CPython 3.11 it was 50 to 245 in caches of 20,000 to 1,100,000 entries, most right after the hash table had grown."""
 
-WHOLE_BYTES = 1152
+WHOLE_BYTES = 1024
 """Bytes that a table of a whole chain costs besides its rows and tokens. As growth of resident memory with CPython 3.11
-and numpy 2 it was 1,057 to 1,090 in caches of 5,000 to 260,000 chains."""
+and numpy 2 it was 977 to 994 in caches of 20,000 chains."""
 
 _WORD_BYTES = 4
 
@@ -80,11 +80,12 @@ class CacheCounts:
     joined: int = 0
     """Requests that waited for the rows of another one in flight."""
     evictions: int = 0
-    """Blocks dropped to make room."""
+    """Blocks dropped for want of room."""
 
 
 class LogprobCache:
     """Blocks of rows, least recently used out first, at most `max_bytes` of them with their overhead; 0 turns it off.
+    Those of a whole table go together.
 
     A block holds the columns that were computed: it answers requests for as many or fewer, and gives way to a wider
     one.
@@ -123,7 +124,8 @@ class LogprobCache:
         return self.get(chain.keys, width) if chain.head in self._entries else {}
 
     def get(self, keys: Sequence[bytes], width: int) -> dict[bytes, bytes]:
-        """The blocks of a chain that are here with at least `width` columns; they become the most recently used."""
+        """The blocks of a chain, its first one first, that are here with at least `width` columns; they become the most
+        recently used."""
         found: dict[bytes, bytes] = {}
         self._split_whole(keys)
         wanted = self._block_bytes(width)
@@ -166,7 +168,7 @@ class LogprobCache:
         self.num_bytes += whole.num_bytes
 
     def split(self, keys: Sequence[bytes], table: np.ndarray) -> dict[bytes, bytes]:
-        """The blocks under these keys; a table of their rows, and of more or not."""
+        """The blocks of a table that begins with their rows; it may have more."""
         step = self.block_size * table.strides[0]
         rows = table.tobytes()
         return {key: rows[index * step : (index + 1) * step] for index, key in enumerate(keys)}
@@ -185,6 +187,7 @@ class LogprobCache:
         costs = [len(blocks[key]) + ENTRY_BYTES for key in kept]
         while sum(costs) > self.max_bytes:
             costs.pop()
+        self.counts.evictions += len(kept) - len(costs)
         cost = sum(costs)
         self._evict(cost)
         self._entries.update((key, blocks[key]) for key in reversed(kept[: len(costs)]))

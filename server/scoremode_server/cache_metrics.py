@@ -8,7 +8,7 @@ _PREFIX = "scoremode_score_cache_"
 _COUNTERS = {
     "hits": "Tokens whose logprob was answered without computing it.",
     "misses": "Tokens whose logprob was computed for a request that used the cache.",
-    "evictions": "Blocks of logprobs dropped to make room.",
+    "evictions": "Blocks of logprobs dropped for want of room.",
     "joined": "Requests that waited for the logprobs of another one in flight.",
 }
 

@@ -143,7 +143,8 @@ class CachedRequest:
         for key in self._lacking(run):
             if key not in self._found and key in earlier:
                 await self._join(earlier[key])
-        self._found |= self._cache.get(self._lacking(run), self._width)
+        if self._lacking(run):
+            self._found |= self._cache.find(self._chain, self._width)
         lacking = self._lacking(run)
         if lacking and lacking == list(self._needed(run)[-1:]):
             await self._run_last_block(run)
@@ -202,7 +203,7 @@ class CachedRequest:
 
     def _finish(self, run: Run) -> RequestOutput:
         """Put the rows together, keep and pass on the new ones, count."""
-        if self._flight.known:
+        if self._flight.known or run.first:
             self._fill(run)
         else:
             self._cache.put_whole(self._generation, self._chain, run.table)

@@ -38,8 +38,11 @@ class Flights:
         return len(self._by_key)
 
     def take_off(self, flight: Flight, found: Collection[bytes] = ()) -> dict[bytes, Flight]:
-        """Let `flight` compute the blocks but for those `found` that no other computes with as many columns; the
-        flights of the others."""
+        """Let `flight` compute all blocks that were not `found` and that no other computes with as many columns; the
+        flights of the others.
+
+        A flight that found its first block, which was let go since, is not among them.
+        """
         first = self._by_key.get(flight.chain.head)
         if first is None and not found:
             self._by_key[flight.chain.head] = flight

@@ -1,7 +1,8 @@
 """Keys for the prefixes of token sequences, made when they are asked for: a sequence that shares nothing with another
 needs the first one only."""
 
-from functools import lru_cache
+import secrets
+from functools import lru_cache, partial
 from hashlib import blake2b
 
 import numpy as np
@@ -19,22 +20,23 @@ class Chain:
     `head` is the key of the first block. There are none where the sequence is no longer than a block.
     """
 
-    __slots__ = ("_hash", "_identity", "_keys", "block_size", "head", "num_blocks", "token_ids")
+    __slots__ = ("_block_size", "_hash", "_keys", "_root", "head", "num_blocks", "token_ids")
 
     def __init__(self, hash: "PrefixHash", token_ids: np.ndarray, block_size: int, identity: str) -> None:
         self._hash = hash
-        self._identity = identity
+        self._block_size = block_size
+        # Shorter than an identity, and kept for as long as the chain.
+        self._root = hash.root(identity)
         self._keys: list[bytes] | None = None
         self.token_ids = token_ids
-        self.block_size = block_size
         self.num_blocks = (len(token_ids) - 1) // block_size
-        self.head = blake2b(token_ids[: block_size + 1].tobytes(), digest_size=_KEY_BYTES, key=_root(identity)).digest()
+        self.head = blake2b(token_ids[: block_size + 1].tobytes(), digest_size=_KEY_BYTES, key=self._root).digest()
 
     @property
     def keys(self) -> list[bytes]:
         """A key for each block; `head` is the first."""
         if self._keys is None:
-            keys = self._hash.keys(self.token_ids, self.block_size, self._identity)
+            keys = self._hash.keys(self.token_ids, self._block_size, self._root)
             self._keys = [self.head, *keys[1:]][: self.num_blocks]
         return self._keys
 
@@ -45,21 +47,23 @@ class PrefixHash:
 
     Two prefixes that differ have the same sum with a probability of 2^-(64 - t), where 2^t is the largest power of two
     that divides the difference of two tokens, so of 2^-45 at most for vocabularies below 2^20; and the same two sums
-    with one of 2^-90. The factors are drawn anew for each process, so nobody can choose tokens that collide.
+    with one of 2^-90. The factors, and what stands for an identity, are drawn anew for each process, so nobody can
+    choose tokens that collide.
     """
 
     def __init__(self) -> None:
         self._random = np.random.default_rng()
         self._factors = np.empty((_SUMS, 0), np.int64)
+        self.root = lru_cache(maxsize=256)(partial(_root, secrets.token_bytes(_KEY_BYTES)))
 
-    def keys(self, token_ids: np.ndarray, block_size: int, identity: str) -> list[bytes]:
+    def keys(self, token_ids: np.ndarray, block_size: int, root: bytes) -> list[bytes]:
         """A key for each whole block of tokens [n] int32 but the first token: of all tokens up to the block's last, and
-        of `identity`."""
+        of the identity that `root` stands for."""
         num_tokens = (len(token_ids) - 1) // block_size * block_size + 1
         # A token of 0 counts, lest a prefix be the same with and without it.
         terms = self._first_factors(num_tokens) * (token_ids[:num_tokens] + 1)
         sums = terms.cumsum(axis=1)[:, block_size::block_size]
-        keys = (sums.T + np.frombuffer(_root(identity), np.int64)).tobytes()
+        keys = (sums.T + np.frombuffer(root, np.int64)).tobytes()
         return [keys[start : start + _KEY_BYTES] for start in range(0, len(keys), _KEY_BYTES)]
 
     def _first_factors(self, count: int) -> np.ndarray:
@@ -71,7 +75,6 @@ class PrefixHash:
         return self._factors[:, :count]
 
 
-@lru_cache(maxsize=256)
-def _root(identity: str) -> bytes:
-    """What an identity adds to the sums."""
-    return blake2b(identity.encode(), digest_size=_KEY_BYTES).digest()
+def _root(secret: bytes, identity: str) -> bytes:
+    """What stands for an identity: it is added to the sums, and keys the first block's hash."""
+    return blake2b(identity.encode(), digest_size=_KEY_BYTES, key=secret).digest()

@@ -39,7 +39,8 @@ class PackedLogprobs:
 
     def __init__(self) -> None:
         self.blocks: Sequence[bytes] = ()
-        """Keys under which the logprob cache has the first rows, in blocks of `block_size`."""
+        """Keys of the first rows in the logprob cache, in blocks of `block_size`; none while nobody has asked for them
+        again."""
         self.num_cached_blocks = 0
         """How many of them, from the first on, were there before."""
         self.block_size = 1

@@ -142,6 +142,11 @@ def with_nan(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[
     return ids, logprobs, ranks
 
 
+def with_nan_in_the_first_block(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
+    logprobs[1] = np.nan
+    return ids, logprobs, ranks
+
+
 def of_other_tokens(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
     return ids + 1, logprobs, ranks
 
@@ -154,11 +159,13 @@ def too_many(*rows: np.ndarray) -> tuple[np.ndarray, ...]:
     return tuple(np.concatenate([array[:2], array]) for array in rows)
 
 
-@pytest.mark.parametrize("spoil", [with_nan, of_other_tokens, too_few, too_many])
+@pytest.mark.parametrize("spoil", [with_nan, with_nan_in_the_first_block, of_other_tokens, too_few, too_many])
 async def test_an_output_that_is_not_what_was_asked_for_is_asked_for_again_once(spoil: Any):
     made = Setup(BrokenEngine(spoil, 1), LogprobCache(SIZE, ROOM))
     await made.ask(Ask(list(range(13))))
     assert made.engine.num_requests == 2
+    # What is kept now is right as well.
+    assert (await made.ask(Ask([*range(13), 20, 21]))).num_cached_tokens == 12
     broken = Setup(BrokenEngine(spoil, 9), LogprobCache(SIZE, ROOM))
     with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
         await broken.ask(Ask(list(range(13))))
