@@ -119,7 +119,7 @@ class CachedRequest:
         run = await self._run(reads=head in self._found or head in earlier)
         if run.unfinished:
             return run
-        if run.first and self._can_be_filled(run):
+        if self._lacking(run) and self._can_be_filled(run):
             await self._collect(run, earlier)
         if self._can_be_filled(run) and not self._lacking(run):
             return run
@@ -171,7 +171,7 @@ class CachedRequest:
         output = await self._ask(prompt, params, "-last-block", reads=True)
         short = read_run(token_ids, end, self._width, output)
         if not short.unfinished and short.first <= start:
-            self._last_block = {self._chain.keys[start // self._cache.block_size]: short.table[start:].tobytes()}
+            self._last_block = self._cache.split(self._needed(run)[-1:], short.table[start:])
             self._found |= self._last_block
             run.num_cached_tokens = min(run.num_cached_tokens, short.num_cached_tokens)
 
