@@ -29,6 +29,7 @@ from scoremode_server.errors import EngineOutputError
 from scoremode_server.prompt_texts import PromptTexts
 from scoremode_server.scoring import final_output, gather
 from scoremode_server.token_strings import TokenStrings
+from scoremode_server.turns import Turns
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request that are decoded, to echo their text, on the event loop: some two milliseconds. vLLM decodes all
@@ -41,16 +42,20 @@ class ScoringCompletions(OpenAIServingCompletion):
     It returns bytes of JSON, where vLLM's returns an object that has yet to be written.
     """
 
-    def __init__(self, strings: TokenStrings, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, strings: TokenStrings, turns: Turns, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        self._turns = turns
         self._writer = LogprobsWriter(strings)
         self._texts = PromptTexts(self.renderer.get_tokenizer)
 
     @classmethod
-    def like(cls, handler: OpenAIServingCompletion, engine: Any, strings: TokenStrings) -> "ScoringCompletions":
+    def like(
+        cls, handler: OpenAIServingCompletion, engine: Any, strings: TokenStrings, turns: Turns
+    ) -> "ScoringCompletions":
         """A handler with the settings of vLLM's own, on `engine`."""
         return cls(
             strings,
+            turns,
             engine,
             handler.models,
             online_renderer=handler.online_renderer,
@@ -85,6 +90,7 @@ class ScoringCompletions(OpenAIServingCompletion):
             self._log_inputs(item_id, prompt, params=params, lora_request=adapter)
             runs.append(final_output(self.engine_client.generate(prompt, params, item_id, **options)))
         outputs = await gather(runs)
+        await self._turns.take()
         for output, prompt in zip(outputs, inputs, strict=True):
             if output.prompt is None and not request.return_token_ids:
                 output.prompt = self._prompt_text(output, prompt)

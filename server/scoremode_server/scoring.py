@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from scoremode_server.engine.packed_logprobs import PACKED, PackedLogprobs
 from scoremode_server.errors import EngineOutputError
+from scoremode_server.turns import Turns
 
 NO_CACHE = "scoremode_no_cache"
 """The mark in `SamplingParams.extra_args` of a request that is computed whole and leaves nothing behind."""
@@ -152,9 +153,10 @@ def check_engine(config: VllmConfig) -> None:
 class Scorer:
     """Scores token sequences on an engine. Knows sampling parameters and outputs; knows neither text nor HTTP."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, turns: Turns) -> None:
         check_engine(engine.vllm_config)
         self._engine = engine
+        self._turns = turns
 
     async def score(
         self,
@@ -180,7 +182,9 @@ class Scorer:
             request_id,
             lora_request=lora,
         )
-        return read_score(token_ids, top_logprobs, await final_output(outputs))
+        output = await final_output(outputs)
+        await self._turns.take()
+        return read_score(token_ids, top_logprobs, output)
 
 
 async def final_output(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:

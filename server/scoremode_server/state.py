@@ -19,6 +19,7 @@ from scoremode_server.models import ServedModels
 from scoremode_server.scoring import Scorer
 from scoremode_server.scoring_metrics import MeteredEngine, ScoringMetrics
 from scoremode_server.text import TextCodec
+from scoremode_server.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
         await asyncio.to_thread(codec.strings.fill_vocabulary)
     models = ServedModels(state.openai_serving_models, engine.model_config)
     limits = Limits.of(engine.model_config)
-    await _warm_up(Scorer(caching), limits)
+    turns = Turns()
+    await _warm_up(Scorer(caching, turns), limits)
     info = ServerInfo(
         scoremode_version=importlib.metadata.version("scoremode"),
         vllm_version=vllm.__version__,
@@ -66,9 +68,9 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
         quantization=engine.model_config.quantization,
     )
     return ScoremodeState(
-        scorer=Scorer(metered),
+        scorer=Scorer(metered, turns),
         codec=codec,
-        completions=ScoringCompletions.like(state.openai_serving_completion, metered, codec.strings),
+        completions=ScoringCompletions.like(state.openai_serving_completion, metered, codec.strings, turns),
         models=models,
         limits=limits,
         info=info,
