@@ -30,6 +30,8 @@ class Run:
     unset."""
     first: int
     """How many rows, from the first on, the engine did not compute."""
+    num_found: int
+    """How many of these rows were not computed by a short run either."""
     num_cached_tokens: int
     """Tokens that the engine did not compute."""
 
@@ -50,7 +52,7 @@ def read_run(token_ids: np.ndarray, num_fed: int, width: int, output: RequestOut
     num_cached = output.num_cached_tokens or 0
     num_rows = len(token_ids) - 1
     table = np.empty((num_rows, 2 * width + 1), np.int32)
-    run = Run(output, table, first=num_rows, num_cached_tokens=num_cached)
+    run = Run(output, table, first=num_rows, num_found=num_rows, num_cached_tokens=num_cached)
     packed = output.prompt_logprobs
     ids, logprobs, ranks = columns(packed if isinstance(packed, PackedLogprobs) else PackedLogprobs(), width)
     if len(ids) not in (num_fed - 1, num_fed - 1 - num_cached) or ids.shape[1] != width:
@@ -63,7 +65,7 @@ def read_run(token_ids: np.ndarray, num_fed: int, width: int, output: RequestOut
         fill(table[-1:], *columns(sampled, width))
     ids, logprobs, _ = unpack(table[num_cached:], width)
     known = (ids[:, 0] == token_ids[num_cached + 1 :]) & ~np.isnan(logprobs.sum(axis=1))
-    run.first = num_cached + (0 if known.all() else int(np.flatnonzero(~known)[-1]) + 1)
+    run.first = run.num_found = num_cached + (0 if known.all() else int(np.flatnonzero(~known)[-1]) + 1)
     return run
 
 
@@ -173,6 +175,7 @@ class CachedRequest:
         if not short.unfinished and short.first <= start:
             self._last_block = self._cache.split(self._needed(run)[-1:], short.table[start:])
             self._found |= self._last_block
+            run.num_found = min(run.num_found, short.first)
             run.num_cached_tokens = min(run.num_cached_tokens, short.num_cached_tokens)
 
     async def _run_alone(self) -> Run:
@@ -220,20 +223,20 @@ class CachedRequest:
             blocks = [self._found[key] for key in needed]
             run.table[: run.first] = self._cache.columns(blocks, self._width)[: run.first]
             run.output.prompt_logprobs = PackedLogprobs.of(*unpack(run.table[:num_rows], self._width))
-        packed = run.output.prompt_logprobs
-        packed.block_size = self._cache.block_size
-        packed.blocks = keys[: num_rows // packed.block_size]
-        packed.num_cached_blocks = min(len(needed), len(packed.blocks))
-        computed = self._cache.split(keys[len(needed) :], run.table[len(needed) * packed.block_size :])
+        size = self._cache.block_size
+        # Behind keys of an earlier generation may be what was written of rows of other weights.
+        if self._cache.generation == self._generation:
+            packed = run.output.prompt_logprobs
+            packed.block_size = size
+            packed.blocks = keys[: num_rows // size]
+            packed.num_cached_blocks = min(len(needed), len(packed.blocks))
+        computed = self._cache.split(keys[len(needed) :], run.table[len(needed) * size :])
         new = self._last_block | computed
         self._cache.put(self._generation, keys, new)
         self._flight.blocks = self._found | new
 
     def _count(self, run: Run) -> None:
-        hits = run.first
-        if self._last_block:
-            hits = (len(self._needed(run)) - 1) * self._cache.block_size
         counts = self._cache.counts
-        counts.hits += hits
-        counts.misses += len(run.table) - hits
+        counts.hits += run.num_found
+        counts.misses += len(run.table) - run.num_found
         counts.joined += self._joined

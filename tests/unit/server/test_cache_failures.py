@@ -177,6 +177,23 @@ async def test_a_request_that_was_made_before_a_change_and_runs_behind_it_takes_
     assert len(made.cache) == 0
 
 
+async def test_what_was_written_of_earlier_rows_is_not_used_for_a_request_that_saw_weights_change():
+    """The blocks' keys, under which pieces of JSON are kept, are those of before the change."""
+    made, engine = held()
+    for gate in engine.gates[:2] + engine.gates[3:]:
+        gate.set()
+    asks = [Ask([*range(22), option, 50, 51], scores=False) for option in range(3)]
+    assert (await made.ask(asks[0])).num_cached_tokens == 0
+    assert list((await made.ask(asks[1])).prompt_logprobs.blocks)
+    straddling = asyncio.create_task(made.ask(asks[2]))
+    await turns()
+    await engine.update_weights()
+    engine.gates[2].set()
+    output = await straddling
+    assert output.num_cached_tokens == 0
+    assert not list(output.prompt_logprobs.blocks)
+
+
 async def test_while_weights_change_requests_go_to_the_engine_as_they_are():
     made = setup()
     with made.cache.change():

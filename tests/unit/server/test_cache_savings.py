@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from cache_setup import LORAS, ROOM, RUNNERS, SIZE, Ask, Setup, setup
+from fake_engine import FakeEngine
 from vllm.lora.request import LoRARequest
 
 from scoremode_server.cache import LogprobCache
@@ -40,6 +41,23 @@ async def test_requests_one_after_another_compute_only_what_is_new(runner: str, 
     assert made.engine.num_computed - computed == len(second.fed) - 20
     assert made.engine.num_requests == 2
     assert made.cache.counts.joined == 0
+
+
+async def test_what_a_short_run_computed_anew_is_no_hit():
+    """The keys and values are let go between a request's run and the one for the last block that it lacks."""
+
+    class ForgettingEngine(FakeEngine):
+        async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> Any:
+            if request_id.endswith("-last-block"):
+                self.prefix_cache.clear()
+            async for output in super().generate(prompt, params, request_id, **options):
+                yield output
+
+    made = Setup(ForgettingEngine(SIZE, "v2"), LogprobCache(SIZE, ROOM))
+    await made.ask(Ask([*range(40), 50, 51]))
+    output = await made.ask(Ask([*range(40), 60, 61]))
+    assert output.num_cached_tokens == 0
+    assert made.cache.counts.hits == 0
 
 
 async def test_equal_requests_at_once_compute_once_but_for_the_last_block():
