@@ -9,23 +9,25 @@ The blocks of a sequence whose head nobody has asked for again are kept as one t
 and to let go; it is split when somebody asks.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from scoremode_server.prefix_hash import Chain, PrefixHash
 
-ENTRY_BYTES = 256
+ENTRY_BYTES = 384
 """Bytes that a block costs besides its rows: key, object headers, hash tables. As growth of resident memory with
-CPython 3.11 it was 50 to 245 in caches of 20,000 to 1,100,000 entries, most right after the hash table had grown."""
+CPython 3.11 it was 50 to 245 in caches that are filled, and up to 383 in full ones that let blocks go for others."""
 
-WHOLE_BYTES = 1024
+WHOLE_BYTES = 1536
 """Bytes that a table of a whole chain costs besides its rows and tokens. As growth of resident memory with CPython 3.11
-and numpy 2 it was 977 to 994 in caches of 20,000 chains."""
+and numpy 2 it was 977 to 994 in caches that are filled, and up to 1,251 in full ones."""
 
 _WORD_BYTES = 4
 
@@ -184,14 +186,12 @@ class LogprobCache:
     def _put_new(self, keys: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> None:
         """`put` of a chain of which nothing is here: as many of its first blocks as have room."""
         kept = [key for key in keys if key in blocks]
-        costs = [len(blocks[key]) + ENTRY_BYTES for key in kept]
-        while sum(costs) > self.max_bytes:
-            costs.pop()
-        self.counts.evictions += len(kept) - len(costs)
-        cost = sum(costs)
-        self._evict(cost)
-        self._entries.update((key, blocks[key]) for key in reversed(kept[: len(costs)]))
-        self.num_bytes += cost
+        costs = [0, *accumulate(len(blocks[key]) + ENTRY_BYTES for key in kept)]
+        count = bisect_right(costs, self.max_bytes) - 1
+        self.counts.evictions += len(kept) - count
+        self._evict(costs[count])
+        self._entries.update((key, blocks[key]) for key in reversed(kept[:count]))
+        self.num_bytes += costs[count]
 
     def _make_room(self, key: bytes, cost: int) -> bool:
         """Take what is kept under a key out, and room for what comes in its place, so that the bound holds at every
