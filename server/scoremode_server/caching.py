@@ -18,9 +18,10 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
+from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
@@ -29,6 +30,11 @@ from scoremode_server.cached_request import CachedRequest
 from scoremode_server.engine.packed_logprobs import is_packed
 from scoremode_server.flights import Flights
 from scoremode_server.scoring import NO_CACHE
+
+logger = init_logger(f"vllm.{__name__}")
+
+OnCounts = Callable[[LogprobCache], None] | None
+"""Who wants to know when a cache's counts may have moved."""
 
 CHANGES = (
     "reset_prefix_cache",
@@ -52,18 +58,24 @@ the name and path of an adapter. `collective_rpc` calls anything in the workers,
 
 
 def make_cache(config: VllmConfig, max_bytes: int) -> LogprobCache:
-    """A cache that fits an engine, of at most `max_bytes`; turned off where the engine has no prefix cache.
+    """A cache that fits an engine, of at most `max_bytes`; turned off where the engine has no prefix cache, and where
+    weights may change without this process hearing of it.
 
     Hits in vLLM's prefix cache end at multiples of `block_size`: with several kinds of layers at a multiple of all
     their block sizes, of which this is the smallest, or at `prefix_match_unit` where that is set.
     """
     settings = config.cache_config
     block_size = settings.prefix_match_unit or settings.block_size
-    return LogprobCache(block_size, max_bytes if settings.enable_prefix_caching else 0)
+    # Requests that change weights reach one API server only. They are routes of vLLM's development mode, except for
+    # loading adapters, which vLLM refuses where there are several.
+    unheard = envs.VLLM_SERVER_DEV_MODE and config.parallel_config._api_process_count > 1
+    if unheard and max_bytes:
+        logger.warning("No logprobs are cached: VLLM_SERVER_DEV_MODE with several API servers")
+    return LogprobCache(block_size, max_bytes if settings.enable_prefix_caching and not unheard else 0)
 
 
-def clear_on_changes(engine: EngineClient, cache: LogprobCache) -> None:
-    """Drop the cache's rows before and after every one of `CHANGES`; in between it is off.
+def clear_on_changes(engine: EngineClient, cache: LogprobCache, on_cleared: OnCounts = None) -> None:
+    """Drop the cache's rows before and after every one of `CHANGES`, and tell `on_cleared`; in between it is off.
 
     Raises:
         RuntimeError: the engine has no such method, so that changes may go unnoticed.
@@ -72,14 +84,18 @@ def clear_on_changes(engine: EngineClient, cache: LogprobCache) -> None:
         method = getattr(engine, name, None)
         if not inspect.iscoroutinefunction(method):
             raise RuntimeError(f"vLLM's engine has no method {name}, behind which cached logprobs must be dropped")
-        setattr(engine, name, _clearing(method, cache))
+        setattr(engine, name, _clearing(method, cache, on_cleared))
 
 
-def _clearing(method: Callable[..., Any], cache: LogprobCache) -> Callable[..., Any]:
+def _clearing(method: Callable[..., Any], cache: LogprobCache, on_cleared: OnCounts) -> Callable[..., Any]:
     @wraps(method)
     async def changed(*arguments: Any, **settings: Any) -> Any:
-        with cache.change():
-            return await method(*arguments, **settings)
+        try:
+            with cache.change():
+                return await method(*arguments, **settings)
+        finally:
+            if on_cleared is not None:
+                on_cleared(cache)
 
     return changed
 
@@ -124,9 +140,7 @@ class CachingEngine:
     `on_counts` is called with the cache after each request that used it.
     """
 
-    def __init__(
-        self, engine: EngineClient, cache: LogprobCache, on_counts: Callable[[LogprobCache], None] | None = None
-    ) -> None:
+    def __init__(self, engine: EngineClient, cache: LogprobCache, on_counts: OnCounts = None) -> None:
         self._engine = engine
         self._cache = cache
         self._flights = Flights()

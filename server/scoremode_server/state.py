@@ -43,8 +43,9 @@ async def make_state(engine: EngineClient, state: State, score_cache_bytes: int)
         ValueError: the server was started with a setting that makes logprobs something else.
     """
     cache = make_cache(engine.vllm_config, score_cache_bytes)
-    clear_on_changes(engine, cache)
-    caching = CachingEngine(engine, cache, CacheMetrics().update)
+    metrics = CacheMetrics()
+    clear_on_changes(engine, cache, metrics.update)
+    caching = CachingEngine(engine, cache, metrics.update)
     # Users' requests only: the warm-up goes past it.
     metered = MeteredEngine(caching, ScoringMetrics(budget_from_environment()))
     codec = TextCodec(engine.renderer)

@@ -1,5 +1,6 @@
 """What is not for the cache, and what the engine gets wrong."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -107,16 +108,26 @@ async def test_the_callers_params_and_prompt_stay_as_they_are():
     assert output.request_id == "id"
 
 
-def test_the_block_size_is_the_engines_and_an_engine_without_a_prefix_cache_has_none():
-    class Config:
-        class cache_config:  # noqa: N801
-            block_size = 16
-            prefix_match_unit = None
-            enable_prefix_caching = True
+def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> Any:
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=prefix_caching),
+        parallel_config=SimpleNamespace(_api_process_count=num_api_servers),
+    )
 
-    assert (make_cache(Config, 9).block_size, make_cache(Config, 9).max_bytes) == (16, 9)
-    Config.cache_config.enable_prefix_caching = False
-    assert not make_cache(Config, 9).enabled
+
+def test_the_block_size_is_the_engines_and_an_engine_without_a_prefix_cache_has_none():
+    cache = make_cache(engine_config(), 9)
+    assert (cache.block_size, cache.max_bytes) == (16, 9)
+    assert not make_cache(engine_config(prefix_caching=False), 9).enabled
+
+
+@pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])
+def test_no_rows_are_kept_where_another_api_server_may_change_the_weights(
+    monkeypatch: pytest.MonkeyPatch, mode: str, count: int, enabled: bool
+):
+    """The routes that do so are vLLM's development mode's, and reach one of the processes."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
+    assert make_cache(engine_config(num_api_servers=count), 9).enabled == enabled
 
 
 # What the engine gets wrong
