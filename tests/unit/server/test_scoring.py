@@ -1,7 +1,9 @@
 """Reading vLLM's outputs, on outputs written by hand: no engine."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError
-from scoremode_server.scoring import NO_RANK, check_engine, gather, read_score, score_params, unscored
+from scoremode_server.scoring import NO_RANK, Scorer, check_engine, gather, read_score, score_params, unscored
+from scoremode_server.turns import Turns
 
 TOKENS = [4, 7, 9]
 
@@ -47,6 +50,26 @@ def test_alternatives_stand_behind_the_actual_token():
     score = read_score(TOKENS, 2, output_of(prompt, sampled))
     assert score.top_token_ids[1:].tolist() == [[2, 5], [9, 1]]
     assert score.top_logprobs[1:].tolist() == [[-0.5, -1.0], [-0.25, -3.0]]
+
+
+async def test_a_score_waits_for_its_turn():
+    class Engine:
+        vllm_config = engine_config()
+
+        async def generate(self, *arguments: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+            yield PLAIN
+
+    class LateTurns(Turns):
+        async def take(self) -> None:
+            await come.wait()
+
+    come = asyncio.Event()
+    scoring = asyncio.create_task(Scorer(Engine(), LateTurns()).score(TOKENS, request_id="id"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not scoring.done()
+    come.set()
+    assert (await scoring).ranks.tolist() == [NO_RANK, 3, 1]
 
 
 @pytest.mark.parametrize(
