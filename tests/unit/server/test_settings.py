@@ -1,0 +1,52 @@
+"""How much memory the logprob cache gets, by flag and by environment."""
+
+from argparse import ArgumentParser, Namespace
+
+import pytest
+
+from scoremode_server.settings import SCORE_CACHE_VARIABLE, add_arguments, score_cache_bytes
+
+MIB = 1024**2
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SCORE_CACHE_VARIABLE, raising=False)
+
+
+def parsed(*arguments: str) -> Namespace:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_512_mib_unless_something_else_is_said():
+    assert score_cache_bytes(parsed()) == 512 * MIB
+    # Stock `vllm serve` has no such flag.
+    assert score_cache_bytes(Namespace()) == 512 * MIB
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("1000", 1000), ("3K", 3072), ("16M", 16 * MIB), ("16m", 16 * MIB), ("2G", 2048 * MIB)]
+)
+def test_flag_and_environment_take_the_same_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int):
+    assert score_cache_bytes(parsed("--score-cache-bytes", text)) == size
+    monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
+    assert score_cache_bytes(parsed()) == size
+
+
+def test_the_flag_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(SCORE_CACHE_VARIABLE, "1G")
+    assert score_cache_bytes(parsed("--score-cache-bytes", "0")) == 0
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1", "1.5G", "12X", "1 G"])
+def test_what_is_no_size_is_an_error_that_names_where_it_stands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+):
+    with pytest.raises(SystemExit):
+        parsed(f"--score-cache-bytes={text}")
+    assert "--score-cache-bytes" in capsys.readouterr().err
+    monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
+    with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
+        score_cache_bytes(parsed())
