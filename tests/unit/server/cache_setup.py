@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 from fake_engine import FakeEngine, LostRequestError, expected_rows
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
@@ -15,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from scoremode_server.cache import ENTRY_BYTES, LogprobCache, Whole
 from scoremode_server.caching import NO_CACHE, CachingEngine, clear_on_changes
+from scoremode_server.completion_logprobs import LogprobsWriter, Style, openai_logprobs
 from scoremode_server.engine.packed_logprobs import PACKED
 from scoremode_server.scoring import read_score, score_params
 
@@ -56,6 +58,16 @@ class Ask:
         return params
 
 
+class Names:
+    """Stands in for `TokenStrings`: a token's text is its number."""
+
+    def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
+        return [f'"{token_id}"' for token_id in ids.ravel().tolist()]
+
+    def first_of_a_prompt(self, token_id: int) -> str:
+        return f'"{token_id}"'
+
+
 @dataclass
 class Setup:
     engine: FakeEngine
@@ -64,6 +76,7 @@ class Setup:
     num_asked: int = 0
     num_rows: int = 0
     """Rows in the answers that the cache had a part in."""
+    writer: LogprobsWriter = field(default_factory=lambda: LogprobsWriter(Names()))
 
     def __post_init__(self) -> None:
         clear_on_changes(self.engine, self.cache)
@@ -90,6 +103,7 @@ class Setup:
         weights = range(first, self.engine.weights[ask.adapter] + 1)
         assert any(self.is_right(ask, output, version) for version in weights), (ask, output.num_cached_tokens)
         assert 0 <= output.num_cached_tokens < len(ask.fed)
+        assert ask.scores or self.written(ask, output) == output.prompt_logprobs.arrays(1)[1][:, 0].tolist()
         self.num_rows += through_cache * (len(ask.token_ids) - 1)
         return output
 
@@ -104,6 +118,12 @@ class Setup:
         else:
             got = output.prompt_logprobs.arrays(width)
         return all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+    def written(self, ask: Ask, output: RequestOutput) -> list[float]:
+        """The logprobs of the prompt's tokens but the first, as JSON says them."""
+        pieces = self.writer.prompt(ask.fed, output.prompt_logprobs, ask.top + 1, Style(ask.top, as_token_ids=False))
+        logprobs: list[float] = orjson.loads(openai_logprobs(pieces))["token_logprobs"]
+        return logprobs[1:]
 
     def check_nothing_is_left(self) -> None:
         assert len(self.caching._flights) == 0

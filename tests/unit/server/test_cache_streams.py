@@ -81,6 +81,12 @@ async def test_every_answer_is_the_uncached_one_whatever_happens(seed: int):
     await run_stream(seed, 100, trouble=0.08, changes=0.04, cancels=0.1)
 
 
+@pytest.mark.parametrize("first_seed", range(10_000, 14_000, 100))
+async def test_every_answer_is_the_uncached_one_in_thousands_of_short_streams(first_seed: int):
+    for seed in range(first_seed, first_seed + 100):
+        await run_stream(seed, 12, trouble=0.08, changes=0.1, cancels=0.1)
+
+
 @pytest.mark.parametrize("seed", range(1000, 1060))
 async def test_every_answer_is_the_uncached_one_in_quiet_and_rows_are_counted_once(seed: int):
     made = await run_stream(seed, 100, trouble=0, changes=0, cancels=0)
