@@ -15,7 +15,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from scoremode_server.cache import ENTRY_BYTES, LogprobCache, Whole
-from scoremode_server.caching import NO_CACHE, CachingEngine, clear_on_changes
+from scoremode_server.caching import NO_CACHE, CachingEngine, OnCounts, clear_on_changes
 from scoremode_server.completion_logprobs import LogprobsWriter, Style, openai_logprobs
 from scoremode_server.engine.packed_logprobs import PACKED
 from scoremode_server.scoring import read_score, score_params
@@ -72,6 +72,7 @@ class Names:
 class Setup:
     engine: FakeEngine
     cache: LogprobCache
+    on_counts: OnCounts = None
     caching: CachingEngine = field(init=False)
     num_asked: int = 0
     num_rows: int = 0
@@ -79,8 +80,8 @@ class Setup:
     writer: LogprobsWriter = field(default_factory=lambda: LogprobsWriter(Names()))
 
     def __post_init__(self) -> None:
-        clear_on_changes(self.engine, self.cache)
-        self.caching = CachingEngine(self.engine, self.cache)
+        clear_on_changes(self.engine, self.cache, self.on_counts)
+        self.caching = CachingEngine(self.engine, self.cache, self.on_counts)
 
     async def ask(self, ask: Ask) -> RequestOutput:
         """Ask, and hold every row of the answer against what it has to be."""

@@ -6,7 +6,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from scoremode_server.cache import LogprobCache
 from scoremode_server.cache_metrics import CacheMetrics
-from scoremode_server.caching import CachingEngine, clear_on_changes
 
 
 def shown(registry: CollectorRegistry) -> dict[str, float]:
@@ -36,10 +35,7 @@ def test_metrics_show_the_counts_under_the_names_that_are_documented():
 
 async def test_bytes_are_none_after_the_rows_were_dropped():
     registry = CollectorRegistry()
-    metrics = CacheMetrics(registry)
-    made = Setup(FakeEngine(SIZE, "v2"), LogprobCache(SIZE, ROOM))
-    clear_on_changes(made.engine, made.cache, metrics.update)
-    made.caching = CachingEngine(made.engine, made.cache, metrics.update)
+    made = Setup(FakeEngine(SIZE, "v2"), LogprobCache(SIZE, ROOM), CacheMetrics(registry).update)
     await made.ask(Ask(list(range(40))))
     assert shown(registry)["scoremode_score_cache_bytes"] == made.cache.num_bytes > 0
     await made.engine.reset_prefix_cache()
