@@ -35,7 +35,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 from shapes import write_shape  # noqa: E402
 
 from local_server import CPU_ENVIRONMENT, has_gpu  # noqa: E402
-from scoremode_server.cli import allowed_plugins  # noqa: E402
+from scoremode_server.settings import allowed_plugins  # noqa: E402
 
 BARS = {"8b": 0.92, "8b-w4a16": 0.92, "1b": 0.75}
 COUNTS = {"tiny": 2}

@@ -29,9 +29,9 @@ if not torch.cuda.is_available():
 
 import triton  # noqa: E402
 
-from scoremode_server.engine import fused_logprobs, vocabulary_kernels  # noqa: E402
-from scoremode_server.engine.reduced_rows import ReducedRows  # noqa: E402
-from scoremode_server.engine.tiling import Tiling  # noqa: E402
+from scoremode_server.kernels import fused_logprobs, triton_kernels  # noqa: E402
+from scoremode_server.kernels.reduced_rows import ReducedRows  # noqa: E402
+from scoremode_server.kernels.tiling import Tiling  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(49152, 576), (128256, 2048), (128256, 4096), (262144, 2048)]
@@ -164,7 +164,7 @@ def sweep(report: Report, vocabs: list[int], rows: int, bandwidth: float) -> Non
     for tiling in TILINGS:
         times: list[Any] = []
         for logits, vocab in zip(made_logits, vocabs, strict=True):
-            run = partial(vocabulary_kernels.reduce_rows, logits, 0, vocab, reduced, tiling)
+            run = partial(triton_kernels.reduce_rows, logits, 0, vocab, reduced, tiling)
             try:
                 times.append(milliseconds(run))
             except Exception as error:

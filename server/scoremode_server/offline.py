@@ -1,12 +1,66 @@
 """Score mode without a server: `score` on a `vllm.LLM`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from vllm import LLM, SamplingParams, TokensPrompt
+import numpy as np
+from vllm import LLM, TokensPrompt
+from vllm.outputs import RequestOutput
 
-from scoremode_server.limits import Limits
-from scoremode_server.scoring import SequenceScore, check_engine, read_score, score_params, unscored
-from scoremode_server.text import as_prompts
+from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.rows import NO_RANK, Rows, missing_row, read_rows
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.scorer import check_engine
+from scoremode_server.scoring.tokenizer import as_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceScore:
+    """Scores of one sequence of n tokens; every array runs over its tokens.
+
+    A sequence's first token has no context, so it has no logprob: NaN, with rank `NO_RANK`.
+    """
+
+    token_ids: list[int]
+    logprobs: np.ndarray
+    """[n] float32, nats: log p(t_i | t_<i)."""
+    ranks: np.ndarray
+    """[n] int32: how many tokens of the vocabulary are at least as likely, 1 for the likeliest."""
+    top_token_ids: np.ndarray
+    """[n, k] int32, likeliest first."""
+    top_logprobs: np.ndarray
+    """[n, k] float32, nats."""
+    num_cached_tokens: int
+    """Tokens whose keys and values the engine took from its prefix cache."""
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], rows: Rows, num_cached_tokens: int = 0) -> "SequenceScore":
+        """Of the rows of every token but the first."""
+        return cls(
+            token_ids=list(token_ids),
+            logprobs=_after_first(rows.logprobs[:, 0], np.nan),
+            ranks=_after_first(rows.ranks, NO_RANK),
+            top_token_ids=_after_first(rows.token_ids[:, 1:], NO_RANK),
+            top_logprobs=_after_first(rows.logprobs[:, 1:], np.nan),
+            num_cached_tokens=num_cached_tokens,
+        )
+
+
+def _after_first(values: np.ndarray, fill: float) -> np.ndarray:
+    """`values`, which start at a sequence's second token, after `fill` for the first."""
+    return np.concatenate([np.full_like(values, fill, shape=(1, *values.shape[1:])), values])
+
+
+def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutput) -> SequenceScore:
+    """The scores of `token_ids` in the output of a request made with `score_params`.
+
+    Raises:
+        EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
+    """
+    rows, num_lacking = read_rows(token_ids, len(token_ids) - 1, top_logprobs + 1, output)
+    if num_lacking:
+        raise missing_row(num_lacking)
+    return SequenceScore.of(token_ids, rows, output.num_cached_tokens or 0)
 
 
 def score(
@@ -34,10 +88,13 @@ def score(
     for index, token_ids in enumerate(sequences):
         limits.check_sequence(token_ids, f"prompt[{index}]")
     fed = [token_ids for token_ids in sequences if len(token_ids) > 1]
-    params: list[SamplingParams] = [score_params(token_ids, top_logprobs) for token_ids in fed]
+    params = [score_params(token_ids, top_logprobs) for token_ids in fed]
     prompts_fed = [TokensPrompt(prompt_token_ids=token_ids[:-1]) for token_ids in fed]
     outputs = iter(llm.generate(prompts_fed, params, use_tqdm=use_tqdm) if fed else ())
+    nothing = Rows.empty(0, top_logprobs + 1)
     return [
-        read_score(token_ids, top_logprobs, next(outputs)) if len(token_ids) > 1 else unscored(token_ids, top_logprobs)
+        read_score(token_ids, top_logprobs, next(outputs))
+        if len(token_ids) > 1
+        else SequenceScore.of(token_ids, nothing)
         for token_ids in sequences
     ]

@@ -7,7 +7,7 @@ import pytest
 
 from scoremode import ScoreClient
 
-BUDGET_BYTES = 256 * 1024**2
+LOGPROB_BYTES = 256 * 1024**2
 
 
 def metric(server: str, name: str) -> float:
@@ -82,4 +82,4 @@ def test_times_are_seconds_that_passed(client: ScoreClient, server: str, tokens:
 
 
 def test_the_memory_for_logprobs_is_told(server: str):
-    assert metric(server, "logprob_working_bytes") == BUDGET_BYTES
+    assert metric(server, "logprob_working_bytes") == LOGPROB_BYTES

@@ -13,7 +13,8 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from scoremode_server import score
-from scoremode_server.engine import bounded_logprobs
+from scoremode_server.settings import LOGPROB_BYTES
+from scoremode_server.vllm_patches import runner_v1
 from tests import models, oracle
 
 MEBIBYTE = 1024**2
@@ -128,7 +129,7 @@ def test_a_large_vocabulary_stays_within_the_budget(tmp_path: Path):
         engine.llm_engine.engine_core.shutdown()
     print(f"peak growth: {bounded_growth / MEBIBYTE:,.0f} MiB bounded, {unbounded_growth / MEBIBYTE:,.0f} MiB not")
     assert np.abs(bounded - unbounded).max() < 1e-5
-    assert bounded_growth < bounded_logprobs.BUDGET_BYTES + TOLERANCE
+    assert bounded_growth < LOGPROB_BYTES + TOLERANCE
     # Both tensors, less what of them lands in pages that were resident before.
     assert unbounded_growth > 0.95 * UNBOUNDED_BYTES
 
@@ -167,7 +168,7 @@ def profile(worker: Any) -> None:
 def unbound(worker: Any) -> None:
     """Let this engine have all the memory it wants."""
     runner = worker.model_runner
-    runner._get_prompt_logprobs_dict = lambda *step: bounded_logprobs._prompt_logprobs_v1(runner, *step, 1 << 60)
+    runner._get_prompt_logprobs_dict = lambda *step: runner_v1.prompt_logprobs(runner, *step, 1 << 60)
 
 
 def reset_peak(worker: Any) -> None:

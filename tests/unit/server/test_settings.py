@@ -1,10 +1,16 @@
-"""How much memory the logprob cache gets, by flag and by environment."""
+"""How much memory cached logprobs get, and the working memory for computing them, by flag and by environment."""
 
 from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from scoremode_server.settings import SCORE_CACHE_VARIABLE, add_arguments, score_cache_bytes
+from scoremode_server.settings import (
+    LOGPROB_VARIABLE,
+    SCORE_CACHE_VARIABLE,
+    add_arguments,
+    logprob_bytes,
+    score_cache_bytes,
+)
 
 MIB = 1024**2
 
@@ -12,6 +18,7 @@ MIB = 1024**2
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SCORE_CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv(LOGPROB_VARIABLE, raising=False)
 
 
 def parsed(*arguments: str) -> Namespace:
@@ -50,3 +57,16 @@ def test_what_is_no_size_is_an_error_that_names_where_it_stands(
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
     with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
         score_cache_bytes(parsed())
+
+
+def test_working_memory_for_prompt_logprobs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    assert logprob_bytes() == 256 * MIB
+    monkeypatch.setenv(LOGPROB_VARIABLE, "1048576")
+    assert logprob_bytes() == MIB
+
+
+@pytest.mark.parametrize("setting", ["256M", "-1", "", "0"])
+def test_working_memory_that_is_no_number_of_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str):
+    monkeypatch.setenv(LOGPROB_VARIABLE, setting)
+    with pytest.raises(ValueError, match=LOGPROB_VARIABLE):
+        logprob_bytes()

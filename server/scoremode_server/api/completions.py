@@ -1,0 +1,73 @@
+"""`POST /v1/completions`: scoring requests written fast, everything else vLLM's."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from vllm.entrypoints.openai.completion import api_router as stock
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
+
+from scoremode_server.api.responses import WrittenJSONResponse
+from scoremode_server.app import scoremode_state
+from scoremode_server.completions.requests import ScoringRequestReader, is_scoring
+
+
+class CompletionsRoute(APIRoute):
+    """A route on which scoring requests of token ids go past FastAPI's reading of the body."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        reader = ScoringRequestReader()
+
+        async def handle_scoring_first(raw_request: Request) -> Response:
+            scoring = reader.read(await raw_request.body()) if await _is_json(raw_request) else None
+            if scoring is None:
+                return await handle(raw_request)
+            response: Response = await _create_scoring_completion(scoring, raw_request)
+            return response
+
+        return handle_scoring_first
+
+
+async def _is_json(raw_request: Request) -> bool:
+    try:
+        await validate_json_request(raw_request)
+    except RequestValidationError:
+        return False
+    return True
+
+
+router = APIRouter(route_class=CompletionsRoute)
+
+
+@router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses={
+        200: {"content": {"text/event-stream": {}}},
+        400: {"model": ErrorResponse},
+        404: {"model": ErrorResponse},
+        500: {"model": ErrorResponse},
+    },
+)
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
+    """OpenAI's completions, as vLLM serves them."""
+    handle = _create_scoring_completion if is_scoring(request) else stock.create_completion
+    response: Response = await handle(request, raw_request)
+    return response
+
+
+@with_cancellation
+@load_aware_call
+async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
+    result = await scoremode_state(raw_request).completions.create_completion(request, raw_request)
+    if isinstance(result, ErrorResponse):
+        return JSONResponse(result.model_dump(), status_code=result.error.code)
+    format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+    return WrittenJSONResponse(result, headers=metrics_header(format_wanted))

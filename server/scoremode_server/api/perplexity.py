@@ -1,0 +1,203 @@
+"""`POST /v1/perplexity`: a text's perplexity, cut into windows here, whole or as a stream of progress."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from math import fsum
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import StreamingResponse
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.logger import init_logger
+from vllm.utils import random_uuid
+
+from scoremode.metrics import count_words, text_metrics
+from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, Usage
+from scoremode.windows import WindowError, resolve_context_length, resolve_stride
+from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.responses import LAST_EVENT, ArrayJSONResponse, event
+from scoremode_server.api.score import ERROR_RESPONSES
+from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.errors import RequestError
+from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow, RunningPerplexity, plan_windows
+
+logger = init_logger("vllm.scoremode.perplexity")
+
+router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Tokens of one text, and the text that they are of; None where only token ids were given."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request, ready to run."""
+
+    request: PerplexityRequest
+    request_id: str
+    model_name: str
+    context_length: int
+    stride: int
+    documents: list[Document]
+    windows: list[PlannedWindow]
+    run: PerplexityRun
+
+
+@router.post(
+    "/v1/perplexity",
+    dependencies=[Depends(validate_json_request)],
+    response_model=PerplexityResponse,
+    responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
+    summary="Perplexity of given text",
+)
+@with_cancellation
+@load_aware_call
+async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
+    """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
+    job = await prepare(request, scoremode_state(raw_request))
+    if request.stream:
+        return StreamingResponse(_stream(job), media_type="text/event-stream")
+    async with aclosing(job.run.scored_windows()) as windows:
+        async for _ in windows:
+            pass
+    return ArrayJSONResponse(_response(job).model_dump())
+
+
+async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
+    """Check a request, tokenize its texts and cut their windows.
+
+    Raises:
+        RequestError: a field is at fault, or the text is too short for the method.
+    """
+    model = await state.models.resolve(request.model)
+    try:
+        context_length = resolve_context_length(request.method, request.context_length, state.limits.max_model_len)
+        stride = resolve_stride(request.method, context_length, request.stride)
+        documents = await _documents(request, state)
+        windows = plan_windows(
+            [document.token_ids for document in documents],
+            request.method,
+            context_length,
+            stride,
+            prefix_token_id=state.info.prefix_token_id,
+            bos_token_id=state.info.chunk_token_id,
+        )
+    except WindowError as error:
+        raise RequestError(str(error), error.field) from None
+    if not windows:
+        raise RequestError(
+            f"no token can be scored: {_field(request)} has {sum(len(document.token_ids) for document in documents)} "
+            f"tokens, too few for method {request.method!r} with context_length {context_length}",
+            _field(request),
+        )
+    request_id = f"ppl-{random_uuid()}"
+    run = PerplexityRun(
+        state.scorer, windows, request_id=request_id, max_concurrent=state.max_concurrent_windows, lora=model.lora
+    )
+    return Job(request, request_id, model.name, context_length, stride, documents, windows, run)
+
+
+def _field(request: PerplexityRequest) -> str:
+    return "prompt" if request.texts is None else "texts"
+
+
+async def _documents(request: PerplexityRequest, state: ScoremodeState) -> list[Document]:
+    """The texts of a request, cut off after `max_tokens` tokens in all."""
+    if (request.prompt is None) == (request.texts is None):
+        raise RequestError("give either prompt, one text, or texts, several", "prompt")
+    if isinstance(request.prompt, list):
+        whole = [Document(request.prompt, None)]
+    else:
+        texts = [request.prompt] if request.prompt is not None else request.texts or []
+        encoded = await state.tokenizer.encode_all(texts, request.adds_special_tokens) if texts else []
+        whole = [Document(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
+    for document in whole:
+        if document.token_ids:
+            state.limits.check_vocabulary(document.token_ids, _field(request))
+    return await _cut_off(whole, request.max_tokens, request.adds_special_tokens, state)
+
+
+async def _cut_off(
+    documents: list[Document], max_tokens: int | None, adds_special_tokens: bool, state: ScoremodeState
+) -> list[Document]:
+    """The first `max_tokens` tokens of documents, with the text that they are of."""
+    if max_tokens is None:
+        return documents
+    kept = []
+    for document in documents:
+        token_ids = document.token_ids[:max_tokens]
+        max_tokens -= len(token_ids)
+        if len(token_ids) < len(document.token_ids) and document.text is not None:
+            special = adds_special_tokens and token_ids[:1] == [state.info.chunk_token_id]
+            document = Document(token_ids, await state.tokenizer.decode(token_ids[special:]) if token_ids else "")
+        kept.append(Document(token_ids, document.text))
+    return kept
+
+
+async def _stream(job: Job) -> AsyncGenerator[bytes, None]:
+    """An event for each window, in order; then the result."""
+    running = RunningPerplexity()
+    try:
+        async with aclosing(job.run.scored_windows()) as windows:
+            index = 0
+            async for nlls in windows:
+                nll_sum = fsum(nlls)
+                progress = PerplexityWindow(
+                    index=index,
+                    num_windows=len(job.windows),
+                    num_scored=len(nlls),
+                    nll_sum=nll_sum,
+                    perplexity=running.add(nll_sum, len(nlls)),
+                    total_scored=running.num_scored,
+                )
+                yield event(progress.model_dump())
+                index += 1
+        yield event(_response(job).model_dump())
+    except Exception as error:
+        # The status line is long gone, so the error has to travel as an event.
+        logger.exception("Perplexity request %s failed", job.request_id)
+        yield event(create_error_response(error).model_dump())
+    yield LAST_EVENT
+
+
+def _response(job: Job) -> PerplexityResponse:
+    """The result of a run that is through."""
+    result = job.run.result()
+    num_tokens = sum(len(document.token_ids) for document in job.documents)
+    texts = [document.text for document in job.documents if document.text]
+    num_bytes = sum(len(text.encode()) for text in texts) or None
+    num_words = sum(count_words(text) for text in texts) or None
+    of_text = None
+    if num_bytes is not None and num_words is not None:
+        of_text = text_metrics(
+            result, job.request.method, num_tokens=num_tokens, num_bytes=num_bytes, num_words=num_words
+        )
+    fed = sum(len(planned.window.token_ids(planned.document)) for planned in job.windows)
+    return PerplexityResponse(
+        id=job.request_id,
+        created=int(time.time()),
+        model=job.model_name,
+        method=job.request.method,
+        context_length=job.context_length,
+        stride=job.stride,
+        perplexity=result.perplexity,
+        perplexity_stderr=result.perplexity_stderr,
+        nll_sum=result.nll_sum,
+        nll_mean=result.nll_mean,
+        nll_stderr=result.nll_stderr,
+        bits_per_byte=None if of_text is None else of_text.bits_per_byte,
+        word_perplexity=None if of_text is None else of_text.word_perplexity,
+        num_tokens=num_tokens,
+        num_scored=result.num_scored,
+        num_windows=len(job.windows),
+        num_bytes=num_bytes,
+        num_words=num_words,
+        usage=Usage(prompt_tokens=fed, cached_tokens=job.run.num_cached_tokens, total_tokens=fed),
+    )

@@ -1,0 +1,115 @@
+"""What the routes share, made once when the server starts."""
+
+import asyncio
+import gc
+import importlib.metadata
+from dataclasses import dataclass
+
+import vllm
+from fastapi import Request
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
+from vllm.envs import enable_envs_cache
+from vllm.inputs import tokens_input
+
+from scoremode.protocol import ServerInfo
+from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
+from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.scorer import Scorer, check_engine
+from scoremode_server.scoring.tokenizer import Tokenizer
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.settings import logprob_bytes
+from scoremode_server.vllm_patches.served_models import ServedModels
+
+GC_THRESHOLD = 20_000
+"""Containers made and not yet freed before Python looks for cycles among them, 700 by default. In-flight requests hold
+lists of token ids, and each look goes through all of them: it took 6 % of the event loop's time in requests of 701
+tokens, 64 in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoremodeState:
+    """The server's parts; `app.state.scoremode`."""
+
+    scorer: Scorer
+    tokenizer: Tokenizer
+    completions: ScoringCompletions
+    models: ServedModels
+    limits: Limits
+    info: ServerInfo
+    max_concurrent_windows: int
+    """Windows of one perplexity request that are with the engine at once: as many as it runs in a step."""
+
+
+async def make_state(client: EngineClient, state: State, score_cache_bytes: int) -> ScoremodeState:
+    """Assemble the parts on an engine and vLLM's own app state, with rows cached in at most so many bytes.
+
+    Raises:
+        ValueError: the server was started with a setting that makes logprobs something else.
+    """
+    check_engine(client.vllm_config)
+    limits = Limits.of(client.model_config)
+    await _warm_up(client, limits)
+    store = make_store(client.vllm_config, score_cache_bytes)
+    engine = ScoringEngine(client, store, Metrics(logprob_bytes()))
+    tokenizer = Tokenizer(client.renderer)
+    if client.renderer.tokenizer is not None:
+        await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
+    turns = Turns()
+    models = ServedModels(state.openai_serving_models, client.model_config)
+    return ScoremodeState(
+        scorer=Scorer(engine, turns),
+        tokenizer=tokenizer,
+        completions=ScoringCompletions(state.openai_serving_completion, engine, tokenizer.strings, turns),
+        models=models,
+        limits=limits,
+        info=await _server_info(client, limits, tokenizer, models),
+        max_concurrent_windows=client.vllm_config.scheduler_config.max_num_seqs,
+    )
+
+
+async def _server_info(client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels) -> ServerInfo:
+    return ServerInfo(
+        scoremode_version=importlib.metadata.version("scoremode"),
+        vllm_version=vllm.__version__,
+        model=(await models.resolve(None)).name,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        max_top_logprobs=limits.max_top_logprobs,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        adds_bos=await tokenizer.adds_bos(),
+        dtype=str(client.model_config.dtype).removeprefix("torch."),
+        quantization=client.model_config.quantization,
+    )
+
+
+async def _warm_up(client: EngineClient, limits: Limits) -> None:
+    """Score something, so that kernels which are compiled on first use are not compiled in a user's first request.
+
+    It goes past the metrics, which count users' requests.
+    """
+    for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
+        params = score_params([0, 1, 0], top_logprobs)
+        async for _ in client.generate(tokens_input([0, 1]), params, f"scoremode-warm-up-{top_logprobs}"):
+            pass
+
+
+def prepare_process() -> None:
+    """Tell this API server process once what leaves its event loop less to do beside its requests: look for garbage
+    less often, and read each of vLLM's environment variables once, as vLLM's engine processes do.
+
+    Objects without cycles are freed at once as ever; those with cycles wait a little longer.
+    """
+    _, *older = gc.get_threshold()
+    gc.set_threshold(GC_THRESHOLD, *older)
+    enable_envs_cache()
+
+
+def scoremode_state(request: Request) -> ScoremodeState:
+    """The state of the app that a request came to."""
+    state: ScoremodeState = request.app.state.scoremode
+    return state

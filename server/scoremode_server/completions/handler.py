@@ -1,0 +1,202 @@
+"""OpenAI completions that score: what vLLM's handler does, without an object for every token.
+
+`echo` with `logprobs` is how lm-eval and others ask for scores. vLLM's own handler gives the parts: it validates,
+tokenizes, picks the adapter, makes the sampling parameters and builds the response. The logprobs, which hold something
+for every token, are written as JSON from the engine's arrays.
+"""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from fastapi import Request
+from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
+from vllm.outputs import CompletionOutput
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, Written, openai_logprobs, prompt_logprobs
+from scoremode_server.completions.prompt_texts import PromptTexts
+from scoremode_server.errors import UnfinishedError
+from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.run import RowsRequest
+from scoremode_server.rows import read_columns
+from scoremode_server.scoring.scorer import gather
+from scoremode_server.scoring.token_strings import TokenStrings
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.output_processor import ScoringParams
+
+DECODED_AT_ONCE = 8192
+"""Tokens of a request that are decoded, to echo their text, on the event loop: some two milliseconds. vLLM decodes all
+in a thread, which for short prompts takes longer than decoding."""
+
+
+class ScoringCompletions:
+    """Answers the requests that `is_scoring` picks out, with the parts of vLLM's completions handler.
+
+    It returns bytes of JSON, where vLLM's returns an object that has yet to be written.
+    """
+
+    def __init__(
+        self, stock: OpenAIServingCompletion, engine: ScoringEngine, strings: TokenStrings, turns: Turns
+    ) -> None:
+        self._stock = stock
+        self._engine = engine
+        self._turns = turns
+        self._writer = LogprobsWriter(strings, engine.block_size)
+        self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
+
+    async def create_completion(self, request: CompletionRequest, raw_request: Request) -> bytes | ErrorResponse:
+        """The response as JSON, or the error that vLLM's handler would return."""
+        answering = self._create_completion(request, raw_request)
+        result: bytes | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
+            answering, request, raw_request
+        )
+        return result
+
+    async def _create_completion(self, request: CompletionRequest, raw_request: Request) -> bytes | ErrorResponse:
+        stock = self._stock
+        inputs = await self._render(request)
+        if isinstance(inputs, ErrorResponse):
+            return inputs
+        metadata = RequestResponseMetadata(request_id=f"cmpl-{stock._base_request_id(raw_request, request.request_id)}")
+        created = int(time.time())
+        raw_request.state.request_metadata = metadata
+        options = {
+            "lora_request": stock._maybe_get_adapters(request),
+            "trace_headers": await stock._get_trace_headers(raw_request.headers),
+            "priority": stock._get_priority(request, raw_request),
+            "data_parallel_rank": stock._get_data_parallel_rank(raw_request),
+            "session_id": stock._get_session_id(request, raw_request),
+        }
+        asked = [
+            self._rows_request(request, prompt, f"{metadata.request_id}-{index}", options)
+            for index, prompt in enumerate(inputs)
+        ]
+        try:
+            answers = await gather([self._engine.rows(rows_request) for rows_request in asked])
+        except UnfinishedError as error:
+            stock._raise_if_error(error.finish_reason, metadata.request_id)
+            raise
+        await self._turns.take()
+        for prompt, answer in zip(inputs, answers, strict=True):
+            if answer.output.prompt is None and not request.return_token_ids:
+                answer.output.prompt = self._prompt_text(prompt, answer)
+        model_name = stock.models.model_name(options["lora_request"])
+        return self._response(answers, request, created, model_name, metadata)
+
+    async def _render(self, request: CompletionRequest) -> Any:
+        """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""
+        stock = self._stock
+        prompts = _token_prompts(request)
+        if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
+            return await stock.render_completion_request(request)
+        error = await stock._check_model(request)
+        if error is not None:
+            return error
+        stock._preflight(request.n or 1)
+        return stock.renderer.render_cmpl(
+            [parse_model_prompt(stock.model_config, prompt) for prompt in prompts],
+            replace(request.build_tok_params(stock.model_config), needs_detokenization=False),
+            prompt_extras={} if request.cache_salt is None else {"cache_salt": request.cache_salt},
+        )
+
+    def _rows_request(
+        self, request: CompletionRequest, prompt: Any, request_id: str, options: dict[str, Any]
+    ) -> RowsRequest:
+        params = self._params(request, prompt)
+        token_ids = self._stock._extract_prompt_components(prompt).token_ids
+        self._stock._log_inputs(request_id, prompt, params=params, lora_request=options["lora_request"])
+        moved_between_engines = "kv_transfer_params" in (params.extra_args or {})
+        return RowsRequest(
+            request_id,
+            token_ids,
+            len(token_ids),
+            prompt,
+            params,
+            use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
+            options=options,
+        )
+
+    def _params(self, request: CompletionRequest, prompt: Any) -> ScoringParams:
+        stock = self._stock
+        max_tokens = get_max_tokens(
+            stock.model_config.max_model_len,
+            request.max_tokens,
+            stock._extract_prompt_len(prompt),
+            stock.default_sampling_params,
+            stock.override_max_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+        )
+        params = ScoringParams.of(request.to_sampling_params(max_tokens, stock.default_sampling_params))
+        params.flat_logprobs = True
+        return params
+
+    def _prompt_text(self, prompt: Any, answer: Answer) -> str | None:
+        text: str | None = self._stock._extract_prompt_text(prompt)
+        if text is not None or self._stock.renderer.tokenizer is None:
+            return text
+        return self._texts.text(answer.output.prompt_token_ids, answer.block_hashes[: answer.num_cached_blocks])
+
+    def _response(
+        self,
+        answers: list[Answer],
+        request: CompletionRequest,
+        created: int,
+        model_name: str,
+        metadata: RequestResponseMetadata,
+    ) -> bytes:
+        """vLLM builds all of it but the logprobs, which it is not shown."""
+        outputs = [answer.output for answer in answers]
+        for output in outputs:
+            output.prompt_logprobs = None
+        response: CompletionResponse = self._stock.request_output_to_completion_response(
+            outputs,
+            request.model_copy(update={"logprobs": None}),
+            metadata.request_id,
+            created,
+            model_name,
+            self._stock.renderer.tokenizer,
+            metadata,
+        )
+        content = response.model_dump()
+        choices = iter(content["choices"])
+        style = Style(num_top=request.logprobs, as_token_ids=self._as_token_ids(request))
+        for answer in answers:
+            of_prompt = self._writer.prompt(
+                answer.output.prompt_token_ids, answer.rows, answer.block_hashes, answer.num_cached_blocks, style
+            )
+            full = orjson.Fragment(prompt_logprobs(of_prompt))
+            for completion in answer.output.outputs:
+                of_sampled = [] if request.max_tokens == 0 else [self._of_sampled(completion, style)]
+                choice = next(choices)
+                choice["prompt_logprobs"] = full
+                choice["logprobs"] = orjson.Fragment(openai_logprobs(of_prompt + of_sampled))
+        return orjson.dumps(content)
+
+    def _of_sampled(self, completion: CompletionOutput, style: Style) -> Written:
+        """The one token that was sampled."""
+        num_columns = len(completion.logprobs.token_ids) if completion.logprobs else 1
+        return self._writer.sampled(read_columns(completion.logprobs, num_columns), style)
+
+    def _as_token_ids(self, request: CompletionRequest) -> bool:
+        asked = request.return_tokens_as_token_ids
+        return bool(self._stock.return_tokens_as_token_ids if asked is None else asked)
+
+
+def _token_prompts(request: CompletionRequest) -> list[list[int]]:
+    """The prompts of a request that gives them as token ids and wants them echoed as text, whole; none of any other."""
+    prompts: Any = request.prompt
+    if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
+        return []
+    match prompts:
+        case [int(), *_]:
+            return [prompts]
+        case [list(), *_]:
+            return list(prompts)
+        case _:
+            return []

@@ -1,0 +1,72 @@
+"""Prompt logprobs from one pass over the logits, in chunks of rows.
+
+vLLM's V2 runner reads a row of logits twice for its logprob, once for its rank, and several times for the top k. Here
+one kernel reads it once and leaves a few numbers; what follows is small and done for all rows together.
+
+Under tensor parallelism every rank of vLLM's gathers the rows of all others first. Here a rank keeps to its own part of
+the vocabulary. It has to know the targets' logits, to count what is as high, so these go around for each chunk, and the
+few numbers of all rows at the end.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.tensor_parallel import Shard, gather_rows, share_targets
+from scoremode_server.kernels.working_memory import TILE_ROWS
+
+MAX_TOP = 64
+"""Likeliest tokens a position that are found this way; vLLM's own way finds more."""
+
+
+def chunk_rows(rows: int, limit: int) -> int:
+    """Rows of a chunk, of `rows` in all (at least one) and at most `limit` at a time: as few chunks as can be, of equal
+    size in whole tiles, so that none is left whose projection reads all weights for a few rows."""
+    share = math.ceil(rows / math.ceil(rows / limit))
+    return min(limit, math.ceil(share / TILE_ROWS) * TILE_ROWS)
+
+
+def compute(
+    targets: torch.Tensor,
+    hidden_states: torch.Tensor,
+    logits_fn: Callable[[torch.Tensor], torch.Tensor],
+    num_top: int,
+    limit: int,
+    shard: Shard | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Score the target of every row.
+
+    Args:
+        targets: [rows] tokens.
+        hidden_states: [rows, hidden].
+        logits_fn: [rows, hidden] -> logits [rows, vocabulary].
+        num_top: likeliest tokens, 0 to `MAX_TOP`.
+        limit: rows whose logits are held at a time.
+        shard: whose logits `logits_fn` gives, where it does not give all; every rank of its group must come here at the
+            same time, with the same rows, `num_top` and `limit`.
+
+    Returns:
+        Tokens [rows, num_top + 1] int32, the target before the likeliest; their logprobs in nats, float32, NaN where a
+        row has a NaN; ranks of the targets [rows] int32: how many logits are as high, so 1 for the highest.
+    """
+    from scoremode_server.kernels import triton_kernels
+
+    rows = len(targets)
+    reduced = ReducedRows.empty(rows, num_top, targets.device)
+    step = chunk_rows(max(rows, 1), limit)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        logits = logits_fn(hidden_states[part])
+        first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
+        chunk = reduced[part]
+        triton_kernels.take_targets(logits, targets[part], first, columns, chunk)
+        if shard:
+            share_targets(shard.group, chunk)
+        triton_kernels.reduce_rows(logits, first, columns, chunk)
+        # The next chunk's are computed where these were.
+        del logits
+    if shard:
+        reduced = gather_rows(shard.group, reduced)
+    return reduced.tokens, reduced.logprobs(), reduced.ranks

@@ -1,0 +1,85 @@
+"""Reduced rows of a vocabulary that is divided among ranks: what they tell each other, and how it is put together."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from scoremode_server.kernels.reduced_rows import ReducedRows
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of the vocabulary.
+
+    Attributes:
+        first: token of the first of this rank's columns.
+        columns: that are tokens; those after them are padding.
+        group: vLLM's group of the ranks that hold all parts.
+    """
+
+    first: int
+    columns: int
+    group: Any
+
+
+def all_ranks_agree(group: Any, yes: bool) -> bool:
+    """Whether it is so on every rank."""
+    answers = group.all_gather(torch.tensor([int(yes)], dtype=torch.int32, device=group.device), 0)
+    return bool(answers.all())
+
+
+def share_targets(group: Any, rows: ReducedRows) -> None:
+    """Let every rank have the logits of the targets, which all but one lack (-inf)."""
+    logits = rows.logits[:, 0].contiguous()
+    rows.logits[:, 0] = group.all_gather(logits, 0).view(group.world_size, -1).amax(0)
+
+
+def gather_rows(group: Any, rows: ReducedRows) -> ReducedRows:
+    """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
+    words = to_words(rows)
+    gathered = group.all_gather(words, 0).view(group.world_size, *words.shape)
+    return merge([from_words(part) for part in gathered])
+
+
+def to_words(rows: ReducedRows) -> torch.Tensor:
+    """[rows, 5 + 2k] int32, the bits of what is float32."""
+    numbers = torch.cat((rows.logits, rows.maxima[:, None], rows.sums[:, None]), 1)
+    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32)), 1)
+
+
+def from_words(words: torch.Tensor) -> ReducedRows:
+    """The reverse of `to_words`, as views."""
+    num_columns = (words.shape[1] - 3) // 2
+    numbers = words[:, num_columns + 1 :].view(torch.float32)
+    return ReducedRows(
+        words[:, :num_columns], numbers[:, :num_columns], numbers[:, -2], numbers[:, -1], words[:, num_columns]
+    )
+
+
+def merge(shards: list[ReducedRows]) -> ReducedRows:
+    """Rows of a vocabulary from those of its parts, which all have the targets' logits."""
+    maxima = torch.stack([shard.maxima for shard in shards])
+    maximum = maxima.amax(0)
+    # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
+    scales = torch.exp(maxima - maximum.masked_fill(maximum == -math.inf, 0.0))
+    tokens, logits = _top(shards)
+    return ReducedRows(
+        tokens=torch.cat((shards[0].tokens[:, :1], tokens), 1),
+        logits=torch.cat((shards[0].logits[:, :1], logits), 1),
+        maxima=maximum,
+        sums=(torch.stack([shard.sums for shard in shards]) * scales).sum(0),
+        ranks=torch.stack([shard.ranks for shard in shards]).sum(0, dtype=torch.int32),
+    )
+
+
+def _top(shards: list[ReducedRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits [rows, k] of the k highest among each part's k."""
+    tokens = torch.cat([shard.tokens[:, 1:] for shard in shards], 1)
+    logits = torch.cat([shard.logits[:, 1:] for shard in shards], 1)
+    # Tokens of probability 0 come before those that a part with fewer than k does not have.
+    order = logits.clamp(min=LOWEST).masked_fill_(tokens < 0, -math.inf).topk(shards[0].num_top).indices
+    return tokens.gather(1, order), logits.gather(1, order)

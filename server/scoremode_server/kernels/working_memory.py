@@ -1,0 +1,98 @@
+"""Working memory of prompt logprobs, in bytes a row of logits, and how many rows a budget holds."""
+
+import math
+from dataclasses import dataclass
+
+from scoremode_server.kernels.tiling import TILING
+
+RESERVED_TOP = 20
+"""Likeliest tokens a position that are counted and reserved: vLLM's default `max_logprobs`."""
+
+FLOAT32_BYTES = 4
+VOCABULARY_PADDING = 64
+"""vLLM pads the rows of the vocabulary projection to a multiple of this."""
+
+RESULT_BYTES = 28
+"""Per token returned: top-k values and indices (4 + 8), both again with the actual token before them, indices as int32
+(4 + 8 + 4)."""
+
+TOP_K_BYTES = 1
+"""Per vocabulary entry: CUDA's multi-block top-k counts in 512 bytes for every 1,024 entries or more."""
+
+TILE_ROWS = 128
+"""Rows that the projection's kernels compute together; part of a tile costs as much as all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsShape:
+    """What decides the size of one row of logits.
+
+    Attributes:
+        vocab_size: entries, before padding.
+        logit_bytes: of one logit as the projection leaves it, in the dtype of the model's head.
+        tensor_parallel_size: ranks that the vocabulary is divided among.
+    """
+
+    vocab_size: int
+    logit_bytes: int
+    tensor_parallel_size: int = 1
+
+    @property
+    def padded(self) -> int:
+        """Entries of a row in memory."""
+        return math.ceil(self.vocab_size / VOCABULARY_PADDING) * VOCABULARY_PADDING
+
+    @property
+    def projection_bytes(self) -> float:
+        """Bytes per vocabulary entry at the peak of `compute_logits`, for any model."""
+        if self.tensor_parallel_size == 1:
+            # Before and after capping.
+            return 2 * self.logit_bytes
+        # The shard, all shards as they arrive, and the same again in the order of the vocabulary.
+        return (2 + 1 / self.tensor_parallel_size) * self.logit_bytes
+
+
+def row_bytes_v1(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
+    """Peak working memory per row on the V1 runner, with `num_top` likeliest tokens.
+
+    Three peaks: the projection; `log_softmax` (the logits, a float32 copy unless they are float32, the logprobs); and
+    top-k over the logprobs. vLLM compiles the rank count, which then allocates nothing per entry.
+    """
+    copy_bytes = 0 if shape.logit_bytes == FLOAT32_BYTES else FLOAT32_BYTES
+    log_softmax_bytes = shape.logit_bytes + copy_bytes + FLOAT32_BYTES
+    entry_bytes = max(shape.projection_bytes, log_softmax_bytes, FLOAT32_BYTES + TOP_K_BYTES)
+    return _row_bytes(shape, entry_bytes, num_top)
+
+
+def row_bytes_v2(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
+    """Peak working memory per row of vLLM's own way on the V2 runner, with `num_top` likeliest tokens.
+
+    Two peaks: the projection, and top-k beside the logits. Its kernels for logprobs and ranks read logits in place.
+    """
+    return _row_bytes(shape, max(shape.projection_bytes, shape.logit_bytes + TOP_K_BYTES), num_top)
+
+
+def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharded: bool = False) -> int:
+    """Peak working memory per row of `fused_logprobs`, with `num_top` likeliest tokens.
+
+    Args:
+        copies: of the logits that the projection holds at its peak; None where it is not known.
+        sharded: whether a rank keeps to its own part of the vocabulary.
+    """
+    if copies is None or (shape.tensor_parallel_size > 1 and not sharded):
+        entry_bytes = shape.projection_bytes
+    else:
+        entry_bytes = copies * shape.logit_bytes / shape.tensor_parallel_size
+    # The lanes' maxima, and the candidates from the chosen ones.
+    entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if num_top > 1 else 0
+    return _row_bytes(shape, entry_bytes, num_top) + entries * FLOAT32_BYTES
+
+
+def _row_bytes(shape: LogitsShape, entry_bytes: float, num_top: int) -> int:
+    return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * (num_top + 1)
+
+
+def rows_per_chunk(budget_bytes: int, row_bytes: int) -> int:
+    """Rows whose working memory stays within the budget, in whole tiles where there are several; at least one."""
+    rows = budget_bytes // row_bytes
+    return max(1, rows - rows % TILE_ROWS if rows > TILE_ROWS else rows)

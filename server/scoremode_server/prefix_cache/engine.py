@@ -1,0 +1,143 @@
+"""The door between scoring and vLLM's engine: token sequences in, rows out.
+
+vLLM does not read its prefix cache when prompt logprobs are asked for, because positions that it takes from there are
+not computed and so have none. Here they are: requests read it, and the rows that were computed when those positions
+were are filled in. What is missing nevertheless is computed; no row is ever anything but what the engine computed for
+exactly these tokens.
+
+Scoring requests carry a `cache_salt` of this process and of the store's generation. So vLLM's prefix cache holds, under
+that salt, only what this process has scored since its rows were last dropped: text that was generated, the scores of
+another API server, or keys and values of older weights never give a hit for which there are no rows.
+"""
+
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+from vllm.logger import init_logger
+from vllm.outputs import RequestOutput
+
+from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.block_hashes import BlockHasher
+from scoremode_server.prefix_cache.in_flight import InFlightRequests
+from scoremode_server.prefix_cache.request import CachedRequest
+from scoremode_server.prefix_cache.run import RowsRequest, run_engine
+from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.rows import Rows
+from scoremode_server.vllm_patches.weight_changes import may_go_unnoticed, within_changes
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The rows of one request."""
+
+    rows: Rows
+    """Of the tokens from the request's `first` on."""
+    output: RequestOutput
+    """vLLM's, with `num_cached_tokens` as they are here."""
+    num_cached_tokens: int
+    """Tokens that were not computed for this request."""
+    block_hashes: Sequence[bytes] = ()
+    """Of the sequence's whole blocks; none where the rows may not be kept."""
+    num_cached_blocks: int = 0
+    """How many of these, from the first on, were there before."""
+
+
+class ScoringEngine:
+    """vLLM's engine client for scoring requests, with rows of shared prefixes kept in a store."""
+
+    def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics) -> None:
+        self._engine = engine
+        self._store = store
+        self._metrics = metrics
+        self._hasher = BlockHasher(store.block_size)
+        self._in_flight = InFlightRequests()
+        self._process = secrets.token_hex(8)
+        within_changes(engine, store.change, lambda: metrics.show_cache(store.counts, store.num_bytes))
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._store.block_size
+
+    async def rows(self, request: RowsRequest) -> Answer:
+        """Every row that a request needs. Cancelling the caller aborts the engine's requests.
+
+        Raises:
+            EngineOutputError: the engine did not compute a row that it was asked for.
+        """
+        arrival = time.monotonic()
+        token_ids = self._cacheable(request)
+        answer = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
+        self._metrics.count(answer.output, len(request.token_ids) - 1, arrival)
+        return answer
+
+    def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
+        """The tokens [n] int32 of a request that the cache can serve."""
+        if not (request.use_cache and self._store.enabled and len(request.token_ids) > self._store.block_size):
+            return None
+        try:
+            return np.frombuffer(array("i", request.token_ids), np.int32)
+        except OverflowError:
+            # No vocabulary is that large: the engine says so in its own words.
+            return None
+
+    async def _uncached(self, request: RowsRequest) -> Answer:
+        run = await run_engine(
+            self._engine, request, request.token_ids, prompt=request.prompt, reads_prefix_cache=False
+        )
+        run.check(request.first_row)
+        return Answer(run.rows[request.first_row :], run.output, run.num_cached_tokens)
+
+    async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
+        block_hashes = self._hasher.hashes(token_ids, self._identity(request))
+        course = CachedRequest(
+            self._engine,
+            self._store,
+            self._in_flight,
+            request,
+            token_ids=token_ids,
+            block_hashes=block_hashes,
+            salt=f"scoremode-{self._process}-{self._store.generation}-{request.prompt.get('cache_salt') or ''}",
+        )
+        run = await course.run()
+        self._metrics.show_cache(self._store.counts, self._store.num_bytes)
+        run.output.num_cached_tokens = course.num_cached_tokens
+        run.output.request_id = request.request_id
+        num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
+        return Answer(
+            run.rows[request.first_row :],
+            run.output,
+            course.num_cached_tokens,
+            # Under hashes of an earlier generation may be what was written of rows of other weights.
+            block_hashes if course.is_current else (),
+            num_cached_blocks if course.is_current else 0,
+        )
+
+    def _identity(self, request: RowsRequest) -> str:
+        """All that rows depend on besides the tokens."""
+        lora = request.options.get("lora_request")
+        adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        return repr((self._store.generation, adapter, request.prompt.get("cache_salt")))
+
+
+def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
+    """A store that fits an engine, of at most `max_bytes`; turned off where the engine has no prefix cache, and where
+    weights may change without this process hearing of it.
+
+    Hits in vLLM's prefix cache end at multiples of `block_size`: with several kinds of layers at a multiple of all
+    their block sizes, of which this is the smallest, or at `prefix_match_unit` where that is set.
+    """
+    settings = config.cache_config
+    block_size = settings.prefix_match_unit or settings.block_size
+    if max_bytes and may_go_unnoticed(config):
+        logger.warning("No logprobs are cached: VLLM_SERVER_DEV_MODE with several API servers")
+        max_bytes = 0
+    return RowStore(block_size, max_bytes if settings.enable_prefix_caching else 0)

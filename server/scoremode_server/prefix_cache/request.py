@@ -1,0 +1,169 @@
+"""The course of one scoring request that may take rows from the store and from other requests in flight."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from vllm.engine.protocol import EngineClient
+
+from scoremode_server.prefix_cache.in_flight import InFlightRequest, InFlightRequests
+from scoremode_server.prefix_cache.run import RowsRequest, Run, run_engine
+from scoremode_server.prefix_cache.store import RowStore
+
+
+class CachedRequest:
+    """One request: the engine computes what it must, the rest is found, and the answer is complete or an error."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        store: RowStore,
+        in_flight: InFlightRequests,
+        request: RowsRequest,
+        *,
+        token_ids: np.ndarray,
+        block_hashes: Sequence[bytes],
+        salt: str,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._in_flight = in_flight
+        self._request = request
+        self._token_ids = token_ids
+        self._block_hashes = block_hashes
+        self._salt = salt
+        self._generation = store.generation
+        self._registered = InFlightRequest(block_hashes, request.num_columns)
+        self._found: dict[bytes, bytes] = {}
+        self._last_block: dict[bytes, bytes] = {}
+        self._num_found = 0
+        self._num_cached_tokens = 0
+        self._joined = False
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were not computed for the answer."""
+        return self._num_cached_tokens
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights are those that the request began with."""
+        return self._generation == self._store.generation
+
+    async def run(self) -> Run:
+        """A run in which every row that the request needs is there.
+
+        Raises:
+            EngineOutputError: the engine did not compute a row that it was asked for without its prefix cache.
+        """
+        self._found = self._store.get(self._block_hashes, self._request.num_columns)
+        earlier = self._in_flight.register(self._registered, self._found)
+        try:
+            run = await self._complete_run(earlier)
+            self._fill(run)
+            self._keep(run)
+            self._count(run)
+            return run
+        finally:
+            self._in_flight.release(self._registered)
+
+    async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> Run:
+        """A run whose missing rows are all found. The engine is at work before anything is waited for."""
+        first_hash = self._block_hashes[0]
+        # Where the first block is nowhere, a hit would be of no use, unless its rows are not needed.
+        reads = first_hash in self._found or first_hash in earlier or self._request.first_row >= self._store.block_size
+        run = await self._run(reads_prefix_cache=reads)
+        if self._lacking(run) and self.is_current:
+            await self._collect(run, earlier)
+        if run.first == 0 or (self.is_current and not self._lacking(run)):
+            return run
+        self._found, self._last_block = {}, {}
+        run = await self._run(reads_prefix_cache=False, suffix="-whole")
+        run.check(self._request.first_row)
+        return run
+
+    async def _run(self, *, reads_prefix_cache: bool, suffix: str = "") -> Run:
+        prompt = {**self._request.prompt, "cache_salt": self._salt}
+        run = await run_engine(
+            self._engine,
+            self._request,
+            self._token_ids,
+            prompt=prompt,
+            reads_prefix_cache=reads_prefix_cache,
+            suffix=suffix,
+        )
+        self._num_found, self._num_cached_tokens = run.first, run.num_cached_tokens
+        return run
+
+    def _needed(self, run: Run) -> range:
+        """The blocks with rows that a run left out and the request needs."""
+        size, first_row = self._store.block_size, self._request.first_row
+        return range(first_row // size, -(-run.first // size)) if run.first > first_row else range(0)
+
+    def _lacking(self, run: Run) -> list[int]:
+        """The needed blocks that were not found. What is after the last whole block never is."""
+        hashes = self._block_hashes
+        return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
+
+    async def _collect(self, run: Run, earlier: Mapping[bytes, InFlightRequest]) -> None:
+        """Find the blocks that a run left out: with the requests before this one, in the store, and by a short run."""
+        for block in self._lacking(run):
+            other = earlier.get(self._block_hashes[block]) if block < len(self._block_hashes) else None
+            if other is not None and self._block_hashes[block] not in self._found:
+                self._joined = True
+                await other.released.wait()
+                hashes = self._registered.block_hashes
+                self._found |= {each: other.blocks[each] for each in hashes if each in other.blocks}
+        if self._lacking(run):
+            self._found |= self._store.get(self._block_hashes, self._request.num_columns)
+        lacking = self._lacking(run)
+        if lacking == list(self._needed(run)[-1:]) and lacking[-1] < len(self._block_hashes):
+            await self._run_last_block(lacking[-1])
+
+    async def _run_last_block(self, block: int) -> None:
+        """Compute the last block that a run left out, if it is the only one: scores the tokens up to the block's end.
+
+        So it goes when prompts part where a block of the KV cache ends: the engine has the keys and values of all
+        tokens before, but nobody has asked for the token after them. It never takes the last block of a prompt from
+        its prefix cache, so this computes one block.
+        """
+        end = (block + 1) * self._store.block_size
+        start = end - self._store.block_size
+        token_ids = self._token_ids[: end + 1]
+        short = RowsRequest.score(
+            token_ids.tolist(),
+            request_id=self._request.request_id,
+            top_logprobs=self._request.num_columns - 1,
+            cache_salt=self._salt,
+            options=self._request.options,
+        )
+        run = await run_engine(
+            self._engine, short, token_ids, prompt=short.prompt, reads_prefix_cache=True, suffix="-last-block"
+        )
+        if run.first <= start:
+            self._last_block = self._store.split([self._block_hashes[block]], run.rows[start:])
+            self._found |= self._last_block
+            self._num_found = min(self._num_found, run.first)
+            self._num_cached_tokens = min(self._num_cached_tokens, run.num_cached_tokens)
+
+    def _fill(self, run: Run) -> None:
+        """Put the rows that were found where the engine computed none."""
+        needed = self._needed(run)
+        if needed:
+            blocks = [self._found[self._block_hashes[block]] for block in needed]
+            start = needed.start * self._store.block_size
+            found = self._store.join(blocks, self._request.num_columns)
+            run.rows.table[start : run.first] = found.table[: run.first - start]
+
+    def _keep(self, run: Run) -> None:
+        """Keep the blocks that were computed, and pass them on to who waits."""
+        num_left_out = -(-run.first // self._store.block_size)
+        rows = run.rows[num_left_out * self._store.block_size :]
+        new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)
+        self._store.put(self._generation, self._block_hashes, new)
+        self._registered.blocks = self._found | new
+
+    def _count(self, run: Run) -> None:
+        counts = self._store.counts
+        counts.hits += self._num_found
+        counts.misses += len(run.rows) - self._num_found
+        counts.joined += self._joined

@@ -1,0 +1,149 @@
+"""Score mode: what a scoring request asks of vLLM's engine, and one pass of it through the engine.
+
+To score the tokens t[0..n) the engine is fed t[:-1]. Prompt logprobs give every target but the last; the one sampled
+step is forced to emit t[-1], and its raw logprob is the last target's. So no token that nobody asked for is generated,
+and a sequence as long as the model's context fits.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.engine.protocol import EngineClient
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+
+from scoremode_server.errors import EngineOutputError
+from scoremode_server.rows import Rows, missing_row, read_rows
+from scoremode_server.vllm_patches.output_processor import ScoringParams
+
+
+def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
+    """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt.
+
+    `top_logprobs` adds the k likeliest tokens at every position, and costs time; the actual token's logprob and rank
+    always come.
+
+    Raises:
+        ValueError: fewer than two tokens, so that there is no token with a context.
+    """
+    if len(token_ids) < 2:
+        raise ValueError(f"scoring needs at least 2 tokens, got {len(token_ids)}")
+    return ScoringParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        prompt_logprobs=top_logprobs,
+        logprobs=top_logprobs,
+        flat_logprobs=True,
+        allowed_token_ids=[token_ids[-1]],
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRequest:
+    """A sequence of n tokens whose rows are wanted."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    """[n]: the prompt's, and the one that the sampled step is forced to, if its row is wanted too."""
+    num_fed: int
+    """n, or n - 1 where the sampled step is forced to the last token."""
+    prompt: Mapping[str, Any]
+    """vLLM's engine input."""
+    params: ScoringParams
+    """With prompt logprobs: their number decides the columns of the rows."""
+    first: int = 1
+    """Position from which on rows are needed; the first token has none."""
+    use_cache: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `generate`, such as `lora_request`."""
+
+    @classmethod
+    def score(
+        cls,
+        token_ids: Sequence[int],
+        *,
+        request_id: str,
+        top_logprobs: int = 0,
+        cache_salt: str | None = None,
+        first: int = 1,
+        use_cache: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> "RowsRequest":
+        """A request in score mode, of at least two tokens."""
+        return cls(
+            request_id,
+            token_ids,
+            len(token_ids) - 1,
+            tokens_input(list(token_ids[:-1]), cache_salt=cache_salt),
+            score_params(token_ids, top_logprobs),
+            first=first,
+            use_cache=use_cache,
+            options=options or {},
+        )
+
+    @property
+    def num_columns(self) -> int:
+        """Of its rows."""
+        return int(self.params.prompt_logprobs) + 1
+
+    @property
+    def first_row(self) -> int:
+        """The row of the token at `first`."""
+        return self.first - 1
+
+
+@dataclass(slots=True)
+class Run:
+    """What the engine computed for a sequence of n tokens."""
+
+    output: RequestOutput
+    rows: Rows
+    """Of the tokens but the first, [n - 1]; those before `first` are unset."""
+    first: int
+    """How many rows, from the first on, the engine did not compute."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the engine took from its prefix cache."""
+        return self.output.num_cached_tokens or 0
+
+    def check(self, first_row: int) -> None:
+        """Make sure that every row from `first_row` on is there.
+
+        Raises:
+            EngineOutputError: one is not.
+        """
+        if self.first > first_row:
+            raise missing_row(self.first)
+
+
+async def run_engine(
+    engine: EngineClient,
+    request: RowsRequest,
+    token_ids: Sequence[int] | np.ndarray,
+    *,
+    prompt: Mapping[str, Any],
+    reads_prefix_cache: bool,
+    suffix: str = "",
+) -> Run:
+    """Compute the rows of `token_ids` with a request's parameters. Cancelling the caller aborts the engine's request.
+
+    Raises:
+        EngineOutputError: the engine gave the request up.
+    """
+    params = copy(request.params)
+    params.skip_reading_prefix_cache = not reads_prefix_cache
+    output = None
+    async for part in engine.generate(prompt, params, request.request_id + suffix, **request.options):
+        output = part
+    if output is None:
+        raise EngineOutputError("the engine ended a request without an output")
+    rows, first = read_rows(token_ids, request.num_fed, request.num_columns, output)
+    return Run(output, rows, first)

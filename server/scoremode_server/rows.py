@@ -1,0 +1,186 @@
+"""Rows: what scoring says of consecutive tokens. Every part of the server passes scores on as these."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import RequestOutput
+from vllm.v1.outputs import LogprobsTensors
+
+from scoremode.protocol import LOWEST_LOGPROB
+from scoremode_server.errors import EngineOutputError, UnfinishedError
+
+NO_RANK = 0
+"""Stands for the rank of a token without one; ranks count from 1."""
+
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Token ids and logprobs (nats) [rows, columns], ranks [rows]."""
+
+
+class Rows:
+    """Rows of n tokens in one table: for each the actual token and the k likeliest, 1 + k columns.
+
+    Attributes:
+        table: [n, 2 * columns + 1] int32: token ids, the bits of their float32 logprobs, the actual token's rank.
+    """
+
+    __slots__ = ("table",)
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = table
+
+    @classmethod
+    def empty(cls, num_rows: int, num_columns: int) -> "Rows":
+        """Room for rows, with anything in it."""
+        return cls(np.empty((num_rows, 2 * num_columns + 1), np.int32))
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
+        """Rows of token ids and logprobs [n, columns] and ranks [n]."""
+        rows = cls.empty(*token_ids.shape)
+        rows.write(0, (token_ids, logprobs, ranks))
+        return rows
+
+    @classmethod
+    def from_bytes(cls, data: bytes, num_columns: int) -> "Rows":
+        """The reverse of `table.tobytes()`; read-only."""
+        return cls(np.frombuffer(data, np.int32).reshape(-1, 2 * num_columns + 1))
+
+    def write(self, start: int, columns: Columns) -> None:
+        """Replace the rows from `start` on."""
+        token_ids, logprobs, ranks = columns
+        part = self[start : start + len(ranks)]
+        part.token_ids[:] = token_ids
+        part.logprobs[:] = logprobs
+        part.table[:, -1] = ranks
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, rows: slice) -> "Rows":
+        """Some of the rows, as a view."""
+        return Rows(self.table[rows])
+
+    @property
+    def num_columns(self) -> int:
+        """1 + k."""
+        return int(self.table.shape[1]) // 2
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """[n, columns] int32, the actual token first, then the likeliest."""
+        return self.table[:, : self.num_columns]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[n, columns] float32, nats."""
+        return self.table[:, self.num_columns : -1].view(np.float32)
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """[n] int32: how many tokens of the vocabulary are at least as likely as the actual one, so from 1 on."""
+        return self.table[:, -1]
+
+    def first_columns(self, num_columns: int) -> "Rows":
+        """The same rows with fewer of the likeliest tokens."""
+        if num_columns == self.num_columns:
+            return self
+        return Rows.of(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
+
+
+class PromptLogprobs:
+    """A prompt's logprobs as they arrive from the engine, in arrays, a part at a time.
+
+    Stands in `RequestOutput.prompt_logprobs` for vLLM's containers of Python objects.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Columns] = []
+
+    def append(self, tensors: LogprobsTensors) -> None:
+        """Take the rows of one more part of the prompt."""
+        token_ids, logprobs, ranks, *_ = tensors
+        self._parts.append((token_ids.numpy(), logprobs.numpy(), ranks.numpy()))
+
+    def columns(self, num_columns: int) -> Columns:
+        """All rows so far."""
+        if not self._parts:
+            return np.empty((0, num_columns), np.int32), np.empty((0, num_columns), np.float32), np.empty(0, np.int32)
+        if len(self._parts) == 1:
+            return self._parts[0]
+        token_ids, logprobs, ranks = zip(*self._parts, strict=True)
+        return np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks)
+
+
+def read_columns(logprobs: Any, num_columns: int) -> Columns:
+    """The rows of vLLM's flat logprobs, of a prompt or of what was sampled.
+
+    Raises:
+        EngineOutputError: there are none.
+    """
+    if isinstance(logprobs, PromptLogprobs):
+        return logprobs.columns(num_columns)
+    if not isinstance(logprobs, FlatLogprobs):
+        raise EngineOutputError("the engine ended a request without logprobs")
+    return (
+        np.asarray(logprobs.token_ids, np.int32).reshape(-1, num_columns),
+        np.asarray(logprobs.logprobs, np.float32).reshape(-1, num_columns),
+        np.asarray(logprobs.ranks[::num_columns], np.int32),
+    )
+
+
+def read_rows(
+    token_ids: Sequence[int] | np.ndarray, num_fed: int, num_columns: int, output: RequestOutput
+) -> tuple[Rows, int]:
+    """Read the rows of a request off its final output. Nowhere else are rows made of what the engine returns.
+
+    The V1 model runner returns a row for every prompt token but the first, with anything in those that it took from the
+    prefix cache. The V2 runner returns only the rows after them. A row is trusted after `num_cached_tokens`, and after
+    the last one that is NaN or of another token.
+
+    Args:
+        token_ids: [n], the `num_fed` tokens of the prompt, and the one that the sampled step was forced to, if any.
+        num_fed: n or n - 1.
+        num_columns: that were asked for.
+        output: finished.
+
+    Returns:
+        Rows of the tokens but the first, [n - 1], and how many of them, from the first on, are not to be trusted.
+
+    Raises:
+        UnfinishedError: the engine gave the request up.
+    """
+    completion = output.outputs[0]
+    if completion.finish_reason in ("abort", "error"):
+        raise UnfinishedError(completion.finish_reason)
+    actual = np.asarray(token_ids, np.int32)
+    num_rows = len(actual) - 1
+    rows = Rows.empty(num_rows, num_columns)
+    columns = read_columns(output.prompt_logprobs, num_columns)
+    num_cached = output.num_cached_tokens or 0
+    num_computed = len(columns[0])
+    if num_computed not in (num_fed - 1, num_fed - 1 - num_cached) or columns[0].shape[1] != num_columns:
+        return rows, num_rows
+    rows.write(num_fed - 1 - num_computed, columns)
+    if num_rows == num_fed:
+        sampled = read_columns(completion.logprobs, num_columns)
+        if len(sampled[0]) != 1:
+            return rows, num_rows
+        rows.write(num_rows - 1, sampled)
+    computed = rows[num_cached:]
+    trusted = (computed.token_ids[:, 0] == actual[num_cached + 1 :]) & ~np.isnan(computed.logprobs.sum(axis=1))
+    return rows, num_cached + (0 if trusted.all() else int(np.flatnonzero(~trusted)[-1]) + 1)
+
+
+def missing_row(position: int) -> EngineOutputError:
+    """The error to raise where the engine computed no row for a token that it was asked for."""
+    return EngineOutputError(f"the engine computed no logprob, or NaN, for the token at position {position}")
+
+
+def json_logprobs(logprobs: np.ndarray) -> np.ndarray:
+    """float32 logprobs as the float64 that JSON readers get, exactly; minus infinity as `LOWEST_LOGPROB`.
+
+    Written as float32, a logprob would have fewer digits, but read back as float64 it would be another number.
+    """
+    return np.maximum(logprobs.astype(np.float64), LOWEST_LOGPROB)

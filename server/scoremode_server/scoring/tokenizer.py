@@ -1,0 +1,100 @@
+"""Between text and token ids, with the tokenizer that the server was started with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.inputs import TextPrompt, TokensPrompt
+from vllm.renderers import TokenizeParams
+from vllm.renderers.base import BaseRenderer
+from vllm.tokenizers import TokenizerLike
+
+from scoremode_server.errors import RequestError
+from scoremode_server.scoring.token_strings import TokenStrings
+
+
+class Tokenizer:
+    """Encodes and decodes through vLLM's renderer, whose threads keep long texts off the event loop."""
+
+    def __init__(self, renderer: BaseRenderer) -> None:
+        self._renderer = renderer
+        self.strings = TokenStrings(self._tokenizer)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text of any length.
+
+        Raises:
+            RequestError: the server has no tokenizer.
+        """
+        (token_ids,) = await self.encode_all([text], add_special_tokens)
+        return token_ids
+
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text.
+
+        Raises:
+            RequestError: the server has no tokenizer.
+        """
+        self._tokenizer()
+        params = TokenizeParams(max_total_tokens=None, add_special_tokens=add_special_tokens)
+        encoded = await self._renderer.tokenize_prompts_async([TextPrompt(prompt=text) for text in texts], params)
+        return [list(prompt["prompt_token_ids"]) for prompt in encoded]
+
+    async def encode_continuations(
+        self, context: str, continuations: Sequence[str], add_special_tokens: bool
+    ) -> tuple[int, list[list[int]]]:
+        """(tokens of the context, token ids of the context with each continuation after it).
+
+        As lm-eval does it: white space that ends the context goes to the continuations, both are encoded as one text,
+        and what comes after as many tokens as the context has alone is the continuation.
+        """
+        stripped = context.rstrip()
+        moved = context[len(stripped) :]
+        texts = [stripped, *(stripped + moved + continuation for continuation in continuations)]
+        alone, *together = await self.encode_all(texts, add_special_tokens)
+        return len(alone), together
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        self._tokenizer()
+        params = TokenizeParams(max_total_tokens=None, needs_detokenization=True)
+        decoded = await self._renderer.tokenize_prompt_async(TokensPrompt(prompt_token_ids=list(token_ids)), params)
+        return str(decoded["prompt"])
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The tokenizer's BOS token."""
+        return self._special("bos_token_id")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's EOS token."""
+        return self._special("eos_token_id")
+
+    async def adds_bos(self) -> bool:
+        """Whether the tokenizer puts BOS before a text by itself."""
+        bos = self.bos_token_id
+        return bos is not None and (await self.encode("", add_special_tokens=True))[:1] == [bos]
+
+    def _special(self, name: str) -> int | None:
+        token_id: int | None = getattr(self._renderer.tokenizer, name, None)
+        return token_id
+
+    def _tokenizer(self) -> TokenizerLike:
+        tokenizer = self._renderer.tokenizer
+        if tokenizer is None:
+            raise RequestError("this server runs without a tokenizer: send token ids, not text", "prompt")
+        return tokenizer
+
+
+def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
+    """OpenAI's four shapes of a prompt as a list of texts or token lists.
+
+    Raises:
+        RequestError: there is no prompt.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt is empty: there is no token to score", "prompt")
+    items: list[Any] = list(prompt)
+    return [items] if isinstance(items[0], int) else items

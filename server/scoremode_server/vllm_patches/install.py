@@ -1,0 +1,46 @@
+"""Puts every patch in place, in each process that loads plugins."""
+
+from typing import Any
+
+from vllm.distributed import get_tp_group
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from scoremode_server.settings import logprob_bytes
+from scoremode_server.vllm_patches import output_processor
+
+
+def install() -> None:
+    """Patch the vLLM of this process; once is enough, and more does no harm.
+
+    The model runners are patched when a worker of this process has its device. API servers load plugins too, and have
+    no use for model runners; and some are not importable before the platform is set up.
+
+    Raises:
+        ValueError: the working memory for prompt logprobs is set to something else than a positive number of bytes.
+    """
+    budget = logprob_bytes()
+    output_processor.patch()
+    if getattr(WorkerWrapperBase, "_scoremode_patched", False):
+        return
+    init_device = WorkerWrapperBase.init_device
+
+    def init_device_then_patch(self: Any) -> None:
+        init_device(self)
+        # Ranks of a tensor-parallel group project together, so all of them take the budget of the first.
+        patch_runners(get_tp_group().broadcast_object(budget))
+
+    WorkerWrapperBase.init_device = init_device_then_patch
+    WorkerWrapperBase._scoremode_patched = True
+
+
+def patch_runners(budget_bytes: int) -> None:
+    """Patch both model runners, once a process, so that prompt logprobs take at most so much working memory."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from scoremode_server.vllm_patches import runner_v1, runner_v2
+
+    if getattr(GPUModelRunner, "_scoremode_patched", False):
+        return
+    runner_v1.patch(budget_bytes)
+    runner_v2.patch(budget_bytes)
+    GPUModelRunner._scoremode_patched = True

@@ -1,0 +1,127 @@
+"""vLLM's V1 model runner, patched: prompt logprobs within a fixed working memory.
+
+The runner projects all rows that a step has of a prompt at once, [tokens, vocabulary] in float32. That is not in the
+memory that vLLM profiles, and a server that has given the rest to its KV cache dies of it. Here it takes as many rows
+at a time as a budget holds, whatever the vocabulary and the length of the prompt, and one such chunk is computed while
+vLLM profiles. There is no extension point.
+"""
+
+import math
+from typing import Any
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from scoremode_server.kernels.working_memory import RESERVED_TOP, row_bytes_v1, rows_per_chunk
+from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
+
+
+def patch(budget_bytes: int) -> None:
+    """Patch the V1 model runner."""
+
+    def get_prompt_logprobs_dict(
+        self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
+    ) -> dict[str, LogprobsTensors]:
+        return prompt_logprobs(self, hidden_states, num_scheduled_tokens, budget_bytes)
+
+    GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
+    add_to_profile(GPUModelRunner, lambda runner, hidden_states: reserve(runner, hidden_states, budget_bytes))
+
+
+def reserve(runner: Any, hidden_states: torch.Tensor, budget_bytes: int) -> None:
+    rows = min(_chunk_rows(runner, RESERVED_TOP, budget_bytes), runner.max_num_tokens)
+    # A step still holds the logits that it sampled from when it comes to prompt logprobs.
+    sampled_logits = runner.model.compute_logits(hidden_states)
+    _score_chunk(runner, *dummy_rows(hidden_states, rows), RESERVED_TOP)
+    del sampled_logits
+
+
+def prompt_logprobs(
+    runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int], budget_bytes: int
+) -> dict[str, LogprobsTensors]:
+    """Compute the rows that this step has of every prompt; return the prompts that are complete with them."""
+    complete = {}
+    for request_id, num_top in runner.num_prompt_logprobs.items():
+        num_tokens = num_scheduled_tokens.get(request_id)
+        if num_tokens is None:
+            # Preempted in its prefill.
+            continue
+        request = runner.requests[request_id]
+        if request.prompt_token_ids is None:
+            # Given as embeddings, it has no tokens to score.
+            continue
+        result = _result(request, num_top)
+        first = request.num_computed_tokens
+        remaining = len(request.prompt_token_ids) - 1 - first
+        _fill(runner, request_id, result, hidden_states, min(num_tokens, remaining), num_top, budget_bytes)
+        # With the tokens equal to the rows the prompt is complete as well, but only the next step samples, and vLLM
+        # expects prompt logprobs together with a sampled token.
+        if num_tokens > remaining:
+            complete[request_id] = result
+    for request_id in complete:
+        del runner.num_prompt_logprobs[request_id]
+        runner.requests[request_id].in_progress_prompt_logprobs_cpu = None
+    if complete:
+        # Copies to the host do not block.
+        runner._sync_device()
+    return complete
+
+
+def _result(request: Any, num_top: int) -> LogprobsTensors:
+    """Tensors for all rows of a prompt, on the host; NaN where no step has computed a row."""
+    if request.in_progress_prompt_logprobs_cpu is None:
+        result = LogprobsTensors.empty_cpu(len(request.prompt_token_ids) - 1, num_top + 1)
+        # Rows of blocks from the prefix cache are never written, and what memory held must not pass for a number.
+        result.logprobs.fill_(math.nan)
+        request.in_progress_prompt_logprobs_cpu = result
+    return request.in_progress_prompt_logprobs_cpu
+
+
+def _fill(
+    runner: Any,
+    request_id: str,
+    result: LogprobsTensors,
+    hidden_states: torch.Tensor,
+    rows: int,
+    num_top: int,
+    budget_bytes: int,
+) -> None:
+    """Write `rows` rows, those that follow the prompt's computed tokens. `hidden_states` [tokens, hidden] are of all
+    requests in the step."""
+    if rows <= 0:
+        return
+    request = runner.requests[request_id]
+    offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+    first = request.num_computed_tokens
+    targets = async_tensor_h2d(request.prompt_token_ids[first + 1 : first + 1 + rows], device=runner.device)
+    chunk_rows = _chunk_rows(runner, num_top, budget_bytes)
+    for start in range(0, rows, chunk_rows):
+        end = min(start + chunk_rows, rows)
+        token_ids, logprobs, ranks, *_ = _score_chunk(
+            runner, hidden_states[offset + start : offset + end], targets[start:end], num_top
+        )
+        written = slice(first + start, first + end)
+        result.logprob_token_ids[written].copy_(token_ids, non_blocking=True)
+        result.logprobs[written].copy_(logprobs, non_blocking=True)
+        result.selected_token_ranks[written].copy_(ranks, non_blocking=True)
+
+
+def _score_chunk(runner: Any, hidden_states: torch.Tensor, targets: torch.Tensor, num_top: int) -> LogprobsTensors:
+    """Rows of hidden states [rows, hidden] and target tokens [rows] -> [rows, num_top + 1]; its tensors of the size of
+    the vocabulary are gone when it returns."""
+    return runner.sampler.gather_logprobs(_scores(runner, hidden_states), num_top, targets)
+
+
+def _scores(runner: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """[rows, vocabulary] float32, in the server's logprobs mode. Prompt tokens are not sampled, so that processed and
+    raw are the same."""
+    logits = runner.model.compute_logits(hidden_states)
+    if runner.model_config.logprobs_mode in ("raw_logits", "processed_logits"):
+        return logits.to(torch.float32)
+    return runner.sampler.compute_logprobs(logits)
+
+
+def _chunk_rows(runner: Any, num_top: int, budget_bytes: int) -> int:
+    return rows_per_chunk(budget_bytes, row_bytes_v1(logits_shape(runner), num_top))

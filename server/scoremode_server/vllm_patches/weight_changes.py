@@ -1,0 +1,72 @@
+"""What changes the weights of a running engine, or drops its prefix cache.
+
+vLLM tells nobody, so the methods of the engine client that do so are wrapped.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.engine.protocol import EngineClient
+
+CHANGES = (
+    "reset_prefix_cache",
+    "sleep",
+    "wake_up",
+    "release_kv_cache_memory",
+    "add_lora",
+    "remove_lora",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "update_weight_version",
+    "collective_rpc",
+)
+"""The engine client's methods after which rows may be wrong, or are not wanted any more.
+
+`sleep` may discard weights, and `wake_up` comes before they are loaded again. `add_lora` may load other weights under
+the name and path of an adapter. `collective_rpc` calls anything in the workers, reloading weights for one.
+`reset_prefix_cache` and `release_kv_cache_memory` drop the keys and values that rows belong to.
+"""
+
+
+def within_changes(
+    engine: EngineClient, change: Callable[[], AbstractContextManager[None]], after: Callable[[], None]
+) -> None:
+    """Run every one of `CHANGES` on this client inside a context of `change`, and call `after` when it is over.
+
+    Raises:
+        RuntimeError: the engine has no such method, so that changes may go unnoticed.
+    """
+    for name in CHANGES:
+        method = getattr(engine, name, None)
+        if not inspect.iscoroutinefunction(method):
+            raise RuntimeError(f"vLLM's engine has no method {name}, after which cached logprobs must be dropped")
+        setattr(engine, name, _wrapped(method, change, after))
+
+
+def _wrapped(
+    method: Callable[..., Any], change: Callable[[], AbstractContextManager[None]], after: Callable[[], None]
+) -> Callable[..., Any]:
+    @wraps(method)
+    async def changed(*arguments: Any, **settings: Any) -> Any:
+        try:
+            with change():
+                return await method(*arguments, **settings)
+        finally:
+            after()
+
+    return changed
+
+
+def may_go_unnoticed(config: VllmConfig) -> bool:
+    """Whether a change may reach another API server process than this one.
+
+    Requests that change weights reach one of several only. They are routes of vLLM's development mode, except for
+    loading adapters, which vLLM refuses where there are several.
+    """
+    return bool(envs.VLLM_SERVER_DEV_MODE and config.parallel_config._api_process_count > 1)

@@ -1,0 +1,26 @@
+"""The kernels run in Triton's interpreter, which a process is in as a whole or not at all: so in one of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("cases", ["interpreted_kernels.py", "interpreted_shards.py"])
+def test_in_the_interpreter(cases: str):
+    path = str(Path(__file__).with_name(cases))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", path]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[4],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout

@@ -1,0 +1,73 @@
+"""Rows per chunk, worked out by hand."""
+
+import pytest
+
+from scoremode_server.kernels.working_memory import (
+    LogitsShape,
+    row_bytes_fused,
+    row_bytes_v1,
+    row_bytes_v2,
+    rows_per_chunk,
+)
+
+MEBIBYTE = 1024**2
+
+
+@pytest.mark.parametrize(
+    ("shape", "v1", "v2"),
+    [
+        # 128,256 entries, bfloat16. V1: 2 logits + 4 float32 copy + 4 logprobs. V2: 2 logits, and 2 after capping.
+        # 588 bytes of results for 20 likeliest tokens and the actual one.
+        (LogitsShape(128_256, 2), 128_256 * 10 + 588, 128_256 * 4 + 588),
+        (LogitsShape(262_144, 2), 262_144 * 10 + 588, 262_144 * 4 + 588),
+        # float32: V1 needs no copy.
+        (LogitsShape(128_256, 4), 128_256 * 8 + 588, 128_256 * 8 + 588),
+        # Two ranks, bfloat16: half a row, a row gathered, a row in order.
+        (LogitsShape(128_256, 2, 2), 128_256 * 10 + 588, 128_256 * 5 + 588),
+        # Two ranks, float32: gathering is the V1 runner's peak too.
+        (LogitsShape(128_256, 4, 2), 128_256 * 10 + 588, 128_256 * 10 + 588),
+        # 50,257 is padded to 50,304.
+        (LogitsShape(50_257, 2), 50_304 * 10 + 588, 50_304 * 4 + 588),
+    ],
+)
+def test_bytes_of_a_row(shape: LogitsShape, v1: int, v2: int):
+    assert row_bytes_v1(shape) == v1
+    assert row_bytes_v2(shape) == v2
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_top", "copies", "sharded", "expected"),
+    [
+        # 128,256 entries, bfloat16, once; 28 bytes of results for the actual token.
+        (LogitsShape(128_256, 2), 0, 1, False, 128_256 * 2 + 28),
+        (LogitsShape(128_256, 2), 1, 1, False, 128_256 * 2 + 56),
+        # 1,024 lanes with 16 tiles of 8 entries: their maxima, and 20 lanes' entries, in float32.
+        (LogitsShape(128_256, 2), 20, 1, False, 128_256 * 2 + 588 + (1024 + 20 * 128) * 4),
+        (LogitsShape(128_256, 2), 0, 2, False, 128_256 * 4 + 28),
+        (LogitsShape(128_256, 2), 0, None, False, 128_256 * 4 + 28),
+        # Two ranks: gathered as ever, or half a row each.
+        (LogitsShape(128_256, 2, 2), 0, 1, False, 128_256 * 5 + 28),
+        (LogitsShape(128_256, 2, 2), 0, 1, True, 128_256 + 28),
+        (LogitsShape(128_256, 4, 4), 0, 2, True, 128_256 * 2 + 28),
+    ],
+)
+def test_bytes_of_a_row_that_is_read_once(shape, num_top: int, copies: int | None, sharded: bool, expected: int):
+    assert row_bytes_fused(shape, num_top, copies, sharded) == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "row_bytes", "rows"),
+    [
+        (256 * MEBIBYTE, 128_256 * 4 + 588, 512),  # 522 fit: four whole tiles
+        (256 * MEBIBYTE, 262_144 * 4 + 588, 128),  # 255 fit
+        (256 * MEBIBYTE, 262_144 * 10 + 588, 102),
+        (1000, 10, 100),
+        (1290, 10, 128),
+        (2570, 10, 256),
+        (99, 10, 9),
+        (10, 10, 1),
+        (1, 10, 1),
+    ],
+)
+def test_rows_within_a_budget(budget: int, row_bytes: int, rows: int):
+    assert rows_per_chunk(budget, row_bytes) == rows

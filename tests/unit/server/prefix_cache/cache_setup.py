@@ -1,0 +1,149 @@
+"""A scoring engine on a fake one, and requests whose answers are held against what they have to be."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+from prometheus_client import CollectorRegistry
+from vllm import SamplingParams
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+
+from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs
+from scoremode_server.errors import UnfinishedError
+from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.run import RowsRequest
+from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
+from scoremode_server.vllm_patches.output_processor import ScoringParams
+from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestError, expected_rows
+
+ROOM = 1 << 24
+SIZE = 4
+LORAS = {0: None, 1: LoRARequest("one", 1, "/one"), 2: LoRARequest("two", 2, "/two")}
+RUNNERS = ["v1", "v2"]
+
+
+@dataclass
+class Ask:
+    """One request: `scores` the last token too, as score mode does, or feeds all, as completions do."""
+
+    token_ids: Sequence[int]
+    top: int = 0
+    adapter: int = 0
+    salt: str | None = None
+    scores: bool = True
+    cached: bool = True
+    first: int = 1
+    """Position from which on rows are needed."""
+
+    @property
+    def fed(self) -> list[int]:
+        return list(self.token_ids[:-1] if self.scores else self.token_ids)
+
+    def request(self, request_id: str) -> RowsRequest:
+        options = {"lora_request": LORAS[self.adapter]}
+        if self.scores:
+            return RowsRequest.score(
+                self.token_ids,
+                request_id=request_id,
+                top_logprobs=self.top,
+                cache_salt=self.salt,
+                first=self.first,
+                use_cache=self.cached,
+                options=options,
+            )
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=self.top,
+            logprobs=self.top,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        return RowsRequest(
+            request_id,
+            self.fed,
+            len(self.fed),
+            tokens_input(self.fed, cache_salt=self.salt),
+            ScoringParams.of(params),
+            first=self.first,
+            use_cache=self.cached,
+            options=options,
+        )
+
+
+class Names:
+    """Stands in for `TokenStrings`: a token's text is its number."""
+
+    def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
+        return [f'"{token_id}"' for token_id in ids.ravel().tolist()]
+
+    def first_of_a_prompt(self, token_id: int) -> str:
+        return f'"{token_id}"'
+
+
+@dataclass
+class Setup:
+    engine: FakeEngine
+    store: RowStore
+    registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    scoring: ScoringEngine = field(init=False)
+    num_asked: int = 0
+    num_rows: int = 0
+    """Rows in the sequences that the cache had a part in."""
+    writer: LogprobsWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scoring = ScoringEngine(self.engine, self.store, Metrics(1 << 28, self.registry))
+        self.writer = LogprobsWriter(Names(), self.store.block_size)
+
+    async def ask(self, ask: Ask) -> Answer:
+        """Ask, and hold every row of the answer against what it has to be."""
+        self.num_asked += 1
+        first_weights = self.engine.weights[ask.adapter]
+        through_cache = ask.cached and self.store.enabled and len(ask.token_ids) > self.store.block_size
+        answer = await self.scoring.rows(ask.request(f"ask-{self.num_asked}"))
+        weights = range(first_weights, self.engine.weights[ask.adapter] + 1)
+        assert any(self.is_right(ask, answer, version) for version in weights), (ask, answer.num_cached_tokens)
+        assert 0 <= answer.num_cached_tokens == answer.output.num_cached_tokens < len(ask.fed)
+        assert ask.scores or ask.first > 1 or self.written(ask, answer) == answer.rows.logprobs[:, 0].tolist()
+        self.num_rows += through_cache * (len(ask.token_ids) - 1)
+        return answer
+
+    def is_right(self, ask: Ask, answer: Answer, weights: int) -> bool:
+        expected = expected_rows(ask.token_ids, ask.top + 1, adapter=ask.adapter, salt=ask.salt or "", weights=weights)
+        got = answer.rows.token_ids, answer.rows.logprobs, answer.rows.ranks
+        return all(np.array_equal(a, b[ask.first - 1 :]) for a, b in zip(got, expected, strict=True))
+
+    def written(self, ask: Ask, answer: Answer) -> list[float]:
+        """The logprobs of the prompt's tokens but the first, as JSON says them."""
+        style = Style(ask.top, as_token_ids=False)
+        pieces = self.writer.prompt(ask.fed, answer.rows, answer.block_hashes, answer.num_cached_blocks, style)
+        logprobs: list[float] = orjson.loads(openai_logprobs(pieces))["token_logprobs"]
+        return logprobs[1:]
+
+    def check_nothing_is_left(self) -> None:
+        assert len(self.scoring._in_flight) == 0
+        assert self.engine.num_running == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert self.num_bytes() == self.store.num_bytes <= self.store.max_bytes
+
+    def num_bytes(self) -> int:
+        """What the blocks take, added up anew."""
+        return sum(len(block) + ENTRY_BYTES for block in self.store._blocks.values())
+
+
+def setup(runner: str = "v2", max_bytes: int = ROOM, size: int = SIZE, **settings: Any) -> Setup:
+    return Setup(FakeEngine(size, runner, **settings), RowStore(size, max_bytes))
+
+
+async def outcome(setup: Setup, ask: Ask) -> Answer | None:
+    """The answer, or None where the engine lost the request or gave it up."""
+    try:
+        return await setup.ask(ask)
+    except (LostRequestError, UnfinishedError):
+        return None

@@ -1,0 +1,176 @@
+"""What is not for the cache, and what the engine gets wrong."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scoremode_server.errors import EngineOutputError
+from scoremode_server.prefix_cache.engine import make_store
+from scoremode_server.prefix_cache.store import RowStore
+from tests.unit.server.prefix_cache.cache_setup import ROOM, RUNNERS, SIZE, Ask, Setup, setup
+from tests.unit.server.prefix_cache.fake_engine import FakeEngine, prompt_logprobs
+
+
+class RecordingEngine(FakeEngine):
+    """Keeps the prompts that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, "v1")
+        self.prompts: list[Any] = []
+
+    def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
+        self.prompts.append(prompt)
+        return super().generate(prompt, *given, **options)
+
+
+@pytest.mark.parametrize(
+    ("ask", "max_bytes"),
+    [(Ask(range(13), cached=False), ROOM), (Ask([0, 1, 2]), ROOM), (Ask(range(13)), 0)],
+    ids=["that do without", "shorter than a block", "of an engine without a budget"],
+)
+async def test_other_requests_are_computed_whole_and_leave_nothing(ask: Ask, max_bytes: int):
+    made = Setup(RecordingEngine(), RowStore(SIZE, max_bytes))
+    for _ in range(2):
+        assert (await made.ask(ask)).num_cached_tokens == 0
+    assert all("cache_salt" not in prompt for prompt in made.engine.prompts)
+    assert all(params.skip_reading_prefix_cache for _, params in made.engine.requests)
+    assert len(made.store) == 0
+
+
+async def test_a_token_of_no_vocabulary_is_refused_by_the_engine():
+    class RefusingEngine(FakeEngine):
+        async def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
+            raise ValueError(f"Token id {max(prompt['prompt_token_ids'])} is out of vocabulary")
+            yield
+
+    made = Setup(RefusingEngine(SIZE, "v1"), RowStore(SIZE, ROOM))
+    with pytest.raises(ValueError, match=f"{1 << 40} is out of vocabulary"):
+        await made.ask(Ask([*range(12), 1 << 40, 1]))
+
+
+async def test_the_requests_params_and_prompt_stay_as_they_are():
+    made = setup()
+    request = Ask(list(range(13))).request("id")
+    for _ in range(2):
+        answer = await made.scoring.rows(request)
+    assert request.params.skip_reading_prefix_cache is True
+    assert "cache_salt" not in request.prompt
+    assert answer.output.request_id == "id"
+
+
+# Rows that are needed from a position on
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("first", [40, 41, 42, 43])
+async def test_rows_that_nobody_needs_do_not_make_the_whole_prompt_run_again(runner: str, first: int):
+    """A continuation after a prompt whose rows were let go, while its keys and values are still with the engine."""
+    made = setup(runner)
+    context = [index % 7 for index in range(first)]
+    await made.ask(Ask([*context, 10, 11, 12, 13]))
+    made.store._blocks.clear()
+    made.store.num_bytes = 0
+    before = made.engine.num_computed
+    answer = await made.ask(Ask([*context, 20, 21, 22, 23], first=first))
+    assert len(answer.rows) == 4
+    assert answer.num_cached_tokens >= first - SIZE
+    assert made.engine.num_computed - before <= 2 * SIZE + 4
+
+
+async def test_a_continuation_leaves_no_rows_that_were_not_computed():
+    made = setup()
+    context = list(range(40))
+    await made.ask(Ask([*context, 1, 2]))
+    made.store._blocks.clear()
+    made.store.num_bytes = 0
+    await made.ask(Ask([*context, 3, 4, 5, 6, 7, 8], first=40))
+    # Every row of the whole sequence is right.
+    assert (await made.ask(Ask([*context, 3, 4, 5, 6, 7, 8]))).num_cached_tokens == 0
+
+
+def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> Any:
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=prefix_caching),
+        parallel_config=SimpleNamespace(_api_process_count=num_api_servers),
+    )
+
+
+def test_the_block_size_is_the_engines_and_an_engine_without_a_prefix_cache_has_none():
+    store = make_store(engine_config(), 9)
+    assert (store.block_size, store.max_bytes) == (16, 9)
+    assert not make_store(engine_config(prefix_caching=False), 9).enabled
+
+
+@pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])
+def test_no_rows_are_kept_where_another_api_server_may_change_the_weights(
+    monkeypatch: pytest.MonkeyPatch, mode: str, count: int, enabled: bool
+):
+    """The routes that do so are vLLM's development mode's, and reach one of the processes."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
+    assert make_store(engine_config(num_api_servers=count), 9).enabled == enabled
+
+
+# What the engine gets wrong
+
+
+class BrokenEngine(FakeEngine):
+    """Spoils the rows of the first requests: `spoil` is given the arrays and returns others."""
+
+    def __init__(self, spoil: Any, num_spoilt: int, runner: str = "v1") -> None:
+        super().__init__(SIZE, runner)
+        self.spoil, self.num_spoilt = spoil, num_spoilt
+
+    async def generate(self, *given: Any, **options: Any) -> Any:
+        async for output in super().generate(*given, **options):
+            if self.num_requests <= self.num_spoilt:
+                rows = output.prompt_logprobs.columns(1)
+                output.prompt_logprobs = prompt_logprobs(*self.spoil(*(array.copy() for array in rows)))
+            yield output
+
+
+def with_nan(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
+    logprobs[5] = np.nan
+    return ids, logprobs, ranks
+
+
+def with_nan_in_the_first_block(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
+    logprobs[1] = np.nan
+    return ids, logprobs, ranks
+
+
+def of_other_tokens(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
+    return ids + 1, logprobs, ranks
+
+
+def too_few(*rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(array[1:] for array in rows)
+
+
+def too_many(*rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple(np.concatenate([array[:2], array]) for array in rows)
+
+
+SPOILS = [with_nan, with_nan_in_the_first_block, of_other_tokens, too_few, too_many]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+async def test_an_output_that_is_not_what_was_asked_for_is_asked_for_again_once(spoil: Any):
+    made = Setup(BrokenEngine(spoil, 1), RowStore(SIZE, ROOM))
+    await made.ask(Ask(list(range(13))))
+    assert made.engine.num_requests == 2
+    # What is kept now is right as well.
+    assert (await made.ask(Ask([*range(13), 20, 21]))).num_cached_tokens == 12
+    broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, ROOM))
+    with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
+        await broken.ask(Ask(list(range(13))))
+    assert len(broken.store) == 0
+    broken.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+async def test_without_the_cache_it_is_an_error_and_never_a_number(spoil: Any):
+    broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, 0))
+    with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
+        await broken.ask(Ask(list(range(13))))

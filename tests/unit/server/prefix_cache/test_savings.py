@@ -1,0 +1,110 @@
+"""What the cache saves: the tokens that the engine computes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from scoremode_server.prefix_cache.store import RowStore
+from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, RUNNERS, SIZE, Ask, Setup, setup
+from tests.unit.server.prefix_cache.fake_engine import FakeEngine
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one behind", "three behind"])
+async def test_four_options_at_once_compute_their_prefix_once(runner: str, shared: int):
+    made = setup(runner, in_order=True)
+    context = [index % 7 for index in range(shared)]
+    asks = [Ask([*context, 10 + option, 20, 21, 22, 23]) for option in range(4)]
+    outputs = await asyncio.gather(*map(made.ask, asks))
+    # An option behind the first computes what is behind the last whole block of the prefix, and that block as well
+    # where the prefix ends with it: its last hidden state predicts the option's own first token.
+    computed_again = shared % SIZE or SIZE
+    assert made.engine.num_computed == (shared + 4) + 3 * (4 + computed_again)
+    cached = sorted(output.num_cached_tokens for output in outputs)
+    assert cached == [0, *[shared - computed_again] * 3]
+    counts = made.store.counts
+    assert counts.hits + counts.misses == sum(len(ask.token_ids) - 1 for ask in asks)
+    assert counts.hits == sum(cached)
+    assert counts.joined == 3
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("scores", [True, False])
+async def test_requests_one_after_another_compute_only_what_is_new(runner: str, scores: bool):
+    made = setup(runner)
+    first, second = Ask(list(range(30)), scores=scores), Ask([*range(22), 90, 91, 92], scores=scores)
+    assert (await made.ask(first)).num_cached_tokens == 0
+    computed = made.engine.num_computed
+    assert (await made.ask(second)).num_cached_tokens == 20
+    assert made.engine.num_computed - computed == len(second.fed) - 20
+    assert made.engine.num_requests == 2
+    assert made.store.counts.joined == 0
+
+
+async def test_what_a_short_run_computed_anew_is_no_hit():
+    """The keys and values are let go between a request's run and the one for the last block that it lacks."""
+
+    class ForgettingEngine(FakeEngine):
+        async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> Any:
+            if request_id.endswith("-last-block"):
+                self.prefix_cache.clear()
+            async for output in super().generate(prompt, params, request_id, **options):
+                yield output
+
+    made = Setup(ForgettingEngine(SIZE, "v2"), RowStore(SIZE, ROOM))
+    await made.ask(Ask([*range(40), 50, 51]))
+    output = await made.ask(Ask([*range(40), 60, 61]))
+    assert output.num_cached_tokens == 0
+    assert made.store.counts.hits == 0
+
+
+async def test_equal_requests_at_once_compute_once_but_for_the_last_block():
+    made = setup(in_order=True)
+    ask = Ask(list(range(42)))
+    await asyncio.gather(*(made.ask(ask) for _ in range(5)))
+    assert made.engine.num_computed == 41 + 4 * 1
+    assert made.engine.num_requests == 5
+
+
+async def test_without_a_known_first_block_the_prefix_cache_is_not_read():
+    made = setup()
+    await made.ask(Ask(list(range(12))))
+    await made.ask(Ask([*range(12), 13]))
+    await made.ask(Ask([5, *range(12)]))
+    assert [params.skip_reading_prefix_cache for _, params in made.engine.requests] == [True, False, True]
+
+
+async def test_more_top_logprobs_than_are_cached_are_computed_and_then_serve_fewer():
+    made = setup()
+    token_ids = list(range(13))
+    assert (await made.ask(Ask(token_ids, top=1))).num_cached_tokens == 0
+    assert (await made.ask(Ask(token_ids, top=0))).num_cached_tokens == 8
+    assert (await made.ask(Ask(token_ids, top=3))).num_cached_tokens == 0
+    assert (await made.ask(Ask(token_ids, top=3))).num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("other", [{"adapter": 1}, {"salt": "mine"}], ids=str)
+async def test_another_adapter_or_salt_shares_nothing(other: dict[str, Any]):
+    made = setup()
+    token_ids = list(range(13))
+    await made.ask(Ask(token_ids))
+    assert (await made.ask(Ask(token_ids, **other))).num_cached_tokens == 0
+    assert (await made.ask(Ask(token_ids, **other))).num_cached_tokens == 8
+
+
+async def test_an_adapter_of_the_same_id_and_name_from_another_path_shares_nothing(monkeypatch: pytest.MonkeyPatch):
+    made = setup()
+    await made.ask(Ask(list(range(13)), adapter=1))
+    monkeypatch.setitem(LORAS, 1, LoRARequest("one", 1, "/elsewhere"))
+    assert (await made.ask(Ask(list(range(13)), adapter=1))).num_cached_tokens == 0
+
+
+async def test_another_process_gives_no_hit_without_rows():
+    made = setup()
+    await made.ask(Ask(list(range(33))))
+    other = Setup(made.engine, RowStore(SIZE, ROOM))
+    await other.ask(Ask(list(range(6))))
+    assert (await other.ask(Ask(list(range(33))))).num_cached_tokens == SIZE
+    assert made.engine.num_requests == 3

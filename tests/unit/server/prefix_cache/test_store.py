@@ -1,0 +1,138 @@
+"""The store as a data structure."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
+from scoremode_server.rows import Rows
+
+SIZE = 2
+ROOM = 1 << 20
+
+
+def block(value: int, num_columns: int = 1) -> bytes:
+    ids = np.full((SIZE, num_columns), value)
+    return Rows.of(ids, -ids.astype(np.float32), ids[:, 0]).table.tobytes()
+
+
+def cost(*blocks: bytes) -> int:
+    return sum(len(each) + ENTRY_BYTES for each in blocks)
+
+
+def test_rows_come_back_bit_for_bit_and_with_fewer_columns_where_fewer_are_asked_for():
+    store = RowStore(SIZE, ROOM)
+    ids = np.arange(12).reshape(4, 3)
+    logprobs = np.array([[-0.0, -1e-30, -np.inf]] * 4, np.float32) - ids.astype(np.float32)
+    ranks = np.array([1, 200_000, 3, 4])
+    rows = Rows.of(ids, logprobs, ranks)
+    hashes = [b"a", b"b"]
+    blocks = store.split(hashes, rows)
+    assert blocks == {b"a": rows[:2].table.tobytes(), b"b": rows[2:].table.tobytes()}
+    store.put(0, hashes, blocks)
+    for num_columns in (1, 2, 3):
+        found = store.get(hashes, num_columns)
+        got = store.join([found[block_hash] for block_hash in hashes], num_columns)
+        expected = ids[:, :num_columns], logprobs[:, :num_columns], ranks
+        for one, put in zip((got.token_ids, got.logprobs, got.ranks), expected, strict=True):
+            assert one.astype(put.dtype).tobytes() == np.ascontiguousarray(put).tobytes()
+    assert store.get(hashes, 4) == {}
+
+
+def test_a_block_with_more_columns_replaces_one_with_fewer_and_not_the_other_way():
+    store = RowStore(SIZE, ROOM)
+    for block_put, kept in [(block(1), block(1)), (block(2, 2), block(2, 2)), (block(3), block(2, 2))]:
+        store.put(0, [b"a"], {b"a": block_put})
+        assert store.get([b"a"], 1) == {b"a": kept}
+        assert store.num_bytes == cost(kept)
+
+
+def test_the_least_recently_used_goes_first_and_of_a_sequence_its_last_blocks():
+    store = RowStore(SIZE, 4 * cost(block(0)))
+    store.put(0, [b"a", b"b", b"c"], {key: block(0) for key in (b"a", b"b", b"c")})
+    store.put(0, [b"x"], {b"x": block(0)})
+    store.put(0, [b"y"], {b"y": block(0)})
+    assert [key for key in (b"a", b"b", b"c") if store.get([key], 1)] == [b"a", b"b"]
+    assert store.counts.evictions == 1
+    store.get([b"a", b"b"], 1)
+    store.put(0, [b"z", b"w"], {b"z": block(0), b"w": block(0)})
+    assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], 1)) == [b"w", b"z", b"b", b"a"]
+
+
+def test_a_sequence_that_is_put_again_is_used_again_where_only_its_last_blocks_are_new():
+    store = RowStore(SIZE, 3 * cost(block(0)))
+    store.put(0, [b"a"], {b"a": block(0)})
+    store.put(0, [b"x"], {b"x": block(0)})
+    store.put(0, [b"a", b"b"], {b"b": block(0)})
+    store.put(0, [b"y"], {b"y": block(0)})
+    assert set(store.get([b"a", b"b", b"x", b"y"], 1)) == {b"a", b"b", b"y"}
+
+
+def test_nothing_of_an_earlier_generation_is_kept():
+    store = RowStore(SIZE, ROOM)
+    store.put(0, [b"a"], {b"a": block(0)})
+    store.clear()
+    assert (len(store), store.num_bytes, store.generation) == (0, 0, 1)
+    store.put(0, [b"a"], {b"a": block(0)})
+    assert len(store) == 0
+    store.put(1, [b"a"], {b"a": block(0)})
+    assert len(store) == 1
+
+
+def test_the_store_is_off_while_weights_change_and_begins_a_generation_before_and_after():
+    store = RowStore(SIZE, ROOM)
+    with store.change():
+        assert (store.enabled, store.generation) == (False, 1)
+        store.put(1, [b"a"], {b"a": block(0)})
+        with store.change():
+            assert not store.enabled
+        assert not store.enabled
+    assert (store.enabled, store.generation, len(store)) == (True, 4, 0)
+
+
+def test_a_change_that_fails_has_changed_something_and_is_over():
+    store = RowStore(SIZE, ROOM)
+    with pytest.raises(ZeroDivisionError), store.change():
+        raise ZeroDivisionError
+    assert (store.enabled, store.generation) == (True, 2)
+
+
+def test_no_budget_is_off():
+    assert not RowStore(SIZE, 0).enabled
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 5 * cost(block(0))),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.integers(1, 6)), max_size=40),
+)
+def test_the_bytes_stay_within_the_bound_at_every_step(max_bytes: int, sequences: list[tuple[int, int, int]]):
+    store = RowStore(SIZE, max_bytes)
+    put = 0
+    for start, length, num_columns in sequences:
+        hashes = [bytes([start, index]) for index in range(length)]
+        store.put(0, hashes, {block_hash: block(start, num_columns) for block_hash in hashes})
+        put += length
+        held = store.get([bytes([a, b]) for a in range(10) for b in range(6)], 1)
+        assert len(held) == len(store)
+        assert store.num_bytes == cost(*held.values()) <= max_bytes
+    assert store.counts.evictions <= put - len(store)
+
+
+def test_ten_times_the_budget_leaves_the_newest_budget():
+    num_blocks = 100
+    store = RowStore(SIZE, num_blocks * cost(block(0)))
+    for index in range(10 * num_blocks):
+        store.put(0, [b"%d" % index], {b"%d" % index: block(0)})
+    assert len(store) == num_blocks
+    assert store.counts.evictions == 9 * num_blocks
+    assert len(store.get([b"%d" % index for index in range(9 * num_blocks, 10 * num_blocks)], 1)) == num_blocks
+
+
+def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
+    store = RowStore(SIZE, 3 * cost(block(0)))
+    hashes = [b"%d" % index for index in range(50)]
+    store.put(0, hashes, {block_hash: block(7) for block_hash in hashes})
+    assert set(store.get(hashes, 1)) == set(hashes[:3])
+    assert store.counts.evictions == 47

@@ -1,0 +1,140 @@
+"""Reading rows off vLLM's outputs, on outputs written by hand: no engine."""
+
+import numpy as np
+import pytest
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from scoremode_server.errors import EngineOutputError, UnfinishedError
+from scoremode_server.offline import SequenceScore, read_score
+from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.rows import NO_RANK, PromptLogprobs, Rows, json_logprobs, read_rows
+from tests.unit.server.prefix_cache.fake_engine import prompt_logprobs
+
+TOKENS = [4, 7, 9]
+
+
+def flat(*positions: list[tuple[int, float, int]] | None) -> FlatLogprobs:
+    """vLLM's logprobs of each position, as (token, logprob, rank)."""
+    result = FlatLogprobs()
+    for position in positions:
+        if position is None:
+            result.append(None)
+        else:
+            result.append_fast(*map(list, zip(*position, strict=True)), [None] * len(position))
+    return result
+
+
+def output_of(
+    prompt: FlatLogprobs | PromptLogprobs | None,
+    sampled: FlatLogprobs | None,
+    reason: str = "length",
+    num_cached_tokens: int = 0,
+) -> RequestOutput:
+    completion = CompletionOutput(0, "", [9], None, sampled, finish_reason=reason)
+    return RequestOutput("id", None, TOKENS[:-1], prompt, [completion], True, num_cached_tokens=num_cached_tokens)
+
+
+PLAIN = output_of(flat(None, [(7, -1.5, 3)]), flat([(9, -0.25, 1)]))
+
+
+def test_every_token_but_the_first_has_a_logprob_and_a_rank():
+    score = read_score(TOKENS, 0, PLAIN)
+    assert np.array_equal(score.logprobs, [np.nan, -1.5, -0.25], equal_nan=True)
+    assert score.ranks.tolist() == [NO_RANK, 3, 1]
+    assert score.top_token_ids.shape == score.top_logprobs.shape == (3, 0)
+
+
+def test_the_likeliest_tokens_come_after_the_actual_one():
+    prompt = flat(None, [(7, -1.5, 3), (2, -0.5, 1), (5, -1.0, 2)])
+    sampled = flat([(9, -0.25, 1), (9, -0.25, 1), (1, -3.0, 2)])
+    score = read_score(TOKENS, 2, output_of(prompt, sampled))
+    assert score.top_token_ids[1:].tolist() == [[2, 5], [9, 1]]
+    assert score.top_logprobs[1:].tolist() == [[-0.5, -1.0], [-0.25, -3.0]]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (output_of(None, None), "without logprobs"),
+        (output_of(flat(None, [(8, -1.5, 3)]), flat([(9, -0.25, 1)])), "position 1"),
+        (output_of(flat(None), flat([(9, -0.25, 1)])), "position 2"),
+        (output_of(flat(None, [(7, -1.5, 3)]), flat()), "position 2"),
+        (output_of(flat(None, [(7, float("nan"), 1)]), flat([(9, -0.25, 1)])), "NaN, for the token at position 1"),
+        (output_of(flat(None, [(7, -1.0, 1)]), flat([(9, float("nan"), 1)])), "NaN, for the token at position 2"),
+    ],
+    ids=["nothing", "another token", "a row missing", "the last row missing", "NaN in the prompt", "NaN at the end"],
+)
+def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: RequestOutput, message: str):
+    with pytest.raises(EngineOutputError, match=message):
+        read_score(TOKENS, 0, output)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_request_that_the_engine_gave_up_says_so(reason: str):
+    with pytest.raises(UnfinishedError, match=reason) as error:
+        read_score(TOKENS, 0, output_of(flat(None, [(7, -1.5, 3)]), None, reason))
+    assert error.value.finish_reason == reason
+
+
+def test_rows_of_cached_positions_are_not_trusted_whatever_they_hold():
+    """The V1 runner returns them with anything in them; the V2 runner leaves them out."""
+    token_ids, garbage = [1, 2, 3, 4, 5], -99.0
+    ids, logprobs = np.array([[2], [3], [4], [5]], np.int32), np.array([[garbage], [garbage], [-3], [-4]], np.float32)
+    ranks = np.array([1, 1, 3, 4], np.int32)
+    for first in (0, 2):
+        rows, num_lacking = read_rows(
+            token_ids,
+            5,
+            1,
+            output_of(prompt_logprobs(ids[first:], logprobs[first:], ranks[first:]), None, num_cached_tokens=2),
+        )
+        assert num_lacking == 2
+        assert rows.logprobs[2:, 0].tolist() == [-3, -4]
+        assert rows.ranks[2:].tolist() == [3, 4]
+
+
+def test_parts_of_a_prompt_are_put_together():
+    logprobs = PromptLogprobs()
+    assert [part.shape for part in logprobs.columns(2)] == [(0, 2), (0, 2), (0,)]
+    for start in (0, 3):
+        part = prompt_logprobs(
+            np.arange(start, start + 3)[:, None], -np.arange(start, start + 3, dtype=np.float32)[:, None], np.ones(3)
+        )
+        logprobs._parts += part._parts
+    ids, values, ranks = logprobs.columns(1)
+    assert ids[:, 0].tolist() == list(range(6))
+    assert values[:, 0].tolist() == [-0.0, -1, -2, -3, -4, -5]
+    assert len(ranks) == 6
+
+
+def test_rows_are_kept_bit_for_bit():
+    rows = Rows.of(np.array([[7, 8]]), np.array([[-0.0, -np.inf]], np.float32), np.array([200_000]))
+    again = Rows.from_bytes(rows.table.tobytes(), 2)
+    assert (again.num_columns, len(again)) == (2, 1)
+    assert again.token_ids.tolist() == [[7, 8]]
+    assert again.logprobs.tobytes() == np.array([[-0.0, -np.inf]], np.float32).tobytes()
+    assert again.ranks.tolist() == [200_000]
+    assert (
+        again.first_columns(1).table.tolist()
+        == Rows.of(np.array([[7]]), np.array([[-0.0]], np.float32), np.array([200_000])).table.tolist()
+    )
+
+
+def test_json_has_the_float32_value_exactly_and_no_infinity():
+    values = np.array([-0.1, -np.inf], np.float32)
+    assert json_logprobs(values).tolist() == [float(np.float32(-0.1)), -9999.0]
+
+
+def test_the_last_token_is_forced_and_never_fed():
+    params = score_params(TOKENS, top_logprobs=4)
+    assert (params.allowed_token_ids, params.max_tokens, params.temperature) == ([9], 1, 0)
+    assert params.prompt_logprobs == params.logprobs == 4
+
+
+def test_a_single_token_has_no_params_and_a_score_of_nothing():
+    with pytest.raises(ValueError, match="at least 2 tokens"):
+        score_params([4])
+    nothing = SequenceScore.of([4], Rows.empty(0, 4))
+    assert np.isnan(nothing.logprobs).tolist() == [True]
+    assert nothing.top_token_ids.shape == (1, 3)
