@@ -6,18 +6,21 @@
 The names are imported on first use, so that `scoremode serve` can set vLLM's environment before vLLM is imported.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scoremode_server.offline import score
+    from scoremode_server.plugin import enable
     from scoremode_server.scoring import Scorer, SequenceScore, read_score, score_params
 
-__all__ = ["Scorer", "SequenceScore", "read_score", "score", "score_params"]
+__all__ = ["Scorer", "SequenceScore", "enable", "read_score", "score", "score_params"]
+
+_MODULES = {"enable": "plugin", "score": "offline"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from scoremode_server import offline, scoring
-
-    return getattr(offline if name == "score" else scoring, name)
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'scoring')}")
+    return getattr(module, name)

@@ -4,8 +4,11 @@ What each needs is imported when it is called: vLLM calls the general one in eng
 business, and either before all of vLLM is imported.
 """
 
+import os
 from argparse import Namespace
 from typing import TYPE_CHECKING
+
+from scoremode_server.settings import PLUGINS_VARIABLE, allow_plugin, is_asked_for
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -43,8 +46,34 @@ def endpoint_plugin() -> ScoremodeEndpoints:
 
 
 def general_plugin() -> None:
-    """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once."""
+    """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once.
+
+    vLLM calls it wherever Scoremode is installed. Unless VLLM_PLUGINS names Scoremode, nothing is done or imported.
+
+    Raises:
+        RuntimeError: VLLM_PLUGINS names Scoremode, and it does not run on this vLLM.
+    """
+    if not is_asked_for(os.environ.get(PLUGINS_VARIABLE)):
+        return
+    from scoremode_server.vllm_patches.versions import require_supported
+
+    require_supported()
     from scoremode_server.engine import bounded_logprobs, packed_logprobs
 
     packed_logprobs.install()
     bounded_logprobs.install()
+
+
+def enable() -> None:
+    """Turn Scoremode on for the engines that this process makes from now on: call it before the first `vllm.LLM`.
+
+    Prompt logprobs are then computed within a fixed working memory, as `scoremode serve` computes them. `score` needs
+    none of it. VLLM_PLUGINS is set in this process's environment, for the sake of the processes that vLLM starts.
+
+    Raises:
+        RuntimeError: Scoremode does not run on this vLLM.
+    """
+    from scoremode_server.vllm_patches.versions import require_supported
+
+    require_supported()
+    allow_plugin()

@@ -1,11 +1,25 @@
 """Settings of Scoremode's own, beside those of `vllm serve`."""
 
+import importlib.metadata
 import os
 import re
 from argparse import ArgumentParser, Namespace
 
 SCORE_CACHE_BYTES = 512 * 1024**2
 SCORE_CACHE_VARIABLE = "SCOREMODE_SCORE_CACHE_BYTES"
+
+PLUGIN = "scoremode"
+"""The name of both entry points, by which VLLM_PLUGINS allows them."""
+
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
+
+_ALLOWED_BY_DEFAULT = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Groups of which vLLM loads every plugin while VLLM_PLUGINS is unset."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,6 +49,28 @@ def score_cache_bytes(arguments: Namespace) -> int:
         return SCORE_CACHE_BYTES if setting is None else number_of_bytes(setting)
     except ValueError as error:
         raise ValueError(f"{SCORE_CACHE_VARIABLE}: {error}") from None
+
+
+def allowed_plugins(current: str | None) -> str:
+    """VLLM_PLUGINS with Scoremode added to what was allowed before.
+
+    Naming one plugin shuts out every other, so where nothing was named, all that vLLM would have loaded are.
+    """
+    if current is not None:
+        names = current.split(",")
+    else:
+        names = [point.name for group in _ALLOWED_BY_DEFAULT for point in importlib.metadata.entry_points(group=group)]
+    return ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
+
+
+def allow_plugin() -> None:
+    """Add Scoremode to this process's VLLM_PLUGINS, which the processes that it starts inherit."""
+    os.environ[PLUGINS_VARIABLE] = allowed_plugins(os.environ.get(PLUGINS_VARIABLE))
+
+
+def is_asked_for(plugins: str | None) -> bool:
+    """Whether a value of VLLM_PLUGINS names Scoremode. Unset, it allows every plugin, and asks for none."""
+    return PLUGIN in (plugins or "").split(",")
 
 
 def number_of_bytes(text: str) -> int:

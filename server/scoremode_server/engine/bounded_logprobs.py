@@ -20,7 +20,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from scoremode_server.engine.logits_memory import RESERVED_TOP, row_bytes_v1, rows_per_chunk
 from scoremode_server.engine.profiling import add_to_profile, dummy_rows, logits_shape
-from scoremode_server.engine.vllm_version import expect, require_patched_version
+from scoremode_server.engine.vllm_version import expect
 
 BUDGET_BYTES = 256 * 1024**2
 BUDGET_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
@@ -36,10 +36,9 @@ def install(budget_bytes: int | None = None) -> None:
         budget_bytes: working memory; by default the environment's SCOREMODE_LOGPROB_BYTES, else 256 MiB.
 
     Raises:
-        RuntimeError: this is not the vLLM that the patch was made for.
+        RuntimeError: a method that is wrapped is not as it was.
         ValueError: the budget is not a positive number of bytes.
     """
-    require_patched_version()
     budget = budget_from_environment() if budget_bytes is None else budget_bytes
     if budget < 1:
         raise ValueError(f"the working memory for prompt logprobs must be positive, and is {budget}")

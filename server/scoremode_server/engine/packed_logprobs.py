@@ -21,8 +21,6 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detoken
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.engine.vllm_version import require_patched_version
-
 PACKED = "scoremode_packed"
 """The mark in `SamplingParams.extra_args`."""
 
@@ -94,12 +92,7 @@ def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) ->
 
 
 def install() -> None:
-    """Patch vLLM in this process; once is enough, and more does no harm.
-
-    Raises:
-        RuntimeError: this is not the vLLM that the patch was made for.
-    """
-    require_patched_version()
+    """Patch vLLM in this process; once is enough, and more does no harm."""
     if getattr(LogprobsProcessor, "_scoremode_patched", False):
         return
     make, update = LogprobsProcessor.from_new_request.__func__, LogprobsProcessor._update_prompt_logprobs

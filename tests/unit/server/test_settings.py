@@ -1,10 +1,17 @@
-"""How much memory the logprob cache gets, by flag and by environment."""
+"""How much memory the logprob cache gets, and which plugins vLLM may load."""
 
+import importlib.metadata
 from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from scoremode_server.settings import SCORE_CACHE_VARIABLE, add_arguments, score_cache_bytes
+from scoremode_server.settings import (
+    SCORE_CACHE_VARIABLE,
+    add_arguments,
+    allowed_plugins,
+    is_asked_for,
+    score_cache_bytes,
+)
 
 MIB = 1024**2
 
@@ -50,3 +57,35 @@ def test_what_is_no_size_is_an_error_that_names_where_it_stands(
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
     with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
         score_cache_bytes(parsed())
+
+
+class Point:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_scoremode_is_added_to_the_plugins_that_were_named():
+    assert allowed_plugins("lora,stats") == "lora,stats,scoremode"
+    assert allowed_plugins("scoremode,lora") == "scoremode,lora"
+    assert allowed_plugins("") == "scoremode"
+
+
+def test_plugins_that_load_by_default_still_do(monkeypatch: pytest.MonkeyPatch):
+    installed = {"vllm.general_plugins": [Point("lora"), Point("scoremode")], "vllm.platform_plugins": [Point("tpu")]}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: installed.get(group, []))
+    assert allowed_plugins(None) == "lora,scoremode,tpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [
+        (None, False),
+        ("", False),
+        ("lora", False),
+        ("scoremode-extras", False),
+        ("scoremode", True),
+        ("lora,scoremode", True),
+    ],
+)
+def test_scoremode_is_asked_for_by_name_only(value: str | None, asked: bool):
+    assert is_asked_for(value) is asked

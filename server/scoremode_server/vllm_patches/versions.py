@@ -1,0 +1,65 @@
+"""Which versions of vLLM Scoremode runs on."""
+
+import importlib.util
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from scoremode_server.vllm_patches.manifest import PRIVATE, Hashes, recorded_hashes
+from scoremode_server.vllm_patches.source import PACKAGE, Sources, digest, files_beside
+
+SUPPORTED = ">=0.32,<0.34"
+
+
+def require_supported() -> None:
+    """Make sure that the installed vLLM is one that Scoremode runs on.
+
+    A release that the manifest knows is. Another one in the supported range, such as a post release, is if all that
+    Scoremode replaces or calls privately has the same source text in it as in one release that the manifest knows.
+
+    Raises:
+        RuntimeError: it is not. The message names the versions that are known, the one that was found, and what
+            changed in it.
+    """
+    import vllm
+
+    hashes = recorded_hashes()
+    # Builds for one platform differ in the local part only: 0.32.0+cpu.
+    version = str(vllm.__version__).partition("+")[0]
+    if version in hashes:
+        return
+    refusal = f"Scoremode runs on vLLM {' and '.join(hashes)} (range: {SUPPORTED}), and found vLLM {vllm.__version__}"
+    if not _in_range(version):
+        raise RuntimeError(f"{refusal}. Install one of these: pip install 'vllm{SUPPORTED}'")
+    closest, changes = closest_release(hashes, Sources(files_beside(_installed_package())))
+    if changes:
+        raise RuntimeError(f"{refusal}, which differs from {closest} in what Scoremode patches: {', '.join(changes)}")
+
+
+def closest_release(hashes: Hashes, sources: Sources) -> tuple[str, list[str]]:
+    """The recorded release that differs least from these sources in what is private, and the names that differ."""
+    found = {entry.key: digest(sources.segment(entry.module, entry.name)) for entry in PRIVATE}
+    differences = {
+        version: [_change(key, now) for key, now in found.items() if recorded.get(key) != now]
+        for version, recorded in hashes.items()
+    }
+    return min(differences.items(), key=lambda difference: len(difference[1]))
+
+
+def _change(key: str, found: str | None) -> str:
+    return f"{key} ({'gone' if found is None else 'changed'})"
+
+
+def _in_range(version: str) -> bool:
+    try:
+        return SpecifierSet(SUPPORTED).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def _installed_package() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise RuntimeError("vLLM is not installed")
+    return Path(spec.origin).parent
