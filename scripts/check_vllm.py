@@ -4,8 +4,8 @@ python scripts/check_vllm.py VERSION             print what is the same, changed
 python scripts/check_vllm.py VERSION --write     and record VERSION's hashes: from then on Scoremode runs on it
 
 Compared is every name in `vllm_patches/manifest.py` and every name that server/ imports from vLLM, by syntax tree, so
-that comments and formatting do not count. The exit status is 0 only if all hashes are those recorded for VERSION. Wheels
-are kept in .cache/vllm-wheels, or under SCOREMODE_CACHE.
+that comments and formatting do not count. The exit status is 0 only if all hashes are those recorded for VERSION.
+Wheels are kept in .cache/vllm-wheels, or under SCOREMODE_CACHE.
 """
 
 import argparse
