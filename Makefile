@@ -31,6 +31,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py

@@ -35,7 +35,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 from shapes import write_shape  # noqa: E402
 
 from local_server import CPU_ENVIRONMENT, has_gpu  # noqa: E402
-from scoremode_server.settings import allowed_plugins  # noqa: E402
+from scoremode_server.settings import allow_plugin  # noqa: E402
 
 BARS = {"8b": 0.92, "8b-w4a16": 0.92, "1b": 0.75}
 COUNTS = {"tiny": 2}
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=list(BARS), metavar="SHAPE")
     parser.add_argument("--turns", type=int, default=4)
     options = parser.parse_args()
-    os.environ["VLLM_PLUGINS"] = allowed_plugins(os.environ.get("VLLM_PLUGINS"))
+    allow_plugin()
     if not has_gpu():
         os.environ.update(CPU_ENVIRONMENT)
     context = multiprocessing.get_context("spawn")

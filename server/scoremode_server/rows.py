@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
-from vllm.v1.outputs import LogprobsTensors
 
 from scoremode.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import EngineOutputError, UnfinishedError
@@ -98,8 +97,8 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self._parts: list[Columns] = []
 
-    def append(self, tensors: LogprobsTensors) -> None:
-        """Take the rows of one more part of the prompt."""
+    def append(self, tensors: Sequence[Any]) -> None:
+        """Take the rows of one more part of the prompt: vLLM's tensors of token ids, logprobs and ranks, on the CPU."""
         token_ids, logprobs, ranks, *_ = tensors
         self._parts.append((token_ids.numpy(), logprobs.numpy(), ranks.numpy()))
 

