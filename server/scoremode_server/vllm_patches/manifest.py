@@ -83,15 +83,15 @@ PRIVATE: tuple[Private, ...] = (
         "vllm.config.parallel",
         {"ParallelConfig._api_process_count": "read: with several API servers, weights may change unheard"},
     ),
-    # The API server: our handler of completions is a subclass of vLLM's.
+    # The API server: our completions are answered with the parts of vLLM's handler.
     *_of(
         "vllm.entrypoints.openai.completion.serving",
         {
-            "OpenAIServingCompletion.__init__": "called: our handler is made with the settings of vLLM's",
-            "OpenAIServingCompletion.create_completion": "calls _create_completion",
-            "OpenAIServingCompletion._create_completion": "overridden: requests that score, without its streaming",
-            "OpenAIServingCompletion.render_completion_request": "overridden: short token prompts are not decoded",
-            "OpenAIServingCompletion.request_output_to_completion_response": "overridden: logprobs are written by us",
+            "OpenAIServingCompletion.__init__": "sets what is read: the default sampling parameters, the override",
+            "OpenAIServingCompletion._create_completion": "not called: our handler does the same for what scores",
+            "OpenAIServingCompletion.render_completion_request": "called, or done without decoding token prompts",
+            "OpenAIServingCompletion.request_output_to_completion_response": "called: all of a response but logprobs",
+            "OpenAIServingCompletion._create_completion_logprobs": "not called: we write the same from arrays",
         },
     ),
     *_of(
@@ -104,11 +104,12 @@ PRIVATE: tuple[Private, ...] = (
     *_of(
         "vllm.entrypoints.generate.base.serving",
         {
-            "GenerateBaseServing.__init__": "called by our handler's base class",
-            "GenerateBaseServing._preflight": "called by our render_completion_request, as vLLM's calls it",
+            "GenerateBaseServing._preflight": "called: the engine's health, before anything is tokenized",
             "GenerateBaseServing._get_data_parallel_rank": "called: option of generate()",
             "GenerateBaseServing._get_priority": "called: option of generate()",
             "GenerateBaseServing._get_session_id": "called: option of generate()",
+            "GenerateBaseServing._raise_if_error": "called: the error of a request that the engine gave up",
+            "GenerateBaseServing._with_kv_transfer_rejection_cleanup": "called around our handler, as around vLLM's",
         },
     ),
     *_of(
@@ -120,8 +121,16 @@ PRIVATE: tuple[Private, ...] = (
             "BaseServing._maybe_get_adapters": "called: the LoRA adapter that a request names",
             "BaseServing._get_trace_headers": "called: option of generate()",
             "BaseServing._log_inputs": "called: vLLM's log of requests",
+            "BaseServing._extract_prompt_components": "called: the token ids of a prompt",
             "BaseServing._extract_prompt_len": "called: prompt length, for the default of max_tokens",
             "BaseServing._extract_prompt_text": "called: text of a prompt, to be echoed",
+        },
+    ),
+    *_of(
+        "vllm.sampling_params",
+        {
+            "SamplingParams.clone": "keeps the type, which marks a scoring request",
+            "SamplingParams.skip_reading_prefix_cache": "set: whether cached positions may be left out",
         },
     ),
     # The command line.
