@@ -88,8 +88,3 @@ class Agreement:
             f"mean {self.mean:.2e}, median {self.median:.2e}, max {self.largest:.2e}, "
             f"perplexity {self.perplexity_ratio:+.3%}"
         )
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ("---",) * len(header), *rows))

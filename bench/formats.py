@@ -18,11 +18,12 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table, windows_parser  # noqa: E402
+from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, windows_parser  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
 from model_servers import Server, kernels, lacking, log_of, reason, starting  # noqa: E402
 from quantized_oracle import logprobs, oracle_model  # noqa: E402
 from servers import Settings  # noqa: E402
+from tables import table  # noqa: E402
 
 from local_server import has_gpu  # noqa: E402
 

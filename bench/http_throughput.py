@@ -7,6 +7,7 @@ TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the servers'
 
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -32,15 +33,20 @@ def measure(url: str, name: str, stock: bool, count: int) -> dict[str, float]:
     return rates
 
 
+def report(urls: Mapping[tuple[str, str], str]) -> None:
+    """Measure each server, (shape, server) -> URL, and print its ratios."""
+    for (shape, server), url in urls.items():
+        print(f"{shape}, {server}", flush=True)
+        rates = measure(url, shape, server == "stock", COUNTS.get(shape, 128))
+        for kind in list(rates)[1:]:
+            print(f"  {kind} / prefill: {rates[kind] / rates['prefill']:.3f}", flush=True)
+
+
 def main() -> None:
-    """Start every server, measure each, print ratios."""
+    """Start every server and measure each."""
     tokenizer, logs, *shapes = sys.argv[1:]
     with started(shapes or ("8b", "1b"), SERVERS, Path(tokenizer), Path(logs)) as urls:
-        for (shape, server), url in urls.items():
-            print(f"{shape}, {server}", flush=True)
-            rates = measure(url, shape, server == "stock", COUNTS.get(shape, 128))
-            for kind in list(rates)[1:]:
-                print(f"  {kind} / prefill: {rates[kind] / rates['prefill']:.3f}", flush=True)
+        report(urls)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Rate:
         )
 
 
-def prompts(kind: str, count: int, seed: int) -> list[list[int]]:
+def prompts(kind: str, count: int, seed: int | str) -> list[list[int]]:
     """Token ids of every request, from a range that no special token is in."""
     rng = random.Random(seed)
 
@@ -65,10 +65,12 @@ def prompts(kind: str, count: int, seed: int) -> list[list[int]]:
 
 async def run(url: str, model: str, kind: str, count: int, seed: int) -> Rate:
     """Send `count` requests of a kind."""
-    path, options = KINDS[kind]
-    return await send_all(
-        url + path, [{"model": model, "prompt": prompt, **options} for prompt in prompts(kind, count, seed)]
-    )
+    return await send_all(url + KINDS[kind][0], bodies(model, kind, count, seed))
+
+
+def bodies(model: str, kind: str, count: int, seed: int | str) -> list[dict[str, Any]]:
+    """The bodies of `count` requests of a kind."""
+    return [{"model": model, "prompt": prompt, **KINDS[kind][1]} for prompt in prompts(kind, count, seed)]
 
 
 async def send_all(url: str, bodies: Sequence[dict[str, Any]]) -> Rate:

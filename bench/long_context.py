@@ -25,12 +25,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table  # noqa: E402
+from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs  # noqa: E402
 from model_servers import Server, reason, starting  # noqa: E402
 from quantized_oracle import logprobs, oracle_model  # noqa: E402
 from servers import MEMORY as SHAPE_MEMORY  # noqa: E402
 from servers import Settings  # noqa: E402
 from shapes import write_shape  # noqa: E402
+from tables import table  # noqa: E402
 
 HEADER = ("dtype", "step", "perplexity", "beside", "to its perplexity", "mean difference", "max", "mean, last quarter")
 REPEATS = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shapes import write_shape
 
-from local_server import running_server
+from local_server import ServerProcess, server_process
 
 FLAGS = ("--load-format", "dummy", "--max-model-len", "4096", "--max-num-batched-tokens", "8192")
 # Servers that start at the same time would mistake each other's memory for their own, so none of them measures it.
@@ -37,12 +37,21 @@ def started(
     shapes: Sequence[str], servers: Mapping[str, Settings], tokenizer: Path, logs: Path
 ) -> Iterator[dict[tuple[str, str], str]]:
     """(shape, server) -> URL, for every server on every shape; its model is named as its shape."""
+    with started_processes(shapes, servers, tokenizer, logs) as processes:
+        yield {key: process.url for key, process in processes.items()}
+
+
+@contextmanager
+def started_processes(
+    shapes: Sequence[str], servers: Mapping[str, Settings], tokenizer: Path, logs: Path
+) -> Iterator[dict[tuple[str, str], ServerProcess]]:
+    """As `started`, with the servers' processes."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, ThreadPoolExecutor(16) as pool:
         starting = {}
         for shape in shapes:
             model = write_shape(shape, tokenizer, Path(folder))
             for name, settings in servers.items():
-                context = running_server(
+                context = server_process(
                     model,
                     *(*FLAGS, *MEMORY, "--served-model-name", shape, *settings.flags),
                     log=logs / f"{shape}-{name.replace(', ', '-').replace(' ', '-')}.log",

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, table, windows_parser  # noqa: E402
+from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, windows_parser  # noqa: E402
 from checkpoints import pad_heads  # noqa: E402
 from http_throughput import COUNTS, measure  # noqa: E402
 from model_servers import Server, reason, starting  # noqa: E402
@@ -27,6 +27,7 @@ from quantized_oracle import logprobs, oracle_model  # noqa: E402
 from servers import FLAGS, STOCK, Settings  # noqa: E402
 from servers import MEMORY as SHAPE_MEMORY  # noqa: E402
 from shapes import write_shape  # noqa: E402
+from tables import table  # noqa: E402
 
 LARGEST_MEAN = {"bfloat16": 0.05, "float32": 0.005}
 """Nats a token, between any two degrees of parallelism, and between each and the oracle."""

@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -36,8 +38,23 @@ def has_gpu() -> bool:
     return tool is not None and subprocess.run([tool], capture_output=True).returncode == 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    """A server that is ready for requests, and the process that was started for it."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
-def running_server(
+def running_server(model: Path | str, *flags: str, **options: Any) -> Iterator[str]:
+    """The URL of a `server_process`."""
+    with server_process(model, *flags, **options) as process:
+        yield process.url
+
+
+@contextmanager
+def server_process(
     model: Path | str,
     *flags: str,
     log: Path,
@@ -45,8 +62,8 @@ def running_server(
     command: Sequence[str] = (),
     start_seconds: float = START_SECONDS,
     stop_seconds: float = STOP_SECONDS,
-) -> Iterator[str]:
-    """The URL of `scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
+) -> Iterator[ServerProcess]:
+    """`scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
 
     `command` replaces the command before MODEL, for servers to compare with. A server that has not ended
     `stop_seconds` after it was asked to is killed.
@@ -71,7 +88,7 @@ def running_server(
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_ready(process, url, log, start_seconds)
-        yield url
+        yield ServerProcess(url, process.pid)
     finally:
         _stop(process, stop_seconds)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import FORMATS, pad_heads, write_checkpoint
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from quantized_oracle import WEIGHT_PARTS, dequantized_weight, logprobs, oracle_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.checkpoints import FORMATS, pad_heads, write_checkpoint
-from bench.quantized_oracle import WEIGHT_PARTS, dequantized_weight, logprobs, oracle_model
 from tests import oracle
 
 LARGEST_ERROR = {"w4a16": 0.12, "nvfp4a16": 0.12, "fp8": 0.03, "int8": 0.015}

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-from bench.quantized_oracle import (
+from quantized_oracle import (
     FP8_ATTENTION,
     QuantizedLinear,
     dequantized_weight,
@@ -16,6 +15,7 @@ from bench.quantized_oracle import (
     logprobs,
     oracle_model,
 )
+
 from tests import models, oracle
 
 
@@ -92,7 +92,7 @@ def test_fp8_attention_without_rounding_is_plain_attention(
 ):
     plain = logprobs(oracle_model(random_model), windows)
     rounded = {name: logprobs(oracle_model(random_model, attention=name), windows) for name in FP8_ATTENTION}
-    monkeypatch.setattr("bench.quantized_oracle.fp8_rounded", lambda values: values)
+    monkeypatch.setattr("quantized_oracle.fp8_rounded", lambda values: values)
     for name in FP8_ATTENTION:
         exact = logprobs(oracle_model(random_model, attention=name), windows)
         for one, other, expected in zip(exact, rounded[name], plain, strict=True):

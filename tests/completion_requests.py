@@ -1,0 +1,105 @@
+"""Scoring requests to `/v1/completions`, and our answer to each beside vLLM's own (see tests/e2e/stock_beside.py)."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+TEXTS = [
+    "The capital of France is Paris.",
+    "x",
+    " leading and trailing space ",
+    "Ångström, naïve café, Größe",
+    "日本語のテキスト",
+    "emoji 🙂🙃 and 👩‍👩‍👧 families",
+    "tab\tand\nnewline\r\n",
+    "<|im_start|>user\nHello<|im_end|>",
+    "<s>special</s>",
+    "a\u2028b\u0000c\x7f",
+    "1234567890 " * 6,
+]
+NUM_RANDOM = 150
+
+
+def requests(rng: random.Random, vocab_size: int, max_tokens_fed: int) -> Iterator[dict[str, Any]]:
+    """Scoring requests of every kind: each option alone, then mixed at random."""
+    plain = {"prompt": TEXTS[0], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    yield plain
+    for text in TEXTS:
+        for logprobs in (0, 1, 5):
+            yield plain | {"prompt": text, "logprobs": logprobs}
+    for change in OPTIONS:
+        yield plain | change
+    lengths = [1, 2, 3, max_tokens_fed - 1, max_tokens_fed]
+    for length in lengths:
+        yield plain | {"prompt": [rng.randrange(vocab_size) for _ in range(length)]}
+    for _ in range(NUM_RANDOM):
+        request = dict(plain, prompt=some_prompt(rng, vocab_size), logprobs=rng.choice([0, 1, 2, 5, 20]))
+        for change in rng.sample(OPTIONS, rng.randrange(4)):
+            request |= change
+        yield request
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_tokens": 0},
+    {"logprobs": None},
+    {"prompt_logprobs": 3},
+    {"prompt_logprobs": 0},
+    {"logprobs": None, "prompt_logprobs": 2},
+    {"return_tokens_as_token_ids": True},
+    {"return_token_ids": True},
+    {"add_special_tokens": False},
+    {"n": 3, "temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "seed": 11},
+    {"stop": ["e", " "]},
+    {"logit_bias": {"5": 50}},
+    {"echo": False},
+    {"user": "someone", "best_of_my_knowledge": 1},
+    {"stream": True},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"model": None},
+    {"skip_special_tokens": False},
+    {"truncate_prompt_tokens": 5},
+]
+
+
+def some_prompt(rng: random.Random, vocab_size: int) -> Any:
+    """Any of the four shapes; token ids of any kind, bytes and special tokens among them."""
+    ids = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 7, 30]))] for _ in range(rng.randint(1, 3))]
+    return rng.choice([rng.choice(TEXTS), rng.sample(TEXTS, 2), ids[0], ids])
+
+
+def is_one_sequence(request: dict[str, Any]) -> bool:
+    prompt = request["prompt"]
+    return request.get("n", 1) == 1 and (isinstance(prompt, str) or isinstance(prompt[0], int))
+
+
+def answers(client: httpx.Client, request: dict[str, Any]) -> tuple[Any, Any]:
+    """(ours, vLLM's): status and content, the events of a stream as a list."""
+
+    def answer(path: str) -> tuple[int, Any]:
+        response = client.post(path, json=request)
+        if response.headers["content-type"].startswith("text/event-stream"):
+            events = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
+            chunks = [json.loads(event) for event in events if event != "[DONE]"]
+            # Choices of several prompts are streamed as they come, in no fixed order.
+            return response.status_code, sorted(
+                chunks, key=lambda chunk: [choice["index"] for choice in chunk["choices"]]
+            )
+        return response.status_code, response.json()
+
+    return answer("/v1/completions"), answer("/stock/v1/completions")
+
+
+def prompts_that_begin_alike(rng: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """Branches of branches, each asked for twice, in two styles; token ids of any kind, so also parts of characters."""
+    plain = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    for _ in range(4):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(40, 70))]
+        for _ in range(2):
+            branch = prompt + [rng.randrange(vocab_size) for _ in range(rng.randint(10, 40))]
+            for style in ({}, {"return_tokens_as_token_ids": True, "logprobs": 3}):
+                for end in (1, 2, 3):
+                    yield plain | style | {"prompt": branch + [rng.randrange(vocab_size) for _ in range(end)]}

@@ -1,0 +1,62 @@
+"""Ratios of pairs beside intervals worked out by hand."""
+
+import math
+
+import pytest
+from paired import STUDENT_T_975, paired_ratio
+
+
+def test_the_interval_is_students_of_the_log_ratios():
+    # Log ratios 0, ln 2 and ln 4: mean ln 2, standard deviation ln 2, and 4.303 for two degrees of freedom.
+    ratio = paired_ratio([10, 20, 80], [10, 10, 20])
+    assert ratio is not None
+    assert ratio.mean == pytest.approx(2)
+    half = 4.303 / math.sqrt(3)
+    assert ratio.interval == pytest.approx((2 * 2**-half, 2 * 2**half))
+    assert ratio.interval == pytest.approx((0.35741, 11.19155), abs=1e-4)
+    assert str(ratio) == "2.000 [0.357, 11.192]"
+
+
+def test_equal_ratios_leave_no_doubt():
+    ratio = paired_ratio([3, 30, 0.3, 9], [2, 20, 0.2, 6])
+    assert ratio is not None
+    assert (ratio.mean, *(ratio.interval or ())) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_swapping_sides_inverts_everything():
+    ratio, inverse = (paired_ratio(*sides) for sides in (([1, 2, 3], [3, 1, 4]), ([3, 1, 4], [1, 2, 3])))
+    assert ratio is not None
+    assert inverse is not None
+    assert inverse.mean == pytest.approx(1 / ratio.mean)
+    assert inverse.interval == pytest.approx(tuple(1 / end for end in reversed(ratio.interval or ())))
+
+
+def test_one_pair_has_a_ratio_and_no_interval():
+    ratio = paired_ratio([3], [2])
+    assert ratio is not None
+    assert (ratio.mean, ratio.interval, str(ratio)) == (pytest.approx(1.5), None, "1.500")
+
+
+def test_what_was_too_short_to_measure_has_no_ratio():
+    assert paired_ratio([1, 0], [1, 1]) is None
+
+
+def test_pairs_are_needed_on_both_sides():
+    with pytest.raises(ValueError, match="no pairs"):
+        paired_ratio([], [])
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratio([1, 2], [1])
+
+
+def test_many_turns_take_the_last_quantile():
+    ratio = paired_ratio([2, 1] * 20, [1, 2] * 20)
+    assert ratio is not None
+    # 40 log ratios of plus and minus ln 2: standard deviation ln 2 * sqrt(40 / 39).
+    half = STUDENT_T_975[-1] / math.sqrt(39)
+    assert ratio.interval == pytest.approx((2**-half, 2**half))
+
+
+def test_quantiles_fall_towards_the_normal_distributions():
+    assert len(STUDENT_T_975) == 30
+    assert list(STUDENT_T_975) == sorted(STUDENT_T_975, reverse=True)
+    assert STUDENT_T_975[-1] > 1.960
