@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from demo_model import cache_root, demo_model, made_once
 from tests import models
-from tests.servers import Servers, needed
+from tests.shared_servers import Servers, needed
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared/data/wikitext/wikitext-2-raw-v1/test-00000-of-00001.parquet"
 

@@ -1,11 +1,11 @@
-"""The servers of `tests/servers.py` as fixtures: the URL of each, ready for requests, and a client of it."""
+"""The servers of `tests/shared_servers.py` as fixtures: the URL of each, ready for requests, and a client of it."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from scoremode import ScoreClient
-from tests.servers import API_KEY, Servers
+from tests.shared_servers import API_KEY, Servers
 
 
 @pytest.fixture(scope="session")

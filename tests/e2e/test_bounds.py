@@ -10,7 +10,7 @@ import pytest
 
 from scoremode import ScoreClient
 from tests import oracle
-from tests.servers import API_KEY
+from tests.shared_servers import API_KEY
 
 LENGTH = 128
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.servers import API_KEY
+from tests.shared_servers import API_KEY
 
 TEXTS = [
     "The capital of France is Paris.",

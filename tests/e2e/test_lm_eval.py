@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import lm_eval_tasks
-from tests.servers import API_KEY
+from tests.shared_servers import API_KEY
 
 MAX_LENGTH = 512
 TASK, ROLLING = "python_reference", "python_documents"

@@ -17,7 +17,7 @@ import lm_eval_tasks
 from scoremode import AsyncScoreClient, ScoreClient
 from tests import oracle
 from tests.e2e.test_lm_eval import TASK, answers, evaluate
-from tests.servers import BLOCK_SIZE
+from tests.shared_servers import BLOCK_SIZE
 
 TOLERANCE = 1e-4
 COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute"\} ([0-9.e+]+)$', re.MULTILINE)
