@@ -24,16 +24,16 @@ serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max
 	@test -n "$(MODEL)" || { echo 'usage: make serve MODEL=path-or-name [ARGS="vllm serve flags"]' >&2; exit 2; }
 	$(if $(filter cpu,$(ENGINE)),VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind}) $(BIN)/scoremode serve $(MODEL) $(ARGS)
 
-check: lint ## For every save: style, types, unit tests and what they cover
-	$(BIN)/python -m pytest tests/unit --cov
+check: lint ## For every save: style, types and unit tests
+	$(BIN)/python -m pytest --numprocesses 2 tests/unit/server tests/unit/bench tests/unit/client tests/unit/test_oracle.py
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: $(INSTALLED) ## Run every test, real engines included
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## Run every test, real engines included, and see what they cover
+	$(BIN)/python -m pytest --cov
 
 test-slow: $(INSTALLED) ## Run what is too long for every run: the same tests with thousands of seeds
 	$(BIN)/python -m pytest -m slow

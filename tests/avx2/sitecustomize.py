@@ -1,7 +1,7 @@
 """On PYTHONPATH (`make test-avx2`), this makes every Python process take its CPU for one with AVX2 and nothing newer.
 
-torch and oneDNN read an environment variable each. vLLM asks torch what the CPU has, picks its compiled extension by it,
-and passes some work to other kernels.
+torch and oneDNN read an environment variable each. vLLM asks torch what the CPU has, and picks its compiled extension
+and its kernels by it.
 """
 
 import os
