@@ -12,26 +12,35 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve lint openapi install clean
+.PHONY: help install demo serve check lint test test-slow test-avx2 openapi clean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## Start a server on a small real model, score real text, print a table
 	@$(BIN)/python scripts/demo.py
 
-test: $(INSTALLED) ## Run every test, real engines included
-	$(BIN)/python -m pytest
-
 serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max-model-len 4096"]
 	@test -n "$(MODEL)" || { echo 'usage: make serve MODEL=path-or-name [ARGS="vllm serve flags"]' >&2; exit 2; }
 	$(if $(filter cpu,$(ENGINE)),VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind}) $(BIN)/scoremode serve $(MODEL) $(ARGS)
+
+check: lint ## For every save: style, types and unit tests
+	$(BIN)/python -m pytest --numprocesses 2 tests/unit/server tests/unit/bench tests/unit/client tests/unit/test_oracle.py
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+test: $(INSTALLED) ## Run every test, real engines included, and see what they cover
+	$(BIN)/python -m pytest --cov
+
+test-slow: $(INSTALLED) ## Run what is too long for every run: the same tests with thousands of seeds
+	$(BIN)/python -m pytest -m slow
+
+test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing newer
+	PYTHONPATH=$(CURDIR)/tests/avx2 $(BIN)/python -m pytest
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py

@@ -1,6 +1,6 @@
 """How far INT8 W8A8 scores lie from an oracle that quantizes as the kernels do, and from decompressed weights.
 
-python bench/int8.py [NUM_TOKENS]      the table of docs/methods.md; CPU, some 5 minutes
+python bench/int8.py [NUM_TOKENS [DATASET]]      the table of docs/methods.md; CPU, some 5 minutes
 """
 
 import sys
@@ -22,7 +22,7 @@ from tests import models, oracle  # noqa: E402
 def main() -> None:
     """Serve each checkpoint, score the same tokens, print a row for each oracle."""
     num_tokens = int(sys.argv[1]) if len(sys.argv) > 1 else 1023
-    text = load_corpus(str(ROOT.parent / "shared/data/wikitext")).text[:20000]
+    text = load_corpus(sys.argv[2] if len(sys.argv) > 2 else "wikitext").text[:20000]
     for name, last_blocks in (("last block", 1), ("all blocks", None)):
         folder = cache_root() / ("SmolLM2-135M-INT8" + ("-last-block" if last_blocks else ""))
 

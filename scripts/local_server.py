@@ -71,33 +71,39 @@ def server_process(
     Raises:
         ServerError: it ended, or was not ready in time.
     """
-    port = _free_port()
     gpu = has_gpu()
     arguments = [
         *(command or (sys.executable, "-c", "from scoremode_server.cli import main; main()", "serve")),
         str(model),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--host", "127.0.0.1"),
         *(() if gpu or "--dtype" in flags else CPU_FLAGS),
         *flags,
     ]
     settings = {**os.environ, **({} if gpu else CPU_ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            arguments, env=settings, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_ready(process, url, log, start_seconds)
-        yield ServerProcess(url, process.pid)
-    finally:
-        _stop(process, stop_seconds)
+    with _reserved_port() as port:
+        arguments += ["--port", str(port)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                arguments, env=settings, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_until_ready(process, url, log, start_seconds)
+            yield ServerProcess(url, process.pid)
+        finally:
+            _stop(process, stop_seconds)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that the kernel hands to nobody else, though a server may bind it: it takes seconds until one does.
+
+    Of two sockets with SO_REUSEADDR, as vLLM's has it, both may be bound to a port where neither listens yet.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds: float) -> None:

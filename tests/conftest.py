@@ -1,5 +1,9 @@
-"""Models and texts that tests share, made once a session; the real model and its INT8 copies stay in the demo cache."""
+"""Models, texts and servers that tests share, made once a session.
 
+The real model and its INT8 copy stay in the demo cache.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,8 +11,21 @@ from pyarrow import parquet
 
 from demo_model import cache_root, demo_model, made_once
 from tests import models
+from tests.shared_servers import Servers, needed
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared/data/wikitext/wikitext-2-raw-v1/test-00000-of-00001.parquet"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The servers that the collected tests need begin to start before the first test runs."""
+    servers = Servers(lambda: tmp_path_factory.mktemp("server"), request.getfixturevalue)
+    try:
+        for name in needed(request.session.items):
+            servers.begin(name)
+        yield servers
+    finally:
+        servers.stop()
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +41,8 @@ def random_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def random_bos_model(tmp_path_factory) -> Path:
-    """`random_model`, but for a tokenizer that puts BOS (token 0) first by itself."""
-    return models.random_llama(tmp_path_factory.mktemp("models") / "random-bos", add_bos=True)
-
-
-@pytest.fixture(scope="session")
 def byte_fallback_model(tmp_path_factory) -> Path:
-    """As `random_bos_model`, with a tokenizer of SentencePiece's kind."""
+    """`random_model` with a tokenizer of SentencePiece's kind that puts BOS (token 0) first by itself."""
     return models.random_llama(tmp_path_factory.mktemp("models") / "fallback", add_bos=True, byte_fallback=True)
 
 

@@ -1,4 +1,8 @@
-"""`scoremode serve`, with vLLM's own completions route kept at /stock/v1/completions: both answer from one engine."""
+"""A server with vLLM's own completions route kept at /stock/v1/completions: both answer from one engine.
+
+python stock_beside.py scoremode [arguments of `scoremode serve`]
+python stock_beside.py vllm [arguments of vLLM's own server]      with the plugin where VLLM_PLUGINS names it
+"""
 
 import sys
 
@@ -22,6 +26,16 @@ def attach_both(self: plugin.ScoremodeEndpoints, app: FastAPI) -> None:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     plugin.ScoremodeEndpoints.attach_router = attach_both
-    cli.serve(sys.argv[1:])
+    which = sys.argv.pop(1)
+    if which == "scoremode":
+        cli.serve(sys.argv[1:])
+    else:
+        from vllm.entrypoints.launchers.api_server import entry
+
+        entry.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,14 +10,15 @@ import pytest
 
 from scoremode import ScoreClient
 from tests import oracle
+from tests.shared_servers import API_KEY
 
 LENGTH = 128
 
 
-def test_a_sequence_as_long_as_the_context_is_scored(bos_client: ScoreClient, random_bos_model: Path):
+def test_a_sequence_as_long_as_the_context_is_scored(bos_client: ScoreClient, byte_fallback_model: Path):
     tokens = np.random.default_rng(0).integers(3, 400, LENGTH).tolist()
     (score,) = bos_client.score(tokens)
-    (expected,) = oracle.logprobs(random_bos_model, [tokens])
+    (expected,) = oracle.logprobs(byte_fallback_model, [tokens])
     assert np.abs(np.array(score.logprobs[1:]) - expected).max() <= 1e-4
 
 
@@ -99,7 +100,7 @@ PERPLEXITY: list[tuple[str, Any, str | None, int, str]] = [
 
 
 def post(url: str, path: str, body: Any) -> httpx.Response:
-    return httpx.post(url + path, json=body, headers={"Authorization": "Bearer secret"}, timeout=60)
+    return httpx.post(url + path, json=body, headers={"Authorization": f"Bearer {API_KEY}"}, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_bad_input_names_its_field_and_the_server_goes_on(
 
 
 def test_a_body_that_is_not_json(plugin_server: str):
-    headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
     response = httpx.post(f"{plugin_server}/v1/score", content=b'{"prompt": ', headers=headers)
     assert response.status_code == 400
     assert "not valid JSON" in response.json()["error"]["message"]

@@ -13,6 +13,12 @@ import httpx
 import pytest
 
 from tests.completion_requests import answers, is_one_sequence, prompts_that_begin_alike, requests
+from tests.shared_servers import API_KEY
+
+
+def connect(url: str) -> httpx.Client:
+    """A client for any of the servers: one that has no API key takes no notice of it."""
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {API_KEY}"}, timeout=300)
 
 
 def assert_same(ours: Any, stock: Any, tolerance: float = 1e-6, path: str = "") -> None:
@@ -35,7 +41,7 @@ def assert_same(ours: Any, stock: Any, tolerance: float = 1e-6, path: str = "") 
 
 @pytest.mark.parametrize(
     ("which", "vocab_size", "max_tokens_fed"),
-    [("byte_fallback_server", 1024, 127), ("server", 49152, 60)],
+    [("plugin_server", 1024, 127), ("server", 49152, 60)],
     ids=["SentencePiece's kind of tokenizer", "byte-level tokenizer"],
 )
 def test_every_scoring_request_is_answered_as_vllm_answers_it(
@@ -43,7 +49,7 @@ def test_every_scoring_request_is_answered_as_vllm_answers_it(
 ):
     rng = random.Random(20)
     kinds: dict[int, int] = {}
-    with httpx.Client(base_url=request.getfixturevalue(which), timeout=300) as client:
+    with connect(request.getfixturevalue(which)) as client:
         for body in requests(rng, vocab_size, max_tokens_fed):
             ours, stock = answers(client, body)
             try:
@@ -56,7 +62,7 @@ def test_every_scoring_request_is_answered_as_vllm_answers_it(
 
 @pytest.mark.parametrize(
     ("which", "vocab_size"),
-    [("byte_fallback_server", 1024), ("server", 49152)],
+    [("plugin_server", 1024), ("server", 49152)],
     ids=["SentencePiece's kind of tokenizer", "byte-level tokenizer"],
 )
 def test_prompts_that_begin_alike_are_answered_as_vllm_answers_them(
@@ -64,7 +70,7 @@ def test_prompts_that_begin_alike_are_answered_as_vllm_answers_them(
 ):
     """What was written for one prompt is used for the next, also where a character lies across the place."""
     rng = random.Random(21)
-    with httpx.Client(base_url=request.getfixturevalue(which), timeout=300) as client:
+    with connect(request.getfixturevalue(which)) as client:
         before = cache_hits(client)
         for body in prompts_that_begin_alike(rng, vocab_size):
             ours, stock = answers(client, body)
@@ -99,8 +105,8 @@ def cache_hits(client: httpx.Client) -> float:
         {"echo": True, "logprobs": 1, "max_tokens": 1},
     ],
 )
-def test_errors_are_vllms(byte_fallback_server: str, body: dict[str, Any]):
-    with httpx.Client(base_url=byte_fallback_server, timeout=60) as client:
+def test_errors_are_vllms(plugin_server: str, body: dict[str, Any]):
+    with connect(plugin_server) as client:
         ours, stock = answers(client, body)
     assert ours[0] >= 400
     assert_same(ours, stock)

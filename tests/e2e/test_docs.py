@@ -13,14 +13,18 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def examples(served: bool) -> list[object]:
-    """Code blocks that talk to a server, or those that bring an engine of their own."""
-    found = []
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for number, (language, code) in enumerate(BLOCK.findall(page.read_text())):
-            if ("localhost:8000" if served else 'LLM("MODEL"') in code:
-                found.append(pytest.param(language, code, id=f"{page.name} {number} {language}"))
-    return found
+def examples(part: str) -> dict[str, tuple[str, str]]:
+    """Language and code of the blocks that have `part` in them, by page and number."""
+    return {
+        f"{page.name} {number} {language}": (language, code)
+        for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        for number, (language, code) in enumerate(BLOCK.findall(page.read_text()))
+        if part in code
+    }
+
+
+FOR_A_SERVER = examples("localhost:8000")
+WITHOUT_A_SERVER = examples('LLM("MODEL"')
 
 
 def run(language: str, code: str, folder: Path) -> str:
@@ -35,12 +39,25 @@ def run(language: str, code: str, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("language", "code"), examples(served=True))
+@pytest.mark.parametrize(("language", "code"), FOR_A_SERVER.values(), ids=FOR_A_SERVER)
 def test_examples_for_a_server(server: str, tmp_path: Path, language: str, code: str):
     assert run(language, code.replace("http://localhost:8000", server), tmp_path).strip()
 
 
-@pytest.mark.parametrize(("language", "code"), examples(served=False))
-def test_examples_without_a_server(random_model: Path, tmp_path: Path, language: str, code: str):
-    environment = "import os; os.environ |= {'VLLM_CPU_OMP_THREADS_BIND': 'nobind', 'VLLM_CPU_KVCACHE_SPACE': '1'}\n"
-    assert run(language, environment + code.replace('"MODEL"', f'"{random_model}"'), tmp_path).strip()
+# An engine takes long to start: examples that make the same one share it.
+ONE_ENGINE = """\
+import functools, os
+os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
+import vllm
+vllm.LLM = functools.cache(functools.partial(vllm.LLM, enforce_eager=True))
+"""
+THE_END = "if __name__ == '__main__': print('the end of an example', flush=True)\n"
+
+
+def test_examples_without_a_server(random_model: Path, tmp_path: Path):
+    code = ONE_ENGINE + "".join(code + THE_END for _, code in WITHOUT_A_SERVER.values())
+    output = run("python", code.replace('"MODEL"', f'"{random_model}"'), tmp_path)
+    *printed, _ = output.split("the end of an example\n")
+    assert len(printed) == len(WITHOUT_A_SERVER)
+    assert all(text.strip() for text in printed)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import lm_eval_tasks
+from tests.shared_servers import API_KEY
 
 MAX_LENGTH = 512
 TASK, ROLLING = "python_reference", "python_documents"
@@ -127,12 +128,12 @@ def test_a_generation_task_runs(tmp_path: Path, server: str):
 
 
 def test_an_api_key_is_taken_by_both_of_its_parts(tasks: Path, plugin_server: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", API_KEY)
     arguments = {
         "model": "random",
         "base_url": f"{plugin_server}/v1/completions",
         "tokenizer_backend": "remote",
-        "auth_token": "secret",
+        "auth_token": API_KEY,
         "max_length": 128,
     }
     results = evaluate(tasks, "local-completions", arguments, (TASK,), limit=2)

@@ -57,11 +57,11 @@ def test_perplexity_and_counts_of_a_real_model(client: ScoreClient, smollm2: Pat
 
 @pytest.mark.parametrize("case", [Case("llama.cpp", 64), Case("rolling", 64), Case("sliding", 64, 32)], ids=str)
 def test_special_tokens_of_a_tokenizer_that_adds_bos(
-    bos_client: ScoreClient, random_bos_model: Path, text: str, case: Case
+    bos_client: ScoreClient, byte_fallback_model: Path, text: str, case: Case
 ):
     info = bos_client.info()
     tokens = bos_client.tokenize(text, add_special_tokens=case.method != "rolling")
-    expected = expected_result(random_bos_model, tokens, case, bos=info.bos_token_id, prefix=info.bos_token_id)
+    expected = expected_result(byte_fallback_model, tokens, case, bos=info.bos_token_id, prefix=info.bos_token_id)
     result = bos_client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_scored == expected.num_scored
     assert result.perplexity == pytest.approx(expected.perplexity, rel=TOLERANCE)

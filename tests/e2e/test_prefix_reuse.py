@@ -1,4 +1,4 @@
-"""Shared prefixes are computed once, and no number changes: a real engine with the logprob cache and one without.
+"""Shared prefixes are computed once, and no number changes: beside transformers, beside stock vLLM, and without cache.
 
 What the engine computed is read from vLLM's own metrics. Tolerance: 1e-4 nats, since a part of a prompt runs in another
 batch shape than the whole.
@@ -6,7 +6,6 @@ batch shape than the whole.
 
 import asyncio
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,14 @@ import numpy as np
 import pytest
 
 import lm_eval_tasks
-from local_server import running_server
 from scoremode import AsyncScoreClient, ScoreClient
 from tests import oracle
-from tests.e2e.conftest import SMOLLM2_FLAGS, logs
 from tests.e2e.test_lm_eval import TASK, answers, evaluate
+from tests.shared_servers import BLOCK_SIZE
 
 TOLERANCE = 1e-4
-BLOCK_SIZE = 32
 COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute"\} ([0-9.e+]+)$', re.MULTILINE)
 NUM_QUESTIONS = 25
-
-
-@pytest.fixture(scope="module")
-def uncached_server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """As `server`, with the cache off."""
-    flags = (*SMOLLM2_FLAGS, "--score-cache-bytes", "0")
-    with running_server(smollm2, *flags, log=logs(tmp_path_factory)) as url:
-        yield url
 
 
 def computed_tokens(server: str) -> float:
@@ -146,25 +135,34 @@ def test_metrics_tell_of_the_cache(client: ScoreClient, server: str, wikitext: s
         assert metric(server, name) >= 0
 
 
-def test_lm_eval_computes_each_shared_prefix_once(
-    server: str, uncached_server: str, tmp_path_factory: pytest.TempPathFactory
-):
-    folder = tmp_path_factory.mktemp("tasks")
-    lm_eval_tasks.write_tasks(folder, None)
+def test_a_cache_of_no_bytes_keeps_nothing(int8_client: ScoreClient, int8_server: str, wikitext: str):
+    tokens = fresh(wikitext, int8_client, 7, 200)
+    before = computed_tokens(int8_server)
+    (first,), (again,) = int8_client.score(tokens), int8_client.score(tokens)
+    assert computed_tokens(int8_server) - before == 2 * 199
+    assert first.logprobs == again.logprobs
+    assert metric(int8_server, "hits_total") == metric(int8_server, "bytes") == 0
 
-    def run(url: str) -> tuple[dict[str, Any], float]:
-        before = computed_tokens(url)
+
+def test_lm_eval_computes_each_shared_prefix_once(server: str, smollm2: Path, tmp_path: Path):
+    """Beside stock vLLM's completions, which compute every prompt whole."""
+    lm_eval_tasks.write_tasks(tmp_path, None)
+
+    def run(route: str) -> tuple[dict[str, Any], float]:
+        before = computed_tokens(server)
         arguments = {
             "model": "smollm2",
-            "base_url": f"{url}/v1/completions",
-            "tokenizer_backend": "remote",
+            "base_url": f"{server}{route}",
+            # Stock vLLM's route has no remote tokenizer beside it.
+            "tokenizer_backend": "huggingface",
+            "tokenizer": str(smollm2),
             "num_concurrent": 4,
             "max_length": 1024,
         }
-        results = evaluate(folder, "local-completions", arguments, (TASK,), limit=NUM_QUESTIONS)
-        return results, computed_tokens(url) - before
+        results = evaluate(tmp_path, "local-completions", arguments, (TASK,), limit=NUM_QUESTIONS)
+        return results, computed_tokens(server) - before
 
-    (cached, computed), (uncached, computed_without) = run(server), run(uncached_server)
+    (cached, computed), (uncached, computed_without) = run("/v1/completions"), run("/stock/v1/completions")
     for (ours, is_greedy), (expected, expected_greedy) in zip(
         answers(cached, TASK), answers(uncached, TASK), strict=True
     ):

@@ -4,7 +4,6 @@ What is measured is measured in the engine's own process, through vLLM's `collec
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,13 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from scoremode_server import enable, score
+from scoremode_server import score
 from scoremode_server.settings import LOGPROB_BYTES
 from scoremode_server.vllm_patches import runner_v1
 from tests import models, oracle
+from tests.engine.conftest import CHUNK, LENGTH, SMALL_BUDGET, STEP_TOKENS
 
 MEBIBYTE = 1024**2
-CHUNK = 7
-SMALL_BUDGET = CHUNK * (1024 * 8 + 200)
-"""Seven rows of 1,024 float32 logits and logprobs, and of at most six tokens' results."""
-STEP_TOKENS = 48
-LENGTH = 192
 
 LARGE_VOCABULARY = 262_144
 LONG_PROMPT = 4096
@@ -31,37 +26,6 @@ UNBOUNDED_BYTES = LONG_STEP_TOKENS * LARGE_VOCABULARY * (4 + 4)
 TOLERANCE = 48 * MEBIBYTE
 """For what is no working memory of prompt logprobs: a step's activations, a queue of the vocabulary's size that top-k
 keeps for each thread (4 MiB a thread), the request's results, and what the allocator keeps of small blocks."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        # Lets `collective_rpc` send functions.
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        # Restored at the end, whatever `enable` makes of it.
-        patch.setenv("VLLM_PLUGINS", "")
-        enable()
-        yield
-
-
-@pytest.fixture(scope="module")
-def llm(random_model: Path, environment: None) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SCOREMODE_LOGPROB_BYTES", str(SMALL_BUDGET))
-        engine = LLM(
-            str(random_model),
-            dtype="float32",
-            max_model_len=LENGTH,
-            max_num_seqs=4,
-            max_num_batched_tokens=STEP_TOKENS,
-            max_logprobs=5,
-            enable_prefix_caching=True,
-        )
-    yield engine
-    engine.llm_engine.engine_core.shutdown()
 
 
 @pytest.mark.parametrize("top", [0, 5])

@@ -1,6 +1,5 @@
-"""Score mode on a `vllm.LLM`, without a server and without `enable()`."""
+"""Score mode on a `vllm.LLM`, without a server."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +9,7 @@ from vllm import LLM
 from scoremode_server import score
 from scoremode_server.errors import RequestError
 from tests import oracle
-
-LENGTH = 64
-
-
-@pytest.fixture(scope="module")
-def llm(random_model: Path) -> Iterator[LLM]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-        patch.delenv("VLLM_PLUGINS", raising=False)
-        yield LLM(str(random_model), dtype="float32", max_model_len=LENGTH, max_num_seqs=4, max_logprobs=5)
+from tests.engine.conftest import LENGTH, MAX_LOGPROBS
 
 
 def test_scores_equal_transformers(llm: LLM, random_model: Path):
@@ -51,7 +39,7 @@ def test_a_text_is_tokenized(llm: LLM):
         ([5] * (LENGTH + 1), 0, "prompt"),
         ([[5, 6], []], 0, "prompt"),
         ([5, 10**6], 0, "prompt"),
-        ([5, 6], 6, "top_logprobs"),
+        ([5, 6], MAX_LOGPROBS + 1, "top_logprobs"),
     ],
 )
 def test_bad_input_names_its_field(llm: LLM, prompts: list[int], top_logprobs: int, param: str):

@@ -4,6 +4,7 @@ Two parts are two processes with vLLM's own layers and collectives; more are mad
 """
 
 import math
+import os
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -147,6 +148,9 @@ def scores_of(model: Model, hidden_states: torch.Tensor, targets: torch.Tensor, 
 def one_rank(rank: int, port: int) -> None:
     # Ranks that wait for each other keep their cores busy.
     torch.set_num_threads(1)
+    # On CPUs with AVX-512 vLLM exchanges tensors in shared memory, which is not made for all types; ranks that name it
+    # differently exchange them through torch.distributed, as on any other CPU.
+    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         ensure_model_parallel_initialized(2, 1)
