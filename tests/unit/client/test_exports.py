@@ -33,8 +33,8 @@ CLIENT = {
     "perplexity",
 }
 SERVER = {
-    "Scorer",
     "SequenceScore",
+    "enable",
     "read_score",
     "score",
     "score_params",
