@@ -41,7 +41,7 @@ from tables import table  # noqa: E402
 from local_server import has_gpu  # noqa: E402
 from scoremode import ScoreClient  # noqa: E402
 
-STOCK_BESIDE = (sys.executable, str(ROOT / "tests/e2e/stock_beside.py"))
+STOCK_BESIDE = (sys.executable, str(ROOT / "tests/e2e/stock_beside.py"), "scoremode")
 RATED = {"stock": STOCK, "scoremode": Settings()}
 LONGEST_PROMPT = 60
 """Of the generated completion requests, in tokens."""

@@ -31,6 +31,7 @@ PUBLIC = {
     "vllm.renderers.base",
     "vllm.sampling_params",
     "vllm.tokenizers",
+    "vllm.tokenizers.detokenizer_utils",
     "vllm.utils",
     "vllm.utils.argparse_utils",
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
