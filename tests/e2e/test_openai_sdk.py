@@ -1,5 +1,7 @@
 """The openai package, as it is: scoring and generation, sync and async, streamed and not."""
 
+from collections.abc import AsyncIterator, Iterator
+
 import openai
 import pytest
 
@@ -9,13 +11,15 @@ GENERATION = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 5, "temperatur
 
 
 @pytest.fixture(scope="module")
-def sync(server: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300)
+def sync(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300) as client:
+        yield client
 
 
 @pytest.fixture
-def asynchronous(server: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300)
+async def asynchronous(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300) as client:
+        yield client
 
 
 def test_scoring(sync: openai.OpenAI):
