@@ -82,7 +82,7 @@ def write_checkpoint(source: Path, folder: Path, name: str) -> Path:
 def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int) -> Path:
     """Write `source` with more attention heads, all of whose weights are zero: the same function in another shape.
 
-    Tensor parallelism needs a number of heads that the number of devices divides. Whole groups are added behind the
+    Tensor parallelism needs a number of heads that the number of devices divides. Whole groups are added after the
     others (the query heads that share a key-value head stay together); their values are zero and so is what the output
     projection makes of them, so nothing is added to any sum but zeros.
 

@@ -101,7 +101,7 @@ def windows_of(tokens: list[int], method: Method, options: argparse.Namespace) -
 
 
 def empty_caches(url: str) -> None:
-    """Drop what earlier runs left behind; vLLM refuses while blocks of the last request are not free yet."""
+    """Drop what earlier runs left; vLLM refuses while blocks of the last request are not free yet."""
     for _ in range(50):
         if httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status().json()["success"]:
             return

@@ -4,8 +4,9 @@
 
 TOKENIZER is the folder of any model's tokenizer, TEXT a file or folder of text, LOGS a folder for the servers' logs.
 The model is four random blocks with a context of 32,768 and no scaling of RoPE: what it knows does not matter, only
-that every logprob hangs on all tokens before it. Each server takes steps of another size (`--max-num-batched-tokens`),
-and transformers, which takes none, is the oracle. At the end, the time of such a window on the 8B shape, dummy weights.
+that every logprob depends on all tokens before it. Each server takes steps of another size
+(`--max-num-batched-tokens`), and transformers, which takes none, is the oracle. At the end, the time of such a window
+on the 8B shape, dummy weights.
 """
 
 import argparse

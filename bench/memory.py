@@ -99,7 +99,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What came of a load: how many requests were answered, failures in a line each, and who got nothing in time."""
+    """The result of a load: requests answered, failures in a line each, and requests without an answer in time."""
 
     answered: int
     failures: list[str]

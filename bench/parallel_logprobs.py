@@ -31,12 +31,12 @@ TIMEOUT_SECONDS = 600
 
 
 def scores(engine: Any, prompts: list[Any], top: int) -> dict[str, np.ndarray]:
-    """Logprobs [rows, top + 1] and ranks [rows, top + 1] of all prompts' rows, one behind the other."""
+    """Logprobs [rows, top + 1] and ranks [rows, top + 1] of all prompts' rows, one after the other."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False)
     outputs = [output.prompt_logprobs for output in engine.generate(prompts, params, use_tqdm=False)]
-    # A flat row has the actual token first, and the top k behind it.
+    # A flat row has the actual token first, and the top k after it.
     width = top + 1
     return {
         name: np.concatenate([np.array(getattr(flat, name)).reshape(-1, width) for flat in outputs])

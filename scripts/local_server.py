@@ -25,7 +25,7 @@ CPU_FLAGS = ("--dtype", "float32")
 """bfloat16 is emulated, and slow, on a CPU without the instructions for it."""
 
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Use every core, and a cache of 1 GiB; a server of one's own sets what suits it."""
+"""Use every core, and a KV cache of 1 GiB; a server started by hand sets what suits it."""
 
 
 class ServerError(RuntimeError):
@@ -96,7 +96,7 @@ def server_process(
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that the kernel hands to nobody else, though a server may bind it: it takes seconds until one does.
+    """A port that the kernel gives to no other process, though a server may bind it: it takes seconds until one does.
 
     Of two sockets with SO_REUSEADDR, as vLLM's has it, both may be bound to a port where neither listens yet.
     """
@@ -121,7 +121,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, s
 
 
 def _stop(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Ask the server to end; then end its process group, so that no engine process stays behind."""
+    """Ask the server to end; then end its process group, so that no engine process is left."""
     process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=seconds)

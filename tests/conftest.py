@@ -61,7 +61,7 @@ def int8_smollm2(smollm2) -> Path:
 
 @pytest.fixture(scope="session")
 def wikitext() -> str:
-    """The WikiText-2 test text, rows joined with two newlines; Python's language reference where it is not at hand."""
+    """The WikiText-2 test text, rows joined with two newlines; Python's language reference where it is not present."""
     if not WIKITEXT.exists():
         return models.pydoc_text()
     return "\n\n".join(parquet.read_table(WIKITEXT)["text"].to_pylist())

@@ -39,7 +39,7 @@ class Server:
 
 
 SERVERS = {
-    # vLLM's own server with the plugin, behind an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
+    # vLLM's own server with the plugin and an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
     "plugin_server": Server(
         "byte_fallback_model",
         (

@@ -29,7 +29,7 @@ from scoremode.windows import Method
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0
-"""Seconds without a byte from the server. A request may wait long behind others, so this is no measure of health."""
+"""Seconds without a byte from the server. A request may wait long for others, so a healthy server can be silent."""
 DEFAULT_MAX_RETRIES = 4
 
 _LONGEST_CONNECT = 10.0
@@ -40,7 +40,7 @@ OnWindow = Callable[[PerplexityWindow], object]
 
 
 def server_root(base_url: str) -> str:
-    """The address that paths are put behind: `base_url` without a trailing `/v1`.
+    """The address that paths are appended to: `base_url` without a trailing `/v1`.
 
     Raises:
         ValueError: it is no http or https address.
@@ -130,7 +130,7 @@ class ScoreClient(_Client):
 
         Args:
             prompt: A text, several, the token ids of a text, or those of several.
-            continuations: Score these instead, each behind each prompt.
+            continuations: Score these instead, each after each prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
             top_logprobs: Return the k likeliest tokens at every position, 0 to 20.
             return_ranks: Return the rank of every token in the vocabulary.

@@ -194,7 +194,7 @@ def _load_from_hub(dataset: str, config: str | None, split: str, column: str, nu
     datasets = _optional_module("datasets")
     try:
         table = datasets.load_dataset(repository, config, split=split)
-    # What can go wrong comes from half a dozen libraries below `datasets`, each with exceptions of its own.
+    # What can go wrong comes from half a dozen libraries below `datasets`, each with its own exceptions.
     except Exception as error:
         raise CorpusError(
             f"cannot load {repository} from the Hugging Face hub: {error}. Without the hub, pass a copy: "

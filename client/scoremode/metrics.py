@@ -52,7 +52,7 @@ def perplexity(nlls: Iterable[float]) -> Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class TextMetrics:
-    """What a text's likelihood comes to, whatever the tokens it was cut into: comparable across tokenizers."""
+    """A text's likelihood, independent of the tokens that it was cut into: comparable across tokenizers."""
 
     bits_per_byte: float | None
     """None for a text without a byte."""

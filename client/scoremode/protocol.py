@@ -58,7 +58,7 @@ class ScoreRequest(_Request):
     prompt: Prompt = Field(description="One text or several, as text or as token ids.")
     continuations: Continuations | None = Field(
         None,
-        description="Score these instead, each behind each prompt. A text behind a text is tokenized together with it.",
+        description="Score these instead, each after each prompt. A text after a text is tokenized together with it.",
     )
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k likeliest tokens at every position.")
@@ -144,11 +144,11 @@ class PerplexityRequest(_Request):
     """Body of `POST /v1/perplexity`: `prompt`, one text, or `texts`, several that share no context."""
 
     prompt: Text | None = Field(None, description="One text, or its token ids.")
-    texts: list[str] | None = Field(None, description="Several texts, each cut into windows of its own.")
+    texts: list[str] | None = Field(None, description="Several texts, each cut into windows separately.")
     method: Method = Field("sliding", description="How the text is cut into windows.")
     context_length: int | None = Field(None, ge=2, description="Tokens a window; 2,048 or what the model takes.")
     stride: int | None = Field(None, ge=1, description="Tokens from one window to the next; a quarter of the context.")
-    max_tokens: int | None = Field(None, ge=1, description="Take no more than these tokens of the text.")
+    max_tokens: int | None = Field(None, ge=1, description="Take at most this many tokens of the text.")
     add_special_tokens: bool | None = Field(
         None, description="Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."
     )

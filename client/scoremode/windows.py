@@ -30,7 +30,7 @@ class WindowError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens `[start, end)` of a text, behind `head` where there is one; the targets are `[first_target, end)`."""
+    """The tokens `[start, end)` of a text, after `head` where there is one; the targets are `[first_target, end)`."""
 
     start: int
     end: int

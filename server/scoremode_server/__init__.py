@@ -1,4 +1,4 @@
-"""Scoremode's server half: score mode on vLLM's engine, offline and behind HTTP.
+"""Scoremode's server half: score mode on vLLM's engine, offline and over HTTP.
 
     from scoremode_server import score
     scores = score(llm, "The capital of France is Paris")

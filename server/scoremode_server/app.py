@@ -48,7 +48,7 @@ async def make_state(client: EngineClient, state: State, score_cache_bytes: int)
     """Assemble the parts on an engine and vLLM's own app state, with rows cached in at most so many bytes.
 
     Raises:
-        ValueError: the server was started with a setting that makes logprobs something else.
+        ValueError: the server was started with a setting that changes what logprobs are.
     """
     check_engine(client.vllm_config)
     limits = Limits.of(client.model_config)
@@ -90,7 +90,7 @@ async def _server_info(client: EngineClient, limits: Limits, tokenizer: Tokenize
 async def _warm_up(client: EngineClient, limits: Limits) -> None:
     """Score something, so that kernels which are compiled on first use are not compiled in a user's first request.
 
-    It goes past the metrics, which count users' requests.
+    It does not pass the metrics, which count users' requests.
     """
     for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
         params = score_params([0, 1, 0], top_logprobs)
@@ -99,10 +99,10 @@ async def _warm_up(client: EngineClient, limits: Limits) -> None:
 
 
 def prepare_process() -> None:
-    """Tell this API server process once what leaves its event loop less to do beside its requests: look for garbage
-    less often, and read each of vLLM's environment variables once, as vLLM's engine processes do.
+    """Give the event loop of this API server process less to do besides its requests: look for garbage less often, and
+    read each of vLLM's environment variables once, as vLLM's engine processes do.
 
-    Objects without cycles are freed at once as ever; those with cycles wait a little longer.
+    Objects without cycles are still freed at once; those with cycles wait a little longer.
     """
     _, *older = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD, *older)

@@ -7,7 +7,7 @@ from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin
 
 
 def serve(arguments: list[str]) -> None:
-    """Run `vllm serve` with `arguments`, until it is told to stop.
+    """Run `vllm serve` with `arguments`, until it is stopped.
 
     Raises:
         SystemExit: the arguments are wrong, or Scoremode does not run on this vLLM.

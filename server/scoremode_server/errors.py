@@ -17,7 +17,7 @@ class EngineOutputError(RuntimeError):
 
 
 class UnfinishedError(EngineOutputError):
-    """The engine gave a request up."""
+    """The engine ended a request early: its finish reason is `abort` or `error`."""
 
     def __init__(self, finish_reason: str) -> None:
         super().__init__(f"the engine ended a request without logprobs ({finish_reason})")

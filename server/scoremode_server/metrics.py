@@ -1,8 +1,8 @@
-"""What becomes of scoring requests, as Prometheus metrics in the registry that vLLM's `/metrics` shows.
+"""Prometheus metrics of scoring requests, in the registry that vLLM's `/metrics` shows.
 
-vLLM's own metrics do not tell scoring from generating. With several API servers, each a process, vLLM adds up the files
-in which these metrics then live, so they are written when something happens: a collector that reads them when it is
-scraped would show one process only.
+vLLM's own metrics do not distinguish scoring from generating. With several API servers, each a process, vLLM adds up
+the files in which these metrics then live, so they are written when something happens: a collector that reads them when
+it is scraped would show one process only.
 """
 
 import time
@@ -30,9 +30,9 @@ class CacheCounts:
     misses: int = 0
     """Tokens whose row the engine computed for the request."""
     joined: int = 0
-    """Requests that waited for the rows of another one in flight."""
+    """Requests that waited for the rows of another in-flight request."""
     evictions: int = 0
-    """Blocks dropped for want of room."""
+    """Blocks dropped to make room."""
 
 
 class Metrics:

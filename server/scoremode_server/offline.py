@@ -75,7 +75,7 @@ def score(
 
     Raises:
         RequestError: a prompt is empty, too long, or has a token id outside the vocabulary.
-        ValueError: the engine was made with a setting that makes logprobs something else.
+        ValueError: the engine was made with a setting that changes what logprobs are.
     """
     check_engine(llm.llm_engine.vllm_config)
     limits = Limits.of(llm.llm_engine.model_config)

@@ -1,7 +1,7 @@
 """The entry points by which vLLM finds Scoremode.
 
-What each needs is imported when it is called: vLLM calls the general one in engine processes too, where HTTP has no
-business, and either before all of vLLM is imported.
+What each needs is imported when it is called: vLLM calls the general one in engine processes too, which need no HTTP,
+and either before all of vLLM is imported.
 """
 
 import os
@@ -65,8 +65,8 @@ def general_plugin() -> None:
 def enable() -> None:
     """Turn Scoremode on for the engines that this process makes from now on: call it before the first `vllm.LLM`.
 
-    Prompt logprobs are then computed within a fixed working memory, as `scoremode serve` computes them. `score` needs
-    none of it. VLLM_PLUGINS is set in this process's environment, for the sake of the processes that vLLM starts.
+    Prompt logprobs are then computed within a fixed working memory, as under `scoremode serve`. `score` works
+    without it. VLLM_PLUGINS is set in this process's environment, which the processes that vLLM starts inherit.
 
     Raises:
         RuntimeError: Scoremode does not run on this vLLM.

@@ -1,4 +1,4 @@
-"""Rows: what scoring says of consecutive tokens. Every part of the server passes scores on as these."""
+"""Rows: the scores of consecutive tokens. Every part of the server passes scores on in this form."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ class Rows:
 
     @classmethod
     def empty(cls, num_rows: int, num_columns: int) -> "Rows":
-        """Room for rows, with anything in it."""
+        """Rows with unset content."""
         return cls(np.empty((num_rows, 2 * num_columns + 1), np.int32))
 
     @classmethod
@@ -132,11 +132,11 @@ def read_columns(logprobs: Any, num_columns: int) -> Columns:
 def read_rows(
     token_ids: Sequence[int] | np.ndarray, num_fed: int, num_columns: int, output: RequestOutput
 ) -> tuple[Rows, int]:
-    """Read the rows of a request off its final output. Nowhere else are rows made of what the engine returns.
+    """Read the rows of a request from its final output. This is the only place where the engine's rows are checked.
 
-    The V1 model runner returns a row for every prompt token but the first, with anything in those that it took from the
-    prefix cache. The V2 runner returns only the rows after them. A row is trusted after `num_cached_tokens`, and after
-    the last one that is NaN or of another token.
+    The V1 model runner returns a row for every prompt token but the first, with arbitrary content in those that it took
+    from the prefix cache. The V2 runner returns only the rows after them. A row is trusted after `num_cached_tokens`,
+    and after the last one that is NaN or of another token.
 
     Args:
         token_ids: [n], the `num_fed` tokens of the prompt, and the one that the sampled step was forced to, if any.
@@ -148,7 +148,7 @@ def read_rows(
         Rows of the tokens but the first, [n - 1], and how many of them, from the first on, are not to be trusted.
 
     Raises:
-        UnfinishedError: the engine gave the request up.
+        UnfinishedError: the engine ended the request early.
     """
     completion = output.outputs[0]
     if completion.finish_reason in ("abort", "error"):

@@ -1,4 +1,4 @@
-"""Settings of Scoremode's own, beside those of `vllm serve`."""
+"""Scoremode's settings, beside those of `vllm serve`."""
 
 import importlib.metadata
 import os
@@ -71,7 +71,8 @@ def logprob_bytes() -> int:
 def allowed_plugins(current: str | None) -> str:
     """VLLM_PLUGINS with Scoremode added to what was allowed before.
 
-    Naming one plugin shuts out every other, so where nothing was named, all that vLLM would have loaded are.
+    vLLM loads no plugin that VLLM_PLUGINS does not name. So where it was unset, all plugins that vLLM would have loaded
+    are named.
     """
     if current is not None:
         names = current.split(",")

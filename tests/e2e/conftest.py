@@ -16,7 +16,7 @@ def server(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def plugin_server(servers: Servers) -> str:
-    """vLLM's own server with VLLM_PLUGINS=scoremode, behind an API key, with vLLM's completions beside ours.
+    """vLLM's own server with VLLM_PLUGINS=scoremode and an API key, with vLLM's completions beside ours.
 
     A random model, context 128, whose tokenizer adds BOS.
     """

@@ -1,4 +1,4 @@
-"""A client that goes away takes its work with it: the engine is left with no request of its."""
+"""When a client disconnects, its requests are aborted in the engine."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def test_killing_ppl_client_leaves_no_request_running(server: str, wikitext: str
     finally:
         process.kill()
         process.wait()
-    # The windows in the engine's running step are finished; thousands of tokens behind them are not begun. The whole
+    # The windows in the engine's running step are finished; thousands of tokens after them are not begun. The whole
     # text would take minutes.
     assert wait_for(server, busy=False, seconds=60), "requests of a client that is gone are still running"
 

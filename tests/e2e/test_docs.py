@@ -34,7 +34,7 @@ def run(language: str, code: str, folder: Path) -> str:
     command = [sys.executable, str(script)] if language == "python" else ["bash", "-euo", "pipefail", str(script)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    # vLLM's threads may abort an interpreter that is through with its script and has an engine of its own.
+    # vLLM's threads may abort an interpreter that has finished its script and has made an engine.
     assert done.returncode == 0 or (done.returncode == -signal.SIGABRT and "LLM(" in code), done.stderr
     return done.stdout
 

@@ -29,7 +29,7 @@ def test_the_cpu_image_has_a_server_and_a_client(tmp_path: Path, monkeypatch: py
     assert output(binaries / "scoremode", "--version") == output(binaries / "ppl-client", "--version").split()[-1]
     loaded = "from importlib.metadata import entry_points as e; [print(p.load()().name) for p in e(group=G)]"
     assert output(binaries / "python", "-c", f"G='vllm.endpoint_plugins'; {loaded}").splitlines()[-1] == "scoremode"
-    # The CUDA image has vLLM already: the same script adds the rest, and holds the version against ours.
+    # The CUDA image has vLLM already: the same script adds the rest, and checks the version against ours.
     install(tmp_path / "venv", "bundled")
 
 

@@ -1,4 +1,4 @@
-"""Every perplexity method against a short implementation of its own over transformers' logits, on several windows."""
+"""Every perplexity method against an independent short implementation over transformers' logits, on several windows."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -19,7 +19,7 @@ from scoremode_server.completions.requests import ScoringRequestReader, is_scori
 
 
 class CompletionsRoute(APIRoute):
-    """A route on which scoring requests of token ids go past FastAPI's reading of the body."""
+    """A route on which FastAPI does not read the bodies of scoring requests of token ids."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

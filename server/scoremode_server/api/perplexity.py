@@ -161,14 +161,14 @@ async def _stream(job: Job) -> AsyncGenerator[bytes, None]:
                 index += 1
         yield event(_response(job).model_dump())
     except Exception as error:
-        # The status line is long gone, so the error has to travel as an event.
+        # The status line has been sent, so the error is sent as an event.
         logger.exception("Perplexity request %s failed", job.request_id)
         yield event(create_error_response(error).model_dump())
     yield LAST_EVENT
 
 
 def _response(job: Job) -> PerplexityResponse:
-    """The result of a run that is through."""
+    """The result of a finished run."""
     result = job.run.result()
     num_tokens = sum(len(document.token_ids) for document in job.documents)
     texts = [document.text for document in job.documents if document.text]

@@ -18,7 +18,8 @@ _ENTRY_CHARACTERS = 256
 
 
 class PromptTexts:
-    """Decodes prompts as the tokenizer does, special tokens included; texts of prefixes are kept for a while.
+    """Decodes prompts as the tokenizer does, special tokens included; texts of prefixes are kept, and the least
+    recently used are dropped first. docs/decisions.md has the rates with and without.
 
     `get_tokenizer` raises where the server runs without one.
     """

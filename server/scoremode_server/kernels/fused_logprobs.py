@@ -4,8 +4,8 @@ vLLM's V2 runner reads a row of logits twice for its logprob, once for its rank,
 one kernel reads it once and leaves a few numbers; what follows is small and done for all rows together.
 
 Under tensor parallelism every rank of vLLM's gathers the rows of all others first. Here a rank keeps to its own part of
-the vocabulary. It has to know the targets' logits, to count what is as high, so these go around for each chunk, and the
-few numbers of all rows at the end.
+the vocabulary. It has to know the targets' logits, to count what is as high, so these are exchanged for each chunk, and
+the few numbers of all rows at the end.
 """
 
 import math

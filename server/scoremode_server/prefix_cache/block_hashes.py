@@ -1,4 +1,4 @@
-"""Block hashes: what blocks of rows are kept under."""
+"""Block hashes: the keys of blocks of rows."""
 
 import secrets
 from functools import lru_cache
@@ -12,7 +12,7 @@ HASH_BYTES = 16
 class BlockHasher:
     """Hashes the blocks of token sequences, each with the hash of the block before it, as vLLM's prefix cache does.
 
-    The hashes are keyed with a secret of this process, so that nobody can look for two sequences that collide.
+    The hashes are keyed with a secret of this process, so that no client can look for two sequences that collide.
     """
 
     def __init__(self, block_size: int) -> None:

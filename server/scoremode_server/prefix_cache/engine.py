@@ -1,8 +1,8 @@
 """The door between scoring and vLLM's engine: token sequences in, rows out.
 
 vLLM does not read its prefix cache when prompt logprobs are asked for, because positions that it takes from there are
-not computed and so have none. Here they are: requests read it, and the rows that were computed when those positions
-were are filled in. What is missing nevertheless is computed; no row is ever anything but what the engine computed for
+not computed and so have none. Here requests read it, and the rows of those positions, which were computed for an
+earlier request, are filled in. Whatever is still missing is computed. Every row is one that the engine computed for
 exactly these tokens.
 
 Scoring requests carry a `cache_salt` of this process and of the store's generation. So vLLM's prefix cache holds, under
@@ -47,7 +47,7 @@ class Answer:
     block_hashes: Sequence[bytes] = ()
     """Of the sequence's whole blocks; none where the rows may not be kept."""
     num_cached_blocks: int = 0
-    """How many of these, from the first on, were there before."""
+    """How many of these, from the first on, the engine took from its prefix cache."""
 
 
 class ScoringEngine:
@@ -86,7 +86,7 @@ class ScoringEngine:
         try:
             return np.frombuffer(array("i", request.token_ids), np.int32)
         except OverflowError:
-            # No vocabulary is that large: the engine says so in its own words.
+            # No vocabulary is that large: the engine raises its own error.
             return None
 
     async def _uncached(self, request: RowsRequest) -> Answer:

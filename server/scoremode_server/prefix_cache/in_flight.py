@@ -1,6 +1,6 @@
 """In-flight requests, by the blocks of rows that they compute.
 
-Others wait for them, and nobody waits in a circle: a request waits only for those that were registered before it.
+Others wait for them. No circle of waiting requests can arise: a request waits only for those registered before it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class InFlightRequest:
 
 
 class InFlightRequests:
-    """Which request computes which block. Waiters hold the request itself, so that no eviction comes between."""
+    """Which request computes which block. Waiters hold the request itself, so an eviction does not matter to them."""
 
     def __init__(self) -> None:
         self._by_hash: dict[bytes, InFlightRequest] = {}
@@ -45,7 +45,7 @@ class InFlightRequests:
         return earlier
 
     def release(self, request: InFlightRequest) -> None:
-        """Let go of all of its blocks and wake who waits for it, whatever became of it."""
+        """Remove all of its blocks and wake the requests that wait for it, whether it succeeded or not."""
         for block_hash in request.block_hashes:
             if self._by_hash.get(block_hash) is request:
                 del self._by_hash[block_hash]

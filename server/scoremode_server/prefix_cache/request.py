@@ -1,4 +1,4 @@
-"""The course of one scoring request that may take rows from the store and from other requests in flight."""
+"""One scoring request that may take rows from the store and from other in-flight requests."""
 
 from collections.abc import Mapping, Sequence
 
@@ -69,7 +69,7 @@ class CachedRequest:
     async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> Run:
         """A run whose missing rows are all found. The engine is at work before anything is waited for."""
         first_hash = self._block_hashes[0]
-        # Where the first block is nowhere, a hit would be of no use, unless its rows are not needed.
+        # If the first block is nowhere to be found, a hit is of use only if its rows are not needed.
         reads = first_hash in self._found or first_hash in earlier or self._request.first_row >= self._store.block_size
         run = await self._run(reads_prefix_cache=reads)
         if self._lacking(run) and self.is_current:
@@ -122,8 +122,8 @@ class CachedRequest:
     async def _run_last_block(self, block: int) -> None:
         """Compute the last block that a run left out, if it is the only one: scores the tokens up to the block's end.
 
-        So it goes when prompts part where a block of the KV cache ends: the engine has the keys and values of all
-        tokens before, but nobody has asked for the token after them. It never takes the last block of a prompt from
+        This happens when prompts part where a block of the KV cache ends: the engine has the keys and values of all
+        tokens before, but no request has scored the token after them. It never takes the last block of a prompt from
         its prefix cache, so this computes one block.
         """
         end = (block + 1) * self._store.block_size
@@ -155,7 +155,7 @@ class CachedRequest:
             run.rows.table[start : run.first] = found.table[: run.first - start]
 
     def _keep(self, run: Run) -> None:
-        """Keep the blocks that were computed, and pass them on to who waits."""
+        """Keep the blocks that were computed, and pass them on to the requests that wait."""
         num_left_out = -(-run.first // self._store.block_size)
         rows = run.rows[num_left_out * self._store.block_size :]
         new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)

@@ -1,8 +1,8 @@
 """Score mode: what a scoring request asks of vLLM's engine, and one pass of it through the engine.
 
 To score the tokens t[0..n) the engine is fed t[:-1]. Prompt logprobs give every target but the last; the one sampled
-step is forced to emit t[-1], and its raw logprob is the last target's. So no token that nobody asked for is generated,
-and a sequence as long as the model's context fits.
+step is forced to emit t[-1], and its raw logprob is the last target's. So no text is generated, and a sequence as long
+as the model's context fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +136,7 @@ async def run_engine(
     """Compute the rows of `token_ids` with a request's parameters. Cancelling the caller aborts the engine's request.
 
     Raises:
-        EngineOutputError: the engine gave the request up.
+        EngineOutputError: the engine ended the request early.
     """
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache

@@ -14,8 +14,8 @@ from scoremode_server.metrics import CacheCounts
 from scoremode_server.rows import Rows
 
 ENTRY_BYTES = 384
-"""Bytes that a block costs besides its rows: key, object headers, hash tables. As growth of resident memory with
-CPython 3.11 it was 50 to 245 in stores that are filled, and up to 383 in full ones that let blocks go for others."""
+"""Bytes that a block costs besides its rows: key, object headers, hash tables. Measured as growth of resident memory
+with CPython 3.11: 50 to 245 while a store fills up, and up to 383 in a full one that drops blocks for others."""
 
 _WORD_BYTES = 4
 
@@ -24,7 +24,7 @@ class RowStore:
     """Blocks of rows by block hash, least recently used out first, at most `max_bytes` of them with their overhead; 0
     turns it off.
 
-    A block holds the columns that were computed: it answers requests for as many or fewer, and gives way to one with
+    A block holds the columns that were computed: it answers requests for as many or fewer, and is replaced by one with
     more.
     """
 
@@ -61,7 +61,7 @@ class RowStore:
 
     def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> None:
         """Keep the computed blocks of a sequence, unless they are of an earlier generation. All blocks of the sequence
-        that are here become the most recently used, as `get` has it."""
+        that are here become the most recently used, as in `get`."""
         if generation != self.generation or not self.enabled:
             return
         # What would be dropped for the sequence's own first blocks is not put in at all.
@@ -73,7 +73,7 @@ class RowStore:
                 self._replace(block_hash, block)
 
     def _with_room(self, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> Sequence[bytes]:
-        """As many first hashes of a sequence as have room together."""
+        """The first hashes of a sequence, as many as have room together."""
         room = self.max_bytes
         for index, block_hash in enumerate(block_hashes):
             block = blocks.get(block_hash)

@@ -1,4 +1,4 @@
-"""What a server can score: the bounds that every request is held against before it reaches the engine."""
+"""What a server can score: the bounds that every request is checked against before it reaches the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ class PerplexityRun:
     async def scored_windows(self) -> AsyncGenerator[np.ndarray, None]:
         """The NLLs of each window's targets, [num_scored] float64 in nats.
 
-        A failure, or a reader that goes away, cancels the windows that are with the engine.
+        A failure, or a reader that stops, cancels the windows that are with the engine.
         """
         tasks = [asyncio.create_task(self._score(index)) for index in range(len(self._windows))]
         try:

@@ -66,7 +66,7 @@ class Scorer:
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine whose settings make logprobs something else.
+    """Refuse an engine whose settings change what logprobs are.
 
     Raises:
         ValueError: the setting, and what it would do.

@@ -1,17 +1,18 @@
-"""Whose turn it is on the event loop: answers that are ready, and requests that have just come."""
+"""The order in which the event loop writes answers and reads new requests."""
 
 import asyncio
 
 ANSWERS_AT_ONCE = 12
-"""Answers that are written, each in about a millisecond, before the event loop looks for new requests. Fewer make steps
-of the engine that are too small to be worth their launch."""
+"""Answers that are written, each in about a millisecond, before the event loop looks for new requests. With fewer,
+steps of the engine are too small to be worth their launch."""
 
 
 class Turns:
-    """Lets a few tasks go on at once, first come, first served, and what has arrived meanwhile before the next ones.
+    """Lets a few tasks continue at once, first come, first served, and reads what has arrived before the next ones.
 
-    The engine finishes many requests in one step. Were all of them answered at once, it would have nothing to do
-    meanwhile, and the API server nothing in its next step: requests in flight would go to and fro together.
+    The engine finishes many requests in one step. If all of them were answered at once, the engine would have nothing
+    to do meanwhile, and the API server nothing during the next step. docs/decisions.md has the rates with and without
+    turns.
     """
 
     def __init__(self, at_once: int = ANSWERS_AT_ONCE) -> None:

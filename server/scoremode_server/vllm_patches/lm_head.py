@@ -1,7 +1,8 @@
 """What a model's `compute_logits` does, found out by calling it: how much memory it takes, and what part is local.
 
 Most models hand hidden states to vLLM's `LogitsProcessor` and return what comes back. Some change that once more: they
-mask tokens, scale, cap. For these nothing is assumed here, and their logits are gathered from all ranks as ever.
+mask tokens, scale, cap. Nothing is assumed of these, and their logits are gathered from all ranks as in vLLM. Types do
+not tell the two kinds apart, so a trial call does.
 """
 
 import inspect

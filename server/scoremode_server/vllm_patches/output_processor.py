@@ -92,7 +92,7 @@ def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) ->
     if request.prompt_token_ids is None or len(request.prompt_token_ids) <= DECODED_TOKENS:
         return request
     end = request.prompt_token_ids[-DECODED_TOKENS:]
-    # Where vLLM's detokenizer goes past transformers, so does this: there is nothing that it would add.
+    # Where vLLM's detokenizer bypasses transformers, so does this: transformers would add nothing.
     decode = tokenizer._tokenizer.decode if uses_fast_detokenizer(tokenizer) else tokenizer.decode
     text = decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):

@@ -25,7 +25,7 @@ class ServedModel:
 
 
 class ServedModels(BaseServing):
-    """vLLM's own look-up of model names, so that aliases and adapters (also those loaded later) work as it has them."""
+    """vLLM's own look-up of model names, so that aliases and adapters (also those loaded later) work as in vLLM."""
 
     async def resolve(self, name: str | None) -> ServedModel:
         """The model of that name, or the served one.

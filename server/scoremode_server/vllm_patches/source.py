@@ -72,7 +72,7 @@ class Sources:
         return None
 
     def segment(self, module: str, name: str) -> str | None:
-        """The source text that defines a dotted name, such as `Class.method`, in a module; None where it is gone.
+        """The source text that defines a dotted name, such as `Class.method`, in a module; None where there is none.
 
         A name that is defined several times, as overloads and properties are, has all definitions. A name that the
         module imports from vLLM is followed to its definition; of one from elsewhere, the import is the text.

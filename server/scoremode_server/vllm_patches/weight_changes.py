@@ -1,6 +1,6 @@
 """What changes the weights of a running engine, or drops its prefix cache.
 
-vLLM tells nobody, so the methods of the engine client that do so are wrapped.
+vLLM has no event for it, so the methods of the engine client that do so are wrapped.
 """
 
 import inspect

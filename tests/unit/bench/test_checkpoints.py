@@ -17,7 +17,7 @@ from tests import oracle
 
 LARGEST_ERROR = {"w4a16": 0.12, "nvfp4a16": 0.12, "fp8": 0.03, "int8": 0.015}
 """Root mean square of a layer's error over that of its weights, which are normally distributed. Rounding to nearest
-gives 0.10 with 15 levels for 64 weights, 0.09 to FP4, 0.026 to FP8 (three bits behind the point), 0.008 to int8."""
+gives 0.10 with 15 levels for 64 weights, 0.09 to FP4, 0.026 to FP8 (three bits after the point), 0.008 to int8."""
 
 
 DECOMPRESSED_TOLERANCE = {"w4a16": 0.1, "fp8": 1e-5, "int8": 1e-5}

@@ -31,7 +31,7 @@ def test_int4_codes_lie_lowest_bits_first_with_8_added():
 
 
 def test_fp4_codes_are_e2m1_divided_by_the_global_scale():
-    # 1.0 and -6.0; 0.5 and -0.5: sign, two bits of exponent, one bit behind the point.
+    # 1.0 and -6.0; 0.5 and -0.5: sign, two bits of exponent, one bit after the point.
     parts = {
         "weight_packed": torch.tensor([[0b1111_0010, 0b1001_0001]], dtype=torch.uint8),
         "weight_scale": torch.tensor([[448.0]]).to(torch.float8_e4m3fn),

@@ -1,4 +1,4 @@
-"""How two answers are compared: what may differ, and what is told apart."""
+"""How two answers are compared: what may differ, and what is reported."""
 
 import pytest
 from vllm_upgrade import Comparison

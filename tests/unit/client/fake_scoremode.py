@@ -134,7 +134,7 @@ def result_event(**figures) -> dict:
 
 @contextmanager
 def serve(handler: Handler) -> Iterator[str]:
-    """`handler` behind a real socket; gives the server's address."""
+    """Serve `handler` on a real socket; gives the server's address."""
 
     class Adapter(BaseHTTPRequestHandler):
         def _handle(self) -> None:

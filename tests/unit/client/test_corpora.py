@@ -42,7 +42,7 @@ def wikitext_like(tmp_path):
 
 @pytest.fixture(params=[True, False] if WIKITEXT.is_dir() else [False], ids=lambda real: "real" if real else "small")
 def wikitext(request, wikitext_like):
-    """A folder and the sha256 of its joined text; the real WikiText-2 too, where it is at hand."""
+    """A folder and the sha256 of its joined text; the real WikiText-2 too, where it is present."""
     return (WIKITEXT, WIKITEXT_SHA256, 4358) if request.param else (wikitext_like, ROWS_SHA256, len(ROWS))
 
 

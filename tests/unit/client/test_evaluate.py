@@ -85,7 +85,7 @@ async def test_settings_left_out_are_resolved_and_kept():
 async def test_max_tokens_cuts_the_text_that_bytes_and_words_are_counted_on():
     evaluation = await run(max_tokens=10, context_length=8, stride=3)
     assert evaluation.num_tokens == 10
-    assert evaluation.num_bytes == len("The quick"), "nine bytes behind BOS, which is none of the text"
+    assert evaluation.num_bytes == len("The quick"), "nine bytes after BOS, which is not part of the text"
     assert evaluation.num_words == 2
     flat = [nll for window in nlls_by_definition([BOS, *b"The quick"], "sliding", 8, 3) for nll in window]
     assert evaluation.text_metrics == TextMetrics(

@@ -1,4 +1,4 @@
-"""What an API server process is told once."""
+"""Settings of an API server process that are made once."""
 
 import gc
 from collections.abc import Iterator

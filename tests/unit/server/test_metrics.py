@@ -63,7 +63,7 @@ async def test_every_way_to_score_counts_its_tokens_but_the_first(max_bytes: int
     counted = shown(made.registry)
     assert counted[TOKENS] == 9 + 9 + 19 + 19 + 2 + 9 + 0
     assert counted[f"{RUNNING}_count"] == 7
-    assert counted[f"{WAITING}_count"] == 0, "without vLLM's times, nobody knows when it waited"
+    assert counted[f"{WAITING}_count"] == 0, "without vLLM's times, it is unknown when it waited"
 
 
 @pytest.mark.parametrize("max_bytes", [0, ROOM])

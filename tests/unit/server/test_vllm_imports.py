@@ -1,7 +1,7 @@
 """What the server may import from vLLM, and where.
 
 Private parts of vLLM are for `vllm_patches`, and for `completions`, which extends vLLM's handler. All other modules
-keep to the list below. That nobody else uses a private attribute is held by ruff (SLF001).
+keep to the list below. Ruff checks that no other module uses a private attribute (SLF001).
 """
 
 import ast

@@ -45,7 +45,7 @@ def test_bytes_of_a_row(shape: LogitsShape, v1: int, v2: int):
         (LogitsShape(128_256, 2), 20, 1, False, 128_256 * 2 + 588 + (1024 + 20 * 128) * 4),
         (LogitsShape(128_256, 2), 0, 2, False, 128_256 * 4 + 28),
         (LogitsShape(128_256, 2), 0, None, False, 128_256 * 4 + 28),
-        # Two ranks: gathered as ever, or half a row each.
+        # Two ranks: gathered as in vLLM, or half a row each.
         (LogitsShape(128_256, 2, 2), 0, 1, False, 128_256 * 5 + 28),
         (LogitsShape(128_256, 2, 2), 0, 1, True, 128_256 + 28),
         (LogitsShape(128_256, 4, 4), 0, 2, True, 128_256 * 2 + 28),

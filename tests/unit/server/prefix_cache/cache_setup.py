@@ -1,4 +1,4 @@
-"""A scoring engine on a fake one, and requests whose answers are held against what they have to be."""
+"""A scoring engine on a fake one, and requests whose answers are compared with what they have to be."""
 
 import asyncio
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ class Setup:
         self.writer = LogprobsWriter(Names(), self.store.block_size)
 
     async def ask(self, ask: Ask) -> Answer:
-        """Ask, and hold every row of the answer against what it has to be."""
+        """Ask, and compare every row of the answer with what it has to be."""
         self.num_asked += 1
         first_weights = self.engine.weights[ask.adapter]
         through_cache = ask.cached and self.store.enabled and len(ask.token_ids) > self.store.block_size

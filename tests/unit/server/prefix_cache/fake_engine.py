@@ -178,7 +178,7 @@ class FakeEngine:
         return num_blocks * self.block_size
 
     def _states(self, token_ids: list[int], adapter: int, salt: str, start: int, keys: list[bytes]) -> list[bytes]:
-        """The state after each token; those taken from the prefix cache are only known at its end, as in life."""
+        """The state after each token; those taken from the prefix cache are known only at its end, as in vLLM."""
         *_, caller_salt = salt.split("-", 3) if salt.startswith("scoremode-") else [salt]
         state = self.prefix_cache[keys[start // self.block_size - 1]] if start else first_state(adapter, caller_salt)
         states = [b""] * start
@@ -215,7 +215,7 @@ class FakeEngine:
     def _with_garbage(
         self, computed: tuple[np.ndarray, ...], num_rows: int, width: int, reported: int
     ) -> tuple[np.ndarray, ...]:
-        """All rows, in memory that nobody cleared: zeros, anything, or the rows of an earlier request. With
+        """All rows, in memory that was not cleared: zeros, anything, or the rows of an earlier request. With
         the V1 runner patched the logprobs of the last kind and of those after `reported` are NaN."""
         ids = np.zeros((num_rows, width), np.int32)
         logprobs = np.zeros((num_rows, width), np.float32)

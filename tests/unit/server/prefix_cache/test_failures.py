@@ -51,7 +51,7 @@ async def test_who_waits_for_a_request_that_fails_computes_it_all(cancels: bool)
     engine.lost.add(0)
     engine.gates[0].set() if not cancels else owner.cancel()
     answers = [await waiter for waiter in waiters]
-    # Who comes last may find what the first has computed meanwhile.
+    # The last request may find what the first has computed meanwhile.
     assert answers[0].num_cached_tokens == 0
     assert 4 < engine.num_requests <= 4 + 3
     await asyncio.wait([owner])

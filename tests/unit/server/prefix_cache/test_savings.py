@@ -12,13 +12,13 @@ from tests.unit.server.prefix_cache.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one behind", "three behind"])
+@pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one after", "three after"])
 async def test_four_options_at_once_compute_their_prefix_once(runner: str, shared: int):
     made = setup(runner, in_order=True)
     context = [index % 7 for index in range(shared)]
     asks = [Ask([*context, 10 + option, 20, 21, 22, 23]) for option in range(4)]
     outputs = await asyncio.gather(*map(made.ask, asks))
-    # An option behind the first computes what is behind the last whole block of the prefix, and that block as well
+    # An option after the first computes what is after the last whole block of the prefix, and that block as well
     # where the prefix ends with it: its last hidden state predicts the option's own first token.
     computed_again = shared % SIZE or SIZE
     assert made.engine.num_computed == (shared + 4) + 3 * (4 + computed_again)

@@ -45,7 +45,7 @@ async def change_something(setup: Setup, draws: random.Random) -> None:
 
 
 async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float, cancels: float) -> Setup:
-    """Requests with others in flight, some of them cancelled somewhere on their way."""
+    """In-flight requests that share prefixes, some of them cancelled at any moment."""
     draws = random.Random(seed)
     size = draws.choice([1, 2, 3, 4])
     max_bytes = draws.choice([ROOM, 20 * ENTRY_BYTES, 3 * ENTRY_BYTES, ENTRY_BYTES])

@@ -32,7 +32,7 @@ async def test_first_come_first_served():
 
 
 async def test_new_arrivals_go_between_the_answers():
-    """What becomes ready while 60 answers wait is not behind all of them, as it would be without turns."""
+    """What becomes ready while 60 answers wait is not answered after all of them, as it would be without turns."""
     turns = Turns(at_once=4)
     order: list[str] = []
 
