@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import orjson
 from fastapi import Request
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
@@ -21,7 +22,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, Written, openai_logprobs, prompt_logprobs
 from scoremode_server.completions.prompt_texts import PromptTexts
-from scoremode_server.errors import UnfinishedError
+from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import read_columns
@@ -87,7 +88,9 @@ class ScoringCompletions:
             if answer.output.prompt is None and not request.return_token_ids:
                 answer.output.prompt = self._prompt_text(prompt, answer)
         model_name = stock.models.model_name(options["lora_request"])
-        return self._response(answers, request, created, model_name, metadata)
+        response = self._response(answers, request, created, model_name, metadata)
+        self._log_outputs(answers, metadata.request_id)
+        return response
 
     async def _render(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""
@@ -136,6 +139,19 @@ class ScoringCompletions:
         params.flat_logprobs = True
         return params
 
+    def _log_outputs(self, answers: list[Answer], request_id: str) -> None:
+        """What vLLM logs from 0.33 on, where it was started with `--enable-log-outputs`."""
+        logger = self._stock.request_logger
+        if logger is None or not getattr(self._stock, "enable_log_outputs", False):
+            return
+        for completion in (completion for answer in answers for completion in answer.output.outputs):
+            logger.log_outputs(
+                request_id=request_id,
+                outputs=completion.text,
+                output_token_ids=completion.token_ids,
+                finish_reason=completion.finish_reason,
+            )
+
     def _prompt_text(self, prompt: Any, answer: Answer) -> str | None:
         text: str | None = self._stock._extract_prompt_text(prompt)
         if text is not None or self._stock.renderer.tokenizer is None:
@@ -181,7 +197,10 @@ class ScoringCompletions:
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> Written:
         """The one token that was sampled."""
         num_columns = len(completion.logprobs.token_ids) if completion.logprobs else 1
-        return self._writer.sampled(read_columns(completion.logprobs, num_columns), style)
+        columns = read_columns(completion.logprobs, num_columns)
+        if len(columns[0]) != 1 or np.isnan(columns[1]).any():
+            raise EngineOutputError("the engine computed no logprob, or NaN, for the token that it sampled")
+        return self._writer.sampled(columns, style)
 
     def _as_token_ids(self, request: CompletionRequest) -> bool:
         asked = request.return_tokens_as_token_ids
