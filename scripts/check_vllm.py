@@ -3,7 +3,7 @@
 python scripts/check_vllm.py VERSION             print what is the same, changed (with the diff) or gone in VERSION
 python scripts/check_vllm.py VERSION --write     and record VERSION's hashes: from then on Scoremode runs on it
 
-Compared is every name in `vllm_patches/manifest.py` and every name that server/ imports from vLLM, by syntax tree, so
+Compared is every name in `vllm_patches/private.toml` and every name that server/ imports from vLLM, by syntax tree, so
 that comments and formatting do not count. The exit status is 0 only if all hashes are those recorded for VERSION.
 Wheels are kept in .cache/vllm-wheels, or under SCOREMODE_CACHE.
 """
@@ -11,7 +11,6 @@ Wheels are kept in .cache/vllm-wheels, or under SCOREMODE_CACHE.
 import argparse
 import ast
 import difflib
-import io
 import json
 import os
 import subprocess
@@ -25,7 +24,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from scoremode_server.vllm_patches.manifest import HASHES_FILE, PRIVATE, recorded_hashes
-from scoremode_server.vllm_patches.source import PACKAGE, ReadFile, Sources, digest
+from scoremode_server.vllm_patches.source import Sources, digest
+from vllm_sources import PACKAGE, segment
 
 ROOT = Path(__file__).parents[1]
 SERVER = ROOT / "server" / "scoremode_server"
@@ -54,18 +54,9 @@ def wheel(version: str) -> Path:
     return next(folder.glob(pattern))
 
 
-def files_in(path: Path) -> ReadFile:
-    """Reads the files in a wheel."""
-    archive = zipfile.ZipFile(path)
-    members = set(archive.namelist())
-
-    def read(member: str) -> str | None:
-        if member not in members:
-            return None
-        with archive.open(member) as file:
-            return io.TextIOWrapper(file, encoding="utf-8").read()
-
-    return read
+def wheel_sources(version: str) -> Sources:
+    """The source files of a version, in its wheel."""
+    return Sources(zipfile.Path(wheel(version)))
 
 
 def imported_names(folder: Path, sources: Sources) -> set[str]:
@@ -91,12 +82,6 @@ def _imported_names(tree: ast.Module, sources: Sources) -> Iterator[str]:
 def used_names(sources: Sources) -> list[str]:
     """All that Scoremode uses of vLLM, as "module:name"."""
     return sorted({entry.key for entry in PRIVATE} | imported_names(SERVER, sources))
-
-
-def segment(sources: Sources, key: str) -> str | None:
-    """The source text of "module:name"."""
-    module, _, name = key.partition(":")
-    return sources.segment(module, name)
 
 
 def compare(key: str, before: Sources, after: Sources) -> Comparison:
@@ -133,7 +118,7 @@ def record(version: str, hashes: dict[str, str | None]) -> None:
 def check(version: str, write: bool = False) -> bool:
     """Print the comparison of a version; whether all is as recorded for it."""
     newest = max(recorded_hashes() or [version], key=Version)
-    known, found = Sources(files_in(wheel(newest))), Sources(files_in(wheel(version)))
+    known, found = wheel_sources(newest), wheel_sources(version)
     names = used_names(known)
     comparisons = [compare(key, known, found) for key in names]
     print(*report(comparisons), sep="\n")

@@ -1,13 +1,12 @@
 """Which versions of vLLM Scoremode runs on."""
 
-import importlib.util
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from scoremode_server.vllm_patches.manifest import PRIVATE, Hashes, recorded_hashes
-from scoremode_server.vllm_patches.source import PACKAGE, Sources, digest, files_beside
+from scoremode_server.vllm_patches.source import Sources, digest
 
 SUPPORTED = ">=0.32,<0.34"
 
@@ -32,7 +31,7 @@ def require_supported() -> None:
     refusal = f"Scoremode runs on vLLM {' and '.join(hashes)} (range: {SUPPORTED}), and found vLLM {vllm.__version__}"
     if not _in_range(version):
         raise RuntimeError(f"{refusal}. Install one of these: pip install 'vllm{SUPPORTED}'")
-    closest, changes = closest_release(hashes, Sources(files_beside(_installed_package())))
+    closest, changes = closest_release(hashes, Sources(Path(vllm.__file__).parents[1]))
     if changes:
         raise RuntimeError(f"{refusal}, which differs from {closest} in what Scoremode patches: {', '.join(changes)}")
 
@@ -56,10 +55,3 @@ def _in_range(version: str) -> bool:
         return SpecifierSet(SUPPORTED).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
-
-
-def _installed_package() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise RuntimeError("vLLM is not installed")
-    return Path(spec.origin).parent

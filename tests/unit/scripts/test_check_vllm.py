@@ -10,7 +10,6 @@ import pytest
 
 import check_vllm
 from scoremode_server.vllm_patches.manifest import Private
-from scoremode_server.vllm_patches.source import Sources
 
 ENGINE = """\
 import time
@@ -106,7 +105,7 @@ def test_a_changed_name_is_shown_with_its_diff(wheels: Path, capsys: pytest.Capt
 )
 def test_decorators_constants_and_class_attributes_count(wheels: Path, before: str, after: str, name: str):
     make_wheel(wheels, "1.1", engine=ENGINE.replace(before, after))
-    old, new = (Sources(check_vllm.files_in(check_vllm.wheel(version))) for version in ("1.0", "1.1"))
+    old, new = (check_vllm.wheel_sources(version) for version in ("1.0", "1.1"))
     assert check_vllm.compare(name, old, new).status == "changed"
 
 

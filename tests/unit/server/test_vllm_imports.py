@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from scoremode_server.vllm_patches.source import Sources, files_beside
+from scoremode_server.vllm_patches.source import Sources
 
 SERVER = Path(__file__).parents[3] / "server" / "scoremode_server"
 EXEMPT = ("vllm_patches", "completions")
@@ -46,7 +46,7 @@ PUBLIC = {
     "vllm.entrypoints.common.startup",
 }
 
-sources = Sources(files_beside(Path(vllm.__file__).parent))
+sources = Sources(Path(vllm.__file__).parents[1])
 
 
 def modules_imported(tree: ast.Module) -> Iterator[str]:

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import vllm
 
-from check_vllm import SERVER, imported_names, segment, used_names
+from check_vllm import SERVER, imported_names, used_names
 from scoremode_server.vllm_patches.manifest import PRIVATE, recorded_hashes
-from scoremode_server.vllm_patches.source import Sources, digest, files_beside
+from scoremode_server.vllm_patches.source import Sources, digest
+from vllm_sources import segment
 
 INSTALLED = vllm.__version__.partition("+")[0]
 
 
 @pytest.fixture(scope="module")
 def sources() -> Sources:
-    return Sources(files_beside(Path(vllm.__file__).parent))
+    return Sources(Path(vllm.__file__).parents[1])
 
 
 @pytest.mark.parametrize("version", recorded_hashes())
@@ -28,6 +29,13 @@ def test_every_version_has_a_hash_of_all_that_is_used(sources: Sources, version:
 def test_the_hashes_are_those_of_the_installed_files(sources: Sources):
     recorded = recorded_hashes()[INSTALLED]
     assert {key: digest(segment(sources, key)) for key in recorded} == recorded
+
+
+def test_private_names_are_listed_where_they_are_defined(sources: Sources):
+    """There alone the server looks for them."""
+    recorded = recorded_hashes()[INSTALLED]
+    found = {entry.key: digest(sources.segment(entry.module, entry.name)) for entry in PRIVATE}
+    assert found == {key: recorded[key] for key in found}
 
 
 def test_no_name_is_missing_in_every_version():
@@ -58,7 +66,7 @@ def test_the_text_is_what_inspect_finds_in_the_imported_module(sources: Sources,
     found = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    text = sources.segment(module, name)
+    text = segment(sources, f"{module}:{name}")
     assert text is not None
     assert [line.strip() for line in text.split("\n")] == [
         line.strip() for line in inspect.getsource(found).rstrip().split("\n")

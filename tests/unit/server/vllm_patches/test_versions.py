@@ -10,7 +10,7 @@ import vllm
 from scoremode_server import cli, enable, plugin
 from scoremode_server.vllm_patches import versions
 from scoremode_server.vllm_patches.manifest import PRIVATE, Private, recorded_hashes
-from scoremode_server.vllm_patches.source import Sources, digest, files_beside
+from scoremode_server.vllm_patches.source import Sources, digest
 from scoremode_server.vllm_patches.versions import SUPPORTED, require_supported
 
 ENTRIES = (Private("vllm.one", "Class.method", "wrapped"), Private("vllm.two", "CHUNK", "replaced"))
@@ -26,12 +26,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for name, text in {"__init__.py": "", "one.py": ONE, "two.py": TWO}.items():
         (folder / name).write_text(text)
-    sources = Sources(files_beside(folder))
+    sources = Sources(tmp_path)
     now = {entry.key: digest(sources.segment(entry.module, entry.name)) for entry in ENTRIES}
     hashes = {"0.32.0": dict.fromkeys(now, "0123456789abcdef"), "0.33.0": now}
     monkeypatch.setattr(versions, "PRIVATE", ENTRIES)
     monkeypatch.setattr(versions, "recorded_hashes", lambda: hashes)
-    monkeypatch.setattr(versions, "_installed_package", lambda: folder)
+    monkeypatch.setattr(vllm, "__file__", str(folder / "__init__.py"))
     monkeypatch.setattr(vllm, "__version__", "0.33.0.post1")
     return folder
 
@@ -96,7 +96,7 @@ def test_another_release_of_the_real_sources_is_supported_and_a_changed_one_is_n
                 shutil.copy(installed.parent / file, tmp_path / file)
     changed = tmp_path / "vllm/v1/worker/gpu/sample/prompt_logprob.py"
     changed.write_text(changed.read_text().replace("CHUNK_SIZE = 1024", "CHUNK_SIZE = 512"))
-    monkeypatch.setattr(versions, "_installed_package", lambda: tmp_path / "vllm")
+    monkeypatch.setattr(vllm, "__file__", str(tmp_path / "vllm" / "__init__.py"))
     with pytest.raises(RuntimeError, match=r"patches: vllm\.v1\.worker\.gpu\.sample\.prompt_logprob:CHUNK_SIZE \(ch"):
         require_supported()
 
