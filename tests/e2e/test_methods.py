@@ -82,7 +82,7 @@ def test_token_ids_have_no_figures_of_a_text(client: ScoreClient):
 
 
 def test_texts_share_no_context_and_pool_their_tokens(client: ScoreClient, text: str):
-    halves = [text[:1500], text[1500:]]
+    halves = [text[:600], text[600:1200]]
     apart = [client.perplexity(half, context_length=128) for half in halves]
     together = client.perplexity(texts=halves, context_length=128)
     assert together.num_scored == sum(result.num_scored for result in apart)

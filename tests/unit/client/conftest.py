@@ -1,6 +1,7 @@
 """Fixtures that let one test speak for both clients."""
 
 import asyncio
+import threading
 import time
 
 import httpx
@@ -18,12 +19,17 @@ def no_api_key_from_outside(monkeypatch):
 def waits(monkeypatch):
     """The seconds that a client wanted to sleep; it does not."""
     wanted = []
+    sleep, this_thread = time.sleep, threading.get_ident()
 
-    async def note(seconds):
-        wanted.append(seconds)
+    def note(seconds):
+        # Other threads sleep on, such as the one that waits for a server.
+        wanted.append(seconds) if threading.get_ident() == this_thread else sleep(seconds)
 
-    monkeypatch.setattr(time, "sleep", wanted.append)
-    monkeypatch.setattr(asyncio, "sleep", note)
+    async def note_async(seconds):
+        note(seconds)
+
+    monkeypatch.setattr(time, "sleep", note)
+    monkeypatch.setattr(asyncio, "sleep", note_async)
     return wanted
 
 

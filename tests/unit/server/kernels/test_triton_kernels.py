@@ -5,13 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 
-
-@pytest.mark.parametrize("cases", ["interpreted_kernels.py", "interpreted_shards.py"])
-def test_in_the_interpreter(cases: str):
-    path = str(Path(__file__).with_name(cases))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", path]
+def test_in_the_interpreter():
+    paths = [str(Path(__file__).with_name(name)) for name in ("interpreted_kernels.py", "interpreted_shards.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *paths]
     done = subprocess.run(
         command,
         cwd=Path(__file__).parents[4],
