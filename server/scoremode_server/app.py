@@ -10,13 +10,12 @@ from fastapi import Request
 from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
-from vllm.inputs import tokens_input
 
 from scoremode.protocol import ServerInfo
 from scoremode_server.completions.handler import ScoringCompletions
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
-from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.prefix_cache.run import RowsRequest, run_engine
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -93,9 +92,9 @@ async def _warm_up(client: EngineClient, limits: Limits) -> None:
     It does not pass the metrics, which count users' requests.
     """
     for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
-        params = score_params([0, 1, 0], top_logprobs)
-        async for _ in client.generate(tokens_input([0, 1]), params, f"scoremode-warm-up-{top_logprobs}"):
-            pass
+        request = RowsRequest.score([0, 1, 0], request_id="scoremode-warm-up", top_logprobs=top_logprobs)
+        run = await run_engine(client, request, suffix=f"-{top_logprobs}")
+        run.check(request.first_row)
 
 
 def prepare_process() -> None:

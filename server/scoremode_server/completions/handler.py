@@ -196,8 +196,7 @@ class ScoringCompletions:
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> Written:
         """The one token that was sampled."""
-        num_columns = len(completion.logprobs.token_ids) if completion.logprobs else 1
-        columns = read_columns(completion.logprobs, num_columns)
+        columns = read_columns(completion.logprobs, style.num_top + 1)
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():
             raise EngineOutputError("the engine computed no logprob, or NaN, for the token that it sampled")
         return self._writer.sampled(columns, style)

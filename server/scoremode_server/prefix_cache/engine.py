@@ -14,7 +14,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -90,35 +90,27 @@ class ScoringEngine:
             return None
 
     async def _uncached(self, request: RowsRequest) -> Answer:
-        run = await run_engine(
-            self._engine, request, request.token_ids, prompt=request.prompt, reads_prefix_cache=False
-        )
+        run = await run_engine(self._engine, request)
         run.check(request.first_row)
         return Answer(run.rows[request.first_row :], run.output, run.num_cached_tokens)
 
     async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
         block_hashes = self._hasher.hashes(token_ids, self._identity(request))
-        course = CachedRequest(
-            self._engine,
-            self._store,
-            self._in_flight,
-            request,
-            token_ids=token_ids,
-            block_hashes=block_hashes,
-            salt=f"scoremode-{self._process}-{self._store.generation}-{request.prompt.get('cache_salt') or ''}",
-        )
-        run = await course.run()
+        salt = f"scoremode-{self._process}-{self._store.generation}-{request.prompt.get('cache_salt') or ''}"
+        salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": salt})
+        cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes)
+        run = await cached.run()
         self._metrics.show_cache(self._store.counts, self._store.num_bytes)
-        run.output.num_cached_tokens = course.num_cached_tokens
+        run.output.num_cached_tokens = cached.num_cached_tokens
         run.output.request_id = request.request_id
         num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
         return Answer(
             run.rows[request.first_row :],
             run.output,
-            course.num_cached_tokens,
+            cached.num_cached_tokens,
             # Under hashes of an earlier generation may be what was written of rows of other weights.
-            block_hashes if course.is_current else (),
-            num_cached_blocks if course.is_current else 0,
+            block_hashes if cached.is_current else (),
+            num_cached_blocks if cached.is_current else 0,
         )
 
     def _identity(self, request: RowsRequest) -> str:

@@ -19,30 +19,22 @@ class CachedRequest:
         store: RowStore,
         in_flight: InFlightRequests,
         request: RowsRequest,
-        *,
-        token_ids: np.ndarray,
         block_hashes: Sequence[bytes],
-        salt: str,
     ) -> None:
         self._engine = engine
         self._store = store
         self._in_flight = in_flight
         self._request = request
-        self._token_ids = token_ids
         self._block_hashes = block_hashes
-        self._salt = salt
         self._generation = store.generation
-        self._registered = InFlightRequest(block_hashes, request.num_columns)
+        # Blocks whose rows are not needed may be left out of the run, so nobody should wait for them here.
+        self._registered = InFlightRequest(block_hashes[request.first_row // store.block_size :], request.num_columns)
         self._found: dict[bytes, bytes] = {}
         self._last_block: dict[bytes, bytes] = {}
         self._num_found = 0
-        self._num_cached_tokens = 0
         self._joined = False
-
-    @property
-    def num_cached_tokens(self) -> int:
+        self.num_cached_tokens = 0
         """Tokens that were not computed for the answer."""
-        return self._num_cached_tokens
 
     @property
     def is_current(self) -> bool:
@@ -82,16 +74,8 @@ class CachedRequest:
         return run
 
     async def _run(self, *, reads_prefix_cache: bool, suffix: str = "") -> Run:
-        prompt = {**self._request.prompt, "cache_salt": self._salt}
-        run = await run_engine(
-            self._engine,
-            self._request,
-            self._token_ids,
-            prompt=prompt,
-            reads_prefix_cache=reads_prefix_cache,
-            suffix=suffix,
-        )
-        self._num_found, self._num_cached_tokens = run.first, run.num_cached_tokens
+        run = await run_engine(self._engine, self._request, reads_prefix_cache=reads_prefix_cache, suffix=suffix)
+        self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         return run
 
     def _needed(self, run: Run) -> range:
@@ -111,8 +95,7 @@ class CachedRequest:
             if other is not None and self._block_hashes[block] not in self._found:
                 self._joined = True
                 await other.released.wait()
-                hashes = self._registered.block_hashes
-                self._found |= {each: other.blocks[each] for each in hashes if each in other.blocks}
+                self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
         if self._lacking(run):
             self._found |= self._store.get(self._block_hashes, self._request.num_columns)
         lacking = self._lacking(run)
@@ -128,22 +111,19 @@ class CachedRequest:
         """
         end = (block + 1) * self._store.block_size
         start = end - self._store.block_size
-        token_ids = self._token_ids[: end + 1]
         short = RowsRequest.score(
-            token_ids.tolist(),
+            np.asarray(self._request.token_ids[: end + 1]).tolist(),
             request_id=self._request.request_id,
             top_logprobs=self._request.num_columns - 1,
-            cache_salt=self._salt,
+            cache_salt=self._request.prompt["cache_salt"],
             options=self._request.options,
         )
-        run = await run_engine(
-            self._engine, short, token_ids, prompt=short.prompt, reads_prefix_cache=True, suffix="-last-block"
-        )
+        run = await run_engine(self._engine, short, reads_prefix_cache=True, suffix="-last-block")
         if run.first <= start:
             self._last_block = self._store.split([self._block_hashes[block]], run.rows[start:])
             self._found |= self._last_block
             self._num_found = min(self._num_found, run.first)
-            self._num_cached_tokens = min(self._num_cached_tokens, run.num_cached_tokens)
+            self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
     def _fill(self, run: Run) -> None:
         """Put the rows that were found where the engine computed none."""
@@ -164,6 +144,7 @@ class CachedRequest:
 
     def _count(self, run: Run) -> None:
         counts = self._store.counts
-        counts.hits += self._num_found
-        counts.misses += len(run.rows) - self._num_found
+        num_hits = max(0, self._num_found - self._request.first_row)
+        counts.hits += num_hits
+        counts.misses += len(run.rows) - self._request.first_row - num_hits
         counts.joined += self._joined

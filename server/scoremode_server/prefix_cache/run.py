@@ -50,7 +50,7 @@ class RowsRequest:
     """A sequence of n tokens whose rows are wanted."""
 
     request_id: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | np.ndarray
     """[n]: the prompt's, and the one that the sampled step is forced to, if its row is wanted too."""
     num_fed: int
     """n, or n - 1 where the sampled step is forced to the last token."""
@@ -125,15 +125,9 @@ class Run:
 
 
 async def run_engine(
-    engine: EngineClient,
-    request: RowsRequest,
-    token_ids: Sequence[int] | np.ndarray,
-    *,
-    prompt: Mapping[str, Any],
-    reads_prefix_cache: bool,
-    suffix: str = "",
+    engine: EngineClient, request: RowsRequest, *, reads_prefix_cache: bool = False, suffix: str = ""
 ) -> Run:
-    """Compute the rows of `token_ids` with a request's parameters. Cancelling the caller aborts the engine's request.
+    """Compute the rows of a request. Cancelling the caller aborts the engine's request, whose id ends in `suffix`.
 
     Raises:
         EngineOutputError: the engine ended the request early.
@@ -141,9 +135,9 @@ async def run_engine(
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     output = None
-    async for part in engine.generate(prompt, params, request.request_id + suffix, **request.options):
+    async for part in engine.generate(request.prompt, params, request.request_id + suffix, **request.options):
         output = part
     if output is None:
         raise EngineOutputError("the engine ended a request without an output")
-    rows, first = read_rows(token_ids, request.num_fed, request.num_columns, output)
+    rows, first = read_rows(request.token_ids, request.num_fed, request.num_columns, output)
     return Run(output, rows, first)

@@ -94,7 +94,7 @@ class Setup:
     scoring: ScoringEngine = field(init=False)
     num_asked: int = 0
     num_rows: int = 0
-    """Rows in the sequences that the cache had a part in."""
+    """Rows in the answers that the cache had a part in."""
     writer: LogprobsWriter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class Setup:
         assert any(self.is_right(ask, answer, version) for version in weights), (ask, answer.num_cached_tokens)
         assert 0 <= answer.num_cached_tokens == answer.output.num_cached_tokens < len(ask.fed)
         assert ask.scores or ask.first > 1 or self.written(ask, answer) == answer.rows.logprobs[:, 0].tolist()
-        self.num_rows += through_cache * (len(ask.token_ids) - 1)
+        self.num_rows += through_cache * (len(ask.token_ids) - ask.first)
         return answer
 
     def is_right(self, ask: Ask, answer: Answer, weights: int) -> bool:

@@ -108,3 +108,16 @@ async def test_another_process_gives_no_hit_without_rows():
     await other.ask(Ask(list(range(6))))
     assert (await other.ask(Ask(list(range(33))))).num_cached_tokens == SIZE
     assert made.engine.num_requests == 3
+
+
+async def test_nobody_waits_for_rows_that_a_continuation_leaves_out():
+    """Its context's keys and values are with the engine, but their rows were dropped."""
+    made = setup(in_order=True)
+    context = [index % 7 for index in range(40)]
+    await made.ask(Ask([*context, 9, 9]))
+    made.store._blocks.clear()
+    made.store.num_bytes = 0
+    continuation, whole = Ask([*context, 5, 5, 5], first=40), Ask([*context, 6, 6, 6])
+    answers = await asyncio.gather(made.ask(continuation), made.ask(whole))
+    assert answers[1].num_cached_tokens == 0
+    assert made.store.counts.joined == 0
