@@ -15,6 +15,9 @@ import pytest
 from tests.completion_requests import answers, is_one_sequence, prompts_that_begin_alike, requests
 from tests.shared_servers import API_KEY
 
+# Tests that choose a server by name need both.
+pytestmark = pytest.mark.usefixtures("server", "plugin_server")
+
 
 def connect(url: str) -> httpx.Client:
     """A client for any of the servers: one that has no API key takes no notice of it."""
