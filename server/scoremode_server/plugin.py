@@ -71,6 +71,9 @@ def enable() -> None:
     Raises:
         RuntimeError: Scoremode does not run on this vLLM.
     """
+    from scoremode_server.vllm_patches.versions import require_supported
+
+    require_supported()
     allow_plugin()
     # vLLM loads plugins once a process, and may have done so already.
     general_plugin()
