@@ -36,13 +36,13 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/lint-imports
 
 test: $(INSTALLED) ## Run every test, real engines included, and see what they cover
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov
+	$(BIN)/python -m pytest --cov
 
 test-slow: $(INSTALLED) ## Run what is too long for every run: the same tests with thousands of seeds
 	$(BIN)/python -m pytest --numprocesses 2 -m slow
 
 test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing newer
-	PYTHONPATH=$(CURDIR)/tests/avx2 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	PYTHONPATH=$(CURDIR)/tests/avx2 $(BIN)/python -m pytest
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py

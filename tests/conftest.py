@@ -16,18 +16,9 @@ from tests.shared_servers import Servers, needed
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared/data/wikitext/wikitext-2-raw-v1/test-00000-of-00001.parquet"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several processes, one runs all tests that need servers, and one those that share an engine."""
-    for item in items:
-        if needed([item]):
-            item.add_marker(pytest.mark.xdist_group("servers"))
-        elif "llm" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("engine"))
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """All servers that the collected tests need begin to start when the first of them is asked for."""
+    """The servers that the collected tests need begin to start before the first test runs."""
     servers = Servers(lambda: tmp_path_factory.mktemp("server"), request.getfixturevalue)
     try:
         for name in needed(request.session.items):

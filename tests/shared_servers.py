@@ -1,9 +1,9 @@
-"""Real servers for the tests, each started once in a session, while other tests run.
+"""Real servers for the tests, each started once in a session, while tests run that need none.
 
 An engine takes half a minute to start, most of it on one core: three processes import vLLM one after another.
-`make test` runs two processes: one has all tests that need servers, the other has the rest. The first test that needs a
-server begins the starts of all, one at a time in a thread, in the order in which the collected tests need them. A test
-waits for its own server only. A server that does not come up fails each test that needs it, with its log.
+`tests/conftest.py` begins the starts when the session begins, one at a time in a thread, in the order in which the
+collected tests need the servers. Unit tests come first and run meanwhile. A test waits for its own server only. A
+server that does not come up fails each test that needs it, with its log.
 """
 
 import sys
