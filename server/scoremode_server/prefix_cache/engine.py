@@ -41,13 +41,16 @@ class Answer:
     rows: Rows
     """Of the tokens from the request's `first` on."""
     output: RequestOutput
-    """vLLM's, with `num_cached_tokens` as they are here."""
-    num_cached_tokens: int
-    """Tokens that were not computed for this request."""
+    """vLLM's."""
     block_hashes: Sequence[bytes] = ()
     """Of the sequence's whole blocks; none where the rows may not be kept."""
     num_cached_blocks: int = 0
     """How many of these, from the first on, the engine took from its prefix cache."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were not computed for this request."""
+        return self.output.num_cached_tokens or 0
 
 
 class ScoringEngine:
@@ -92,7 +95,7 @@ class ScoringEngine:
     async def _uncached(self, request: RowsRequest) -> Answer:
         run = await run_engine(self._engine, request)
         run.check(request.first_row)
-        return Answer(run.rows[request.first_row :], run.output, run.num_cached_tokens)
+        return Answer(run.rows[request.first_row :], run.output)
 
     async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
         block_hashes = self._hasher.hashes(token_ids, self._identity(request))
@@ -107,7 +110,6 @@ class ScoringEngine:
         return Answer(
             run.rows[request.first_row :],
             run.output,
-            cached.num_cached_tokens,
             # Under hashes of an earlier generation may be what was written of rows of other weights.
             block_hashes if cached.is_current else (),
             num_cached_blocks if cached.is_current else 0,
