@@ -6,33 +6,11 @@ it is scraped would show one process only.
 """
 
 import time
-from dataclasses import dataclass
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from vllm.outputs import RequestOutput
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-
-_CACHE_COUNTERS = {
-    "hits": "Tokens whose logprob was answered without computing it.",
-    "misses": "Tokens whose logprob was computed for a request that used the cache.",
-    "evictions": "Blocks of logprobs dropped for want of room.",
-    "joined": "Requests that waited for the logprobs of another one in flight.",
-}
-
-
-@dataclass(slots=True)
-class CacheCounts:
-    """What has happened to the cached rows since the start."""
-
-    hits: int = 0
-    """Tokens whose row was answered without computing it for the request."""
-    misses: int = 0
-    """Tokens whose row the engine computed for the request."""
-    joined: int = 0
-    """Requests that waited for the rows of another in-flight request."""
-    evictions: int = 0
-    """Blocks dropped to make room."""
 
 
 class Metrics:
@@ -65,17 +43,21 @@ class Metrics:
             registry=registry,
             multiprocess_mode="max",
         ).set(logprob_bytes)
-        self._cache_counters = {
-            name: Counter(f"scoremode_score_cache_{name}", text, registry=registry)
-            for name, text in _CACHE_COUNTERS.items()
-        }
-        self._cache_bytes = Gauge(
+        self.hits, self.misses, self.joined, self.evictions = (
+            Counter(f"scoremode_score_cache_{name}", text, registry=registry)
+            for name, text in (
+                ("hits", "Tokens whose logprob was answered without computing it."),
+                ("misses", "Tokens whose logprob was computed for a request that used the cache."),
+                ("joined", "Requests that waited for the logprobs of another one in flight."),
+                ("evictions", "Blocks of logprobs dropped for want of room."),
+            )
+        )
+        self.cache_bytes = Gauge(
             "scoremode_score_cache_bytes",
             "Memory that the cached logprobs take.",
             registry=registry,
             multiprocess_mode="livesum",
         )
-        self._shown = CacheCounts()
 
     def count(self, output: RequestOutput, num_scored: int, arrival: float) -> None:
         """Count a request with its final output; `arrival` is its `time.monotonic()`."""
@@ -88,12 +70,3 @@ class Metrics:
         one_clock = arrival <= stats.scheduled_ts <= now
         self._waiting.observe(stats.scheduled_ts - (arrival if one_clock else stats.queued_ts))
         self._running.observe(stats.last_token_ts - stats.scheduled_ts)
-
-    def show_cache(self, counts: CacheCounts, num_bytes: int) -> None:
-        """Show the counts of the cached rows, and the memory that they take."""
-        for name, counter in self._cache_counters.items():
-            count = getattr(counts, name)
-            if count != getattr(self._shown, name):
-                counter.inc(count - getattr(self._shown, name))
-                setattr(self._shown, name, count)
-        self._cache_bytes.set(num_bytes)

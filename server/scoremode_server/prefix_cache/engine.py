@@ -63,7 +63,7 @@ class ScoringEngine:
         self._hasher = BlockHasher(store.block_size)
         self._in_flight = InFlightRequests()
         self._process = secrets.token_hex(8)
-        within_changes(engine, store.change, lambda: metrics.show_cache(store.counts, store.num_bytes))
+        within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
 
     @property
     def block_size(self) -> int:
@@ -103,12 +103,17 @@ class ScoringEngine:
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": salt})
         cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes)
         run = await cached.run()
-        self._metrics.show_cache(self._store.counts, self._store.num_bytes)
+        rows = run.rows[request.first_row :]
+        self._metrics.hits.inc(cached.num_hits)
+        self._metrics.misses.inc(len(rows) - cached.num_hits)
+        self._metrics.joined.inc(cached.joined)
+        self._metrics.evictions.inc(cached.num_evicted)
+        self._metrics.cache_bytes.set(self._store.num_bytes)
         run.output.num_cached_tokens = cached.num_cached_tokens
         run.output.request_id = request.request_id
         num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
         return Answer(
-            run.rows[request.first_row :],
+            rows,
             run.output,
             # Under hashes of an earlier generation may be what was written of rows of other weights.
             block_hashes if cached.is_current else (),

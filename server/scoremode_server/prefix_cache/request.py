@@ -32,9 +32,17 @@ class CachedRequest:
         self._found: dict[bytes, bytes] = {}
         self._last_block: dict[bytes, bytes] = {}
         self._num_found = 0
-        self._joined = False
         self.num_cached_tokens = 0
         """Tokens that were not computed for the answer."""
+        self.joined = False
+        """Whether it waited for the rows of another one."""
+        self.num_evicted = 0
+        """Blocks that were dropped to keep its own."""
+
+    @property
+    def num_hits(self) -> int:
+        """Rows of the answer that were not computed for it."""
+        return max(0, self._num_found - self._request.first_row)
 
     @property
     def is_current(self) -> bool:
@@ -53,7 +61,6 @@ class CachedRequest:
             run = await self._complete_run(earlier)
             self._fill(run)
             self._keep(run)
-            self._count(run)
             return run
         finally:
             self._in_flight.release(self._registered)
@@ -93,7 +100,7 @@ class CachedRequest:
         for block in self._lacking(run):
             other = earlier.get(self._block_hashes[block]) if block < len(self._block_hashes) else None
             if other is not None and self._block_hashes[block] not in self._found:
-                self._joined = True
+                self.joined = True
                 await other.released.wait()
                 self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
         if self._lacking(run):
@@ -139,12 +146,5 @@ class CachedRequest:
         num_left_out = -(-run.first // self._store.block_size)
         rows = run.rows[num_left_out * self._store.block_size :]
         new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)
-        self._store.put(self._generation, self._block_hashes, new)
+        self.num_evicted = self._store.put(self._generation, self._block_hashes, new)
         self._registered.blocks = self._found | new
-
-    def _count(self, run: Run) -> None:
-        counts = self._store.counts
-        num_hits = max(0, self._num_found - self._request.first_row)
-        counts.hits += num_hits
-        counts.misses += len(run.rows) - self._request.first_row - num_hits
-        counts.joined += self._joined

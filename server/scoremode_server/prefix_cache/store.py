@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from scoremode_server.metrics import CacheCounts
 from scoremode_server.rows import Rows
 
 ENTRY_BYTES = 384
@@ -31,7 +30,6 @@ class RowStore:
     def __init__(self, block_size: int, max_bytes: int) -> None:
         self.block_size = block_size
         self.max_bytes = max_bytes
-        self.counts = CacheCounts()
         self.num_bytes = 0
         self.generation = 0
         """Goes up whenever rows may have become wrong; rows computed in an earlier one are worth nothing."""
@@ -59,18 +57,22 @@ class RowStore:
                 found[block_hash] = block
         return found
 
-    def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> None:
+    def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
         """Keep the computed blocks of a sequence, unless they are of an earlier generation. All blocks of the sequence
-        that are here become the most recently used, as in `get`."""
+        that are here become the most recently used, as in `get`. Returns how many blocks were dropped for want of
+        room."""
         if generation != self.generation or not self.enabled:
-            return
+            return 0
         # What would be dropped for the sequence's own first blocks is not put in at all.
-        for block_hash in reversed(self._with_room(block_hashes, blocks)):
+        fitting = self._with_room(block_hashes, blocks)
+        num_evicted = sum(block_hash in blocks for block_hash in block_hashes[len(fitting) :])
+        for block_hash in reversed(fitting):
             block, kept = blocks.get(block_hash), self._blocks.get(block_hash)
             if kept is not None and (block is None or len(block) < len(kept)):
                 self._blocks.move_to_end(block_hash)
             elif block is not None:
-                self._replace(block_hash, block)
+                num_evicted += self._replace(block_hash, block)
+        return num_evicted
 
     def _with_room(self, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The first hashes of a sequence, as many as have room together."""
@@ -79,21 +81,23 @@ class RowStore:
             block = blocks.get(block_hash)
             room -= 0 if block is None else len(block) + ENTRY_BYTES
             if room < 0:
-                self.counts.evictions += sum(block_hash in blocks for block_hash in block_hashes[index:])
                 return block_hashes[:index]
         return block_hashes
 
-    def _replace(self, block_hash: bytes, block: bytes) -> None:
-        """Put a block in the place of what is kept under its hash, so that the bound holds at every moment."""
+    def _replace(self, block_hash: bytes, block: bytes) -> int:
+        """Put a block in the place of what is kept under its hash, so that the bound holds at every moment; the number
+        of others that were dropped for it."""
         old = self._blocks.pop(block_hash, None)
         self.num_bytes -= 0 if old is None else len(old) + ENTRY_BYTES
         cost = len(block) + ENTRY_BYTES
+        num_evicted = 0
         while self.num_bytes + cost > self.max_bytes:
             _, evicted = self._blocks.popitem(last=False)
             self.num_bytes -= len(evicted) + ENTRY_BYTES
-            self.counts.evictions += 1
+            num_evicted += 1
         self._blocks[block_hash] = block
         self.num_bytes += cost
+        return num_evicted
 
     def clear(self) -> None:
         """Drop all rows, and begin a new generation."""

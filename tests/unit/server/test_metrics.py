@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from scoremode_server.metrics import CacheCounts, Metrics
+from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.store import RowStore
 from tests.unit.server.prefix_cache.cache_setup import ROOM, SIZE, Ask, Setup, outcome, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine
@@ -144,10 +144,11 @@ def cache_metrics(registry: CollectorRegistry) -> dict[str, float]:
 
 
 def test_the_caches_counts_have_the_names_that_are_documented(metrics: Metrics, registry: CollectorRegistry):
-    counts = CacheCounts(hits=5, misses=7, joined=2, evictions=1)
-    metrics.show_cache(counts, 0)
-    counts.hits = 9
-    metrics.show_cache(counts, 1234)
+    metrics.hits.inc(9)
+    metrics.misses.inc(7)
+    metrics.joined.inc(2)
+    metrics.evictions.inc()
+    metrics.cache_bytes.set(1234)
     assert cache_metrics(registry) == {
         "hits_total": 9,
         "misses_total": 7,

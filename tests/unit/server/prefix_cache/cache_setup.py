@@ -126,6 +126,10 @@ class Setup:
         logprobs: list[float] = orjson.loads(openai_logprobs(pieces))["token_logprobs"]
         return logprobs[1:]
 
+    def counted(self, name: str) -> int:
+        """What the cache's metric of that name has counted."""
+        return int(self.registry.get_sample_value(f"scoremode_score_cache_{name}_total"))
+
     def check_nothing_is_left(self) -> None:
         assert len(self.scoring._in_flight) == 0
         assert self.engine.num_running == 0

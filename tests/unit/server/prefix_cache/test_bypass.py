@@ -77,7 +77,7 @@ async def test_rows_that_nobody_needs_do_not_make_the_whole_prompt_run_again(run
     assert len(answer.rows) == 4
     assert answer.num_cached_tokens >= first - SIZE
     assert made.engine.num_computed - before <= 2 * SIZE + 4
-    assert made.store.counts.hits == 0, "none of the rows that were asked for was there"
+    assert made.counted("hits") == 0, "none of the rows that were asked for was there"
 
 
 async def test_a_continuation_leaves_no_rows_that_were_not_computed():

@@ -24,10 +24,9 @@ async def test_four_options_at_once_compute_their_prefix_once(runner: str, share
     assert made.engine.num_computed == (shared + 4) + 3 * (4 + computed_again)
     cached = sorted(output.num_cached_tokens for output in outputs)
     assert cached == [0, *[shared - computed_again] * 3]
-    counts = made.store.counts
-    assert counts.hits + counts.misses == sum(len(ask.token_ids) - 1 for ask in asks)
-    assert counts.hits == sum(cached)
-    assert counts.joined == 3
+    assert made.counted("hits") + made.counted("misses") == sum(len(ask.token_ids) - 1 for ask in asks)
+    assert made.counted("hits") == sum(cached)
+    assert made.counted("joined") == 3
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -40,7 +39,7 @@ async def test_requests_one_after_another_compute_only_what_is_new(runner: str, 
     assert (await made.ask(second)).num_cached_tokens == 20
     assert made.engine.num_computed - computed == len(second.fed) - 20
     assert made.engine.num_requests == 2
-    assert made.store.counts.joined == 0
+    assert made.counted("joined") == 0
 
 
 async def test_what_a_short_run_computed_anew_is_no_hit():
@@ -57,7 +56,7 @@ async def test_what_a_short_run_computed_anew_is_no_hit():
     await made.ask(Ask([*range(40), 50, 51]))
     output = await made.ask(Ask([*range(40), 60, 61]))
     assert output.num_cached_tokens == 0
-    assert made.store.counts.hits == 0
+    assert made.counted("hits") == 0
 
 
 async def test_equal_requests_at_once_compute_once_but_for_the_last_block():
@@ -120,4 +119,4 @@ async def test_nobody_waits_for_rows_that_a_continuation_leaves_out():
     continuation, whole = Ask([*context, 5, 5, 5], first=40), Ask([*context, 6, 6, 6])
     answers = await asyncio.gather(made.ask(continuation), made.ask(whole))
     assert answers[1].num_cached_tokens == 0
-    assert made.store.counts.joined == 0
+    assert made.counted("joined") == 0
