@@ -81,7 +81,7 @@ def _imported_names(tree: ast.Module, sources: Sources) -> Iterator[str]:
 
 def used_names(sources: Sources) -> list[str]:
     """All that Scoremode uses of vLLM, as "module:name"."""
-    return sorted({entry.key for entry in PRIVATE} | imported_names(SERVER, sources))
+    return sorted(PRIVATE.keys() | imported_names(SERVER, sources))
 
 
 def compare(key: str, before: Sources, after: Sources) -> Comparison:
@@ -101,9 +101,8 @@ def _tree(text: str) -> str:
 
 def report(comparisons: list[Comparison]) -> Iterator[str]:
     """Lines that tell each name's status, with what is done with it, and its diff."""
-    why = {entry.key: entry.why for entry in PRIVATE}
     for comparison in comparisons:
-        yield f"{comparison.status:8} {comparison.key}  ({why.get(comparison.key, 'imported')})"
+        yield f"{comparison.status:8} {comparison.key}  ({PRIVATE.get(comparison.key, 'imported')})"
         if comparison.diff:
             yield comparison.diff + "\n"
 

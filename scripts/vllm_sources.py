@@ -18,7 +18,7 @@ def segment(sources: Sources, key: str, seen: frozenset[str] = frozenset()) -> s
     found = sources.module(module)
     if found is None or key in seen:
         return None
-    text = sources.segment(module, name)
+    text = sources.segment(key)
     for statement, original in _imports_of(found.tree, name):
         if text is not None:
             break

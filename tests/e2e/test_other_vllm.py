@@ -28,10 +28,11 @@ import importlib, inspect, sys
 from scoremode_server.vllm_patches.manifest import PRIVATE
 
 
-def found(entry):
+def found(key):
+    module, _, dotted = key.partition(":")
     try:
-        owner = importlib.import_module(entry.module)
-        *scopes, name = entry.name.split(".")
+        owner = importlib.import_module(module)
+        *scopes, name = dotted.split(".")
         for scope in scopes:
             owner = getattr(owner, scope)
         return inspect.getattr_static(owner, name)
@@ -39,13 +40,13 @@ def found(entry):
         return None  # Not in this version.
 
 
-before = {{entry.key: found(entry) for entry in PRIVATE}}
+before = {{key: found(key) for key in PRIVATE}}
 print({LINE!r}, end="", flush=True)
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 print({LINE!r}, end="", flush=True)
 print(sum(value is not None for value in before.values()))
-print(*[entry.key for entry in PRIVATE if found(entry) is not before[entry.key]])
+print(*[key for key in PRIVATE if found(key) is not before[key]])
 print(*[name for name in sys.modules if name.startswith("scoremode")])
 """
 

@@ -6,7 +6,6 @@ version, and of every name that Scoremode imports from vLLM. `scripts/check_vllm
 
 import json
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 HASHES_FILE = Path(__file__).with_name("manifest.json")
@@ -16,28 +15,15 @@ Hashes = dict[str, dict[str, str | None]]
 """Version -> "module:name" -> hash of the source text, None where that version has no such name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Private:
-    """One name. `name` is dotted inside the module, such as `Class.method`; `why` says what is done with it."""
-
-    module: str
-    name: str
-    why: str
-
-    @property
-    def key(self) -> str:
-        """Its key in `manifest.json`."""
-        return f"{self.module}:{self.name}"
-
-
 def recorded_hashes() -> Hashes:
     """The content of `manifest.json`."""
     hashes: Hashes = json.loads(HASHES_FILE.read_text(encoding="utf-8"))
     return hashes
 
 
-PRIVATE: tuple[Private, ...] = tuple(
-    Private(module, name, why)
+PRIVATE: dict[str, str] = {
+    f"{module}:{name}": why
     for module, names in tomllib.loads(PRIVATE_FILE.read_text(encoding="utf-8")).items()
     for name, why in names.items()
-)
+}
+"""What is listed: "module:name" -> what is done with it. Names are dotted inside the module, such as `Class.method`."""

@@ -2,18 +2,12 @@
 
 from dataclasses import dataclass
 from http import HTTPStatus
+from types import SimpleNamespace
 
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.request import LoRARequest
 
 from scoremode_server.errors import RequestError
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """What vLLM's look-up reads of a request."""
-
-    model: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +27,7 @@ class ServedModels(BaseServing):
         Raises:
             RequestError: there is none (404).
         """
-        request = _Named(name)
+        request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
             raise RequestError(failure.error.message, "model", HTTPStatus(failure.error.code))
         lora = self._maybe_get_adapters(request)

@@ -25,11 +25,12 @@ class Sources:
     def __init__(self, root: Traversable) -> None:
         self.module = cache(lambda path: _parse(root, path))
 
-    def segment(self, module: str, name: str) -> str | None:
-        """The source text that defines a dotted name, such as `Class.method`, in a module; None where nothing does.
+    def segment(self, key: str) -> str | None:
+        """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None where none does.
 
         A name that is defined several times, as overloads and properties are, has all definitions. Imports are none.
         """
+        module, _, name = key.partition(":")
         found = self.module(module)
         if found is None:
             return None

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from scoremode_server.vllm_patches.manifest import PRIVATE, Hashes, recorded_hashes
 from scoremode_server.vllm_patches.source import Sources, digest
 
 SUPPORTED = ">=0.32,<0.34"
+SUPPORTED_SERIES = ("0.32.", "0.33.")
 
 
 def require_supported() -> None:
@@ -29,7 +27,7 @@ def require_supported() -> None:
     if version in hashes:
         return
     refusal = f"Scoremode runs on vLLM {' and '.join(hashes)} (range: {SUPPORTED}), and found vLLM {vllm.__version__}"
-    if not _in_range(version):
+    if not version.startswith(SUPPORTED_SERIES):
         raise RuntimeError(f"{refusal}. Install one of these: pip install 'vllm{SUPPORTED}'")
     closest, changes = closest_release(hashes, Sources(Path(vllm.__file__).parents[1]))
     if changes:
@@ -38,20 +36,11 @@ def require_supported() -> None:
 
 def closest_release(hashes: Hashes, sources: Sources) -> tuple[str, list[str]]:
     """The recorded release that differs least from these sources in what is private, and the names that differ."""
-    found = {entry.key: digest(sources.segment(entry.module, entry.name)) for entry in PRIVATE}
+    found = {key: digest(sources.segment(key)) for key in PRIVATE}
     differences = {
-        version: [_change(key, now) for key, now in found.items() if recorded.get(key) != now]
+        version: [
+            f"{key} ({'gone' if now is None else 'changed'})" for key, now in found.items() if recorded.get(key) != now
+        ]
         for version, recorded in hashes.items()
     }
     return min(differences.items(), key=lambda difference: len(difference[1]))
-
-
-def _change(key: str, found: str | None) -> str:
-    return f"{key} ({'gone' if found is None else 'changed'})"
-
-
-def _in_range(version: str) -> bool:
-    try:
-        return SpecifierSet(SUPPORTED).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import check_vllm
-from scoremode_server.vllm_patches.manifest import Private
 
 ENGINE = """\
 import time
@@ -24,7 +23,7 @@ class Engine:
         return x + 1
 """
 
-PRIVATE = (Private("vllm.engine", "Engine.run", "wrapped"), Private("vllm.engine", "LIMIT", "replaced"))
+PRIVATE = {"vllm.engine:Engine.run": "wrapped", "vllm.engine:LIMIT": "replaced"}
 SERVER = {
     "a.py": "from vllm.api import Request as R\nfrom vllm import engine as e\nprint(e.Engine.size, e.LIMIT)\n",
     "deep/b.py": "def f():\n    from vllm import Model\n    import vllm\n    from numpy import array\n",

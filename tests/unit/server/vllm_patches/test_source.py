@@ -89,11 +89,11 @@ def sources(request: pytest.FixtureRequest, tmp_path: Path) -> Sources:
     ],
 )
 def test_a_definition_is_found_with_its_decorators_and_without_its_indentation(sources: Sources, name: str, text: str):
-    assert sources.segment("vllm.engine", name) == text
+    assert sources.segment(f"vllm.engine:{name}") == text
 
 
 def test_a_package_is_a_module(sources: Sources):
-    assert sources.segment("vllm", "VERSION") == "VERSION = 1"
+    assert sources.segment("vllm:VERSION") == "VERSION = 1"
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def test_a_package_is_a_module(sources: Sources):
     ],
 )
 def test_what_is_not_defined_has_no_text(sources: Sources, module: str, name: str):
-    assert sources.segment(module, name) is None
+    assert sources.segment(f"{module}:{name}") is None

@@ -9,11 +9,11 @@ import vllm
 
 from scoremode_server import cli, enable, plugin
 from scoremode_server.vllm_patches import versions
-from scoremode_server.vllm_patches.manifest import PRIVATE, Private, recorded_hashes
+from scoremode_server.vllm_patches.manifest import PRIVATE, recorded_hashes
 from scoremode_server.vllm_patches.source import Sources, digest
-from scoremode_server.vllm_patches.versions import SUPPORTED, require_supported
+from scoremode_server.vllm_patches.versions import SUPPORTED, SUPPORTED_SERIES, require_supported
 
-ENTRIES = (Private("vllm.one", "Class.method", "wrapped"), Private("vllm.two", "CHUNK", "replaced"))
+ENTRIES = {"vllm.one:Class.method": "wrapped", "vllm.two:CHUNK": "replaced"}
 ONE, TWO = "class Class:\n    def method(self):\n        return 1\n", "CHUNK = 1024\n"
 KNOWN = ("0.32.0", "0.33.0")
 PYPROJECT = Path(__file__).parents[4] / "pyproject.toml"
@@ -27,7 +27,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"__init__.py": "", "one.py": ONE, "two.py": TWO}.items():
         (folder / name).write_text(text)
     sources = Sources(tmp_path)
-    now = {entry.key: digest(sources.segment(entry.module, entry.name)) for entry in ENTRIES}
+    now = {key: digest(sources.segment(key)) for key in ENTRIES}
     hashes = {"0.32.0": dict.fromkeys(now, "0123456789abcdef"), "0.33.0": now}
     monkeypatch.setattr(versions, "PRIVATE", ENTRIES)
     monkeypatch.setattr(versions, "recorded_hashes", lambda: hashes)
@@ -89,8 +89,8 @@ def test_another_release_of_the_real_sources_is_supported_and_a_changed_one_is_n
     installed = Path(vllm.__file__).parent
     monkeypatch.setattr(vllm, "__version__", "0.33.0.post1")
     require_supported()
-    for entry in PRIVATE:
-        for file in (f"{entry.module.replace('.', '/')}.py", f"{entry.module.replace('.', '/')}/__init__.py"):
+    for module in {key.partition(":")[0].replace(".", "/") for key in PRIVATE}:
+        for file in (f"{module}.py", f"{module}/__init__.py"):
             if (installed.parent / file).is_file():
                 (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(installed.parent / file, tmp_path / file)
@@ -103,6 +103,8 @@ def test_another_release_of_the_real_sources_is_supported_and_a_changed_one_is_n
 
 def test_the_range_is_that_of_the_extra_and_holds_the_known_versions():
     assert f'"vllm{SUPPORTED}"' in PYPROJECT.read_text()
+    newest = max(int(series.split(".")[1]) for series in SUPPORTED_SERIES)
+    assert f">={SUPPORTED_SERIES[0][:-1]},<0.{newest + 1}" == SUPPORTED
     assert tuple(recorded_hashes()) == KNOWN
 
 
