@@ -4,7 +4,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from vllm.entrypoints.openai.completion import api_router as stock
@@ -13,7 +12,6 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
-from scoremode_server.api.responses import WrittenJSONResponse
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import ScoringRequestReader, is_scoring
 
@@ -26,21 +24,14 @@ class CompletionsRoute(APIRoute):
         reader = ScoringRequestReader()
 
         async def handle_scoring_first(raw_request: Request) -> Response:
-            scoring = reader.read(await raw_request.body()) if await _is_json(raw_request) else None
+            scoring = reader.read(await raw_request.body())
             if scoring is None:
                 return await handle(raw_request)
+            await validate_json_request(raw_request)
             response: Response = await _create_scoring_completion(scoring, raw_request)
             return response
 
         return handle_scoring_first
-
-
-async def _is_json(raw_request: Request) -> bool:
-    try:
-        await validate_json_request(raw_request)
-    except RequestValidationError:
-        return False
-    return True
 
 
 router = APIRouter(route_class=CompletionsRoute)
@@ -70,4 +61,4 @@ async def _create_scoring_completion(request: CompletionRequest, raw_request: Re
     if isinstance(result, ErrorResponse):
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
-    return WrittenJSONResponse(result, headers=metrics_header(format_wanted))
+    return Response(result, headers=metrics_header(format_wanted), media_type="application/json")

@@ -15,13 +15,6 @@ from scoremode_server.errors import RequestError
 _MAX_REPORTED = 5
 
 
-def error_body(error: RequestError) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
-    kind = "NotFoundError" if error.status is HTTPStatus.NOT_FOUND else "BadRequestError"
-    body: dict[str, Any] = create_error_response(str(error), kind, error.status, error.param).model_dump()
-    return body
-
-
 def from_validation(error: RequestValidationError) -> RequestError:
     """One error that names the first field at fault and says what is wrong with each."""
     found = [_describe(detail) for detail in error.errors()[:_MAX_REPORTED]]
@@ -58,6 +51,8 @@ class ScoremodeRoute(APIRoute):
                 failure = from_validation(error)
             except RequestError as error:
                 failure = error
-            return JSONResponse(error_body(failure), status_code=failure.status)
+            kind = "NotFoundError" if failure.status is HTTPStatus.NOT_FOUND else "BadRequestError"
+            body = create_error_response(str(failure), kind, failure.status, failure.param).model_dump()
+            return JSONResponse(body, status_code=failure.status)
 
         return handle_with_errors

@@ -3,8 +3,9 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import fsum
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
@@ -13,15 +14,15 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_jso
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
-from scoremode.metrics import count_words, text_metrics
+from scoremode.metrics import count_words, exp, text_metrics
 from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, Usage
-from scoremode.windows import WindowError, resolve_context_length, resolve_stride
+from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.responses import LAST_EVENT, ArrayJSONResponse, event
+from scoremode_server.api.responses import LAST_EVENT, event, json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
-from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow, RunningPerplexity, plan_windows
+from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow
 
 logger = init_logger("vllm.scoremode.perplexity")
 
@@ -46,7 +47,6 @@ class Job:
     context_length: int
     stride: int
     documents: list[Document]
-    windows: list[PlannedWindow]
     run: PerplexityRun
 
 
@@ -67,7 +67,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     async with aclosing(job.run.scored_windows()) as windows:
         async for _ in windows:
             pass
-    return ArrayJSONResponse(_response(job).model_dump())
+    return json_response(_response(job).model_dump())
 
 
 async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
@@ -81,14 +81,18 @@ async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
         context_length = resolve_context_length(request.method, request.context_length, state.limits.max_model_len)
         stride = resolve_stride(request.method, context_length, request.stride)
         documents = await _documents(request, state)
-        windows = plan_windows(
-            [document.token_ids for document in documents],
-            request.method,
-            context_length,
-            stride,
-            prefix_token_id=state.info.prefix_token_id,
-            bos_token_id=state.info.chunk_token_id,
-        )
+        windows = [
+            PlannedWindow(document.token_ids, window)
+            for document in documents
+            for window in cut_windows(
+                len(document.token_ids),
+                request.method,
+                context_length,
+                stride,
+                prefix_token_id=state.info.prefix_token_id,
+                bos_token_id=state.info.chunk_token_id,
+            )
+        ]
     except WindowError as error:
         raise RequestError(str(error), error.field) from None
     if not windows:
@@ -99,9 +103,13 @@ async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
         )
     request_id = f"ppl-{random_uuid()}"
     run = PerplexityRun(
-        state.scorer, windows, request_id=request_id, max_concurrent=state.max_concurrent_windows, lora=model.lora
+        scorer=state.scorer,
+        windows=windows,
+        request_id=request_id,
+        max_concurrent=state.max_concurrent_windows,
+        lora=model.lora,
     )
-    return Job(request, request_id, model.name, context_length, stride, documents, windows, run)
+    return Job(request, request_id, model.name, context_length, stride, documents, run)
 
 
 def _field(request: PerplexityRequest) -> str:
@@ -143,19 +151,19 @@ async def _cut_off(
 
 async def _stream(job: Job) -> AsyncGenerator[bytes, None]:
     """An event for each window, in order; then the result."""
-    running = RunningPerplexity()
+    total, total_scored, index = 0.0, 0, 0
     try:
         async with aclosing(job.run.scored_windows()) as windows:
-            index = 0
             async for nlls in windows:
                 nll_sum = fsum(nlls)
+                total, total_scored = total + nll_sum, total_scored + len(nlls)
                 progress = PerplexityWindow(
                     index=index,
-                    num_windows=len(job.windows),
+                    num_windows=len(job.run.windows),
                     num_scored=len(nlls),
                     nll_sum=nll_sum,
-                    perplexity=running.add(nll_sum, len(nlls)),
-                    total_scored=running.num_scored,
+                    perplexity=exp(total / total_scored),
+                    total_scored=total_scored,
                 )
                 yield event(progress.model_dump())
                 index += 1
@@ -174,12 +182,12 @@ def _response(job: Job) -> PerplexityResponse:
     texts = [document.text for document in job.documents if document.text]
     num_bytes = sum(len(text.encode()) for text in texts) or None
     num_words = sum(count_words(text) for text in texts) or None
-    of_text = None
+    of_text: dict[str, Any] = {"bits_per_byte": None, "word_perplexity": None}
     if num_bytes is not None and num_words is not None:
-        of_text = text_metrics(
-            result, job.request.method, num_tokens=num_tokens, num_bytes=num_bytes, num_words=num_words
+        of_text = asdict(
+            text_metrics(result, job.request.method, num_tokens=num_tokens, num_bytes=num_bytes, num_words=num_words)
         )
-    fed = sum(len(planned.window.token_ids(planned.document)) for planned in job.windows)
+    fed = sum(len(planned.window.token_ids(planned.document)) for planned in job.run.windows)
     return PerplexityResponse(
         id=job.request_id,
         created=int(time.time()),
@@ -187,16 +195,10 @@ def _response(job: Job) -> PerplexityResponse:
         method=job.request.method,
         context_length=job.context_length,
         stride=job.stride,
-        perplexity=result.perplexity,
-        perplexity_stderr=result.perplexity_stderr,
-        nll_sum=result.nll_sum,
-        nll_mean=result.nll_mean,
-        nll_stderr=result.nll_stderr,
-        bits_per_byte=None if of_text is None else of_text.bits_per_byte,
-        word_perplexity=None if of_text is None else of_text.word_perplexity,
+        **asdict(result),
+        **of_text,
         num_tokens=num_tokens,
-        num_scored=result.num_scored,
-        num_windows=len(job.windows),
+        num_windows=len(job.run.windows),
         num_bytes=num_bytes,
         num_words=num_words,
         usage=Usage(prompt_tokens=fed, cached_tokens=job.run.num_cached_tokens, total_tokens=fed),

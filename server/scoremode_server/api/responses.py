@@ -3,21 +3,12 @@
 from typing import Any
 
 import orjson
-from fastapi.responses import JSONResponse
+from fastapi import Response
 
 
-class ArrayJSONResponse(JSONResponse):
-    """A JSON response whose content may hold numpy arrays; NaN becomes null."""
-
-    def render(self, content: Any) -> bytes:
-        return dump(content)
-
-
-class WrittenJSONResponse(JSONResponse):
-    """A JSON response whose content is JSON already."""
-
-    def render(self, content: bytes) -> bytes:
-        return content
+def json_response(content: Any) -> Response:
+    """A response of plain objects and contiguous numpy arrays; NaN becomes null."""
+    return Response(dump(content), media_type="application/json")
 
 
 def dump(content: Any) -> bytes:

@@ -13,7 +13,7 @@ from vllm.utils import random_uuid
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.responses import ArrayJSONResponse
+from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.app import scoremode_state
 from scoremode_server.rows import Rows, json_logprobs
@@ -67,7 +67,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         ]
     )
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    return ArrayJSONResponse(
+    return json_response(
         {
             "id": request_id,
             "object": "score",

@@ -111,21 +111,6 @@ class ScoringCompletions:
     def _rows_request(
         self, request: CompletionRequest, prompt: Any, request_id: str, options: dict[str, Any]
     ) -> RowsRequest:
-        params = self._params(request, prompt)
-        token_ids = self._stock._extract_prompt_components(prompt).token_ids
-        self._stock._log_inputs(request_id, prompt, params=params, lora_request=options["lora_request"])
-        moved_between_engines = "kv_transfer_params" in (params.extra_args or {})
-        return RowsRequest(
-            request_id,
-            token_ids,
-            len(token_ids),
-            prompt,
-            params,
-            use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
-            options=options,
-        )
-
-    def _params(self, request: CompletionRequest, prompt: Any) -> ScoringParams:
         stock = self._stock
         max_tokens = get_max_tokens(
             stock.model_config.max_model_len,
@@ -137,7 +122,18 @@ class ScoringCompletions:
         )
         params = ScoringParams.of(request.to_sampling_params(max_tokens, stock.default_sampling_params))
         params.flat_logprobs = True
-        return params
+        stock._log_inputs(request_id, prompt, params=params, lora_request=options["lora_request"])
+        token_ids = stock._extract_prompt_components(prompt).token_ids
+        moved_between_engines = "kv_transfer_params" in (params.extra_args or {})
+        return RowsRequest(
+            request_id,
+            token_ids,
+            len(token_ids),
+            prompt,
+            params,
+            use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
+            options=options,
+        )
 
     def _log_outputs(self, answers: list[Answer], request_id: str) -> None:
         """What vLLM logs from 0.33 on, where it was started with `--enable-log-outputs`."""
@@ -181,7 +177,10 @@ class ScoringCompletions:
         )
         content = response.model_dump()
         choices = iter(content["choices"])
-        style = Style(num_top=request.logprobs, as_token_ids=self._as_token_ids(request))
+        as_token_ids = request.return_tokens_as_token_ids
+        if as_token_ids is None:
+            as_token_ids = self._stock.return_tokens_as_token_ids
+        style = Style(num_top=request.logprobs, as_token_ids=bool(as_token_ids))
         for answer in answers:
             of_prompt = self._writer.prompt(
                 answer.output.prompt_token_ids, answer.rows, answer.block_hashes, answer.num_cached_blocks, style
@@ -200,10 +199,6 @@ class ScoringCompletions:
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():
             raise EngineOutputError("the engine computed no logprob, or NaN, for the token that it sampled")
         return self._writer.sampled(columns, style)
-
-    def _as_token_ids(self, request: CompletionRequest) -> bool:
-        asked = request.return_tokens_as_token_ids
-        return bool(self._stock.return_tokens_as_token_ids if asked is None else asked)
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:

@@ -1,29 +1,19 @@
 """Scores token sequences on the engine. Knows neither text nor HTTP."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
 
-from scoremode_server.prefix_cache.engine import ScoringEngine
+from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.turns import Turns
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The rows of one sequence."""
-
-    rows: Rows
-    """Of the tokens that were asked for."""
-    num_cached_tokens: int
-    """Tokens that were not computed for this request."""
 
 
 class Scorer:
@@ -42,7 +32,7 @@ class Scorer:
         top_logprobs: int = 0,
         use_cache: bool = True,
         lora: LoRARequest | None = None,
-    ) -> Score:
+    ) -> Answer:
         """Score the tokens from position `first` on of a sequence of at least one and at most `max_model_len` tokens of
         the vocabulary. The first token has no context, so no row. Cancelling the caller aborts the engine's request.
 
@@ -50,7 +40,8 @@ class Scorer:
             EngineOutputError: the engine returned something that is not the score of this sequence.
         """
         if len(token_ids) == 1:
-            return Score(Rows.empty(0, top_logprobs + 1), 0)
+            nothing = RequestOutput(request_id, None, list(token_ids), None, [], finished=True)
+            return Answer(Rows.empty(0, top_logprobs + 1), nothing)
         answer = await self._engine.rows(
             RowsRequest.score(
                 token_ids,
@@ -62,7 +53,7 @@ class Scorer:
             )
         )
         await self._turns.take()
-        return Score(answer.rows, answer.num_cached_tokens)
+        return answer
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -81,17 +72,13 @@ def check_engine(config: VllmConfig) -> None:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
 
 
-async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all at once; the first failure cancels the others, so that no engine request outlives it."""
-    if len(awaitables) == 1:
-        return [await awaitables[0]]
-
-    async def run(awaitable: Awaitable[T]) -> T:
-        return await awaitable
-
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(awaitable)) for awaitable in awaitables]
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -1,7 +1,7 @@
 """Between text and token ids, with the tokenizer that the server was started with."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers import TokenizeParams
@@ -60,24 +60,15 @@ class Tokenizer:
         decoded = await self._renderer.tokenize_prompt_async(TokensPrompt(prompt_token_ids=list(token_ids)), params)
         return str(decoded["prompt"])
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The tokenizer's BOS token."""
-        return self._special("bos_token_id")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The tokenizer's EOS token."""
-        return self._special("eos_token_id")
+    def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
+        """The tokenizer's BOS or EOS token."""
+        token_id: int | None = getattr(self._renderer.tokenizer, f"{name}_token_id", None)
+        return token_id
 
     async def adds_bos(self) -> bool:
         """Whether the tokenizer puts BOS before a text by itself."""
-        bos = self.bos_token_id
+        bos = self.special_token_id("bos")
         return bos is not None and (await self.encode("", add_special_tokens=True))[:1] == [bos]
-
-    def _special(self, name: str) -> int | None:
-        token_id: int | None = getattr(self._renderer.tokenizer, name, None)
-        return token_id
 
     def _tokenizer(self) -> TokenizerLike:
         tokenizer = self._renderer.tokenizer
