@@ -38,17 +38,12 @@ class SequenceScore:
         """Of the rows of every token but the first."""
         return cls(
             token_ids=list(token_ids),
-            logprobs=_after_first(rows.logprobs[:, 0], np.nan),
-            ranks=_after_first(rows.ranks, NO_RANK),
-            top_token_ids=_after_first(rows.token_ids[:, 1:], NO_RANK),
-            top_logprobs=_after_first(rows.logprobs[:, 1:], np.nan),
+            logprobs=np.insert(rows.logprobs[:, 0], 0, np.nan),
+            ranks=np.insert(rows.ranks, 0, NO_RANK),
+            top_token_ids=np.insert(rows.token_ids[:, 1:], 0, NO_RANK, axis=0),
+            top_logprobs=np.insert(rows.logprobs[:, 1:], 0, np.nan, axis=0),
             num_cached_tokens=num_cached_tokens,
         )
-
-
-def _after_first(values: np.ndarray, fill: float) -> np.ndarray:
-    """`values`, which start at a sequence's second token, after `fill` for the first."""
-    return np.concatenate([np.full_like(values, fill, shape=(1, *values.shape[1:])), values])
 
 
 def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutput) -> SequenceScore:

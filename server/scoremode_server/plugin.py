@@ -8,7 +8,7 @@ import os
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from scoremode_server.settings import PLUGINS_VARIABLE, allow_plugin, is_asked_for
+from scoremode_server.settings import PLUGIN, PLUGINS_VARIABLE, allow_plugin
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class ScoremodeEndpoints:
-    """vLLM's `EndpointPlugin`: vLLM calls `attach_router` once while it builds the app, then `init_state` once."""
+    """Entry point `vllm.endpoint_plugins`: vLLM calls `attach_router` once while it builds the app, then `init_state`
+    once."""
 
     name = "scoremode"
     required_tasks = ("generate",)
@@ -39,11 +40,6 @@ class ScoremodeEndpoints:
         prepare_process()
 
 
-def endpoint_plugin() -> ScoremodeEndpoints:
-    """Entry point `vllm.endpoint_plugins`."""
-    return ScoremodeEndpoints()
-
-
 def general_plugin() -> None:
     """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once.
 
@@ -52,7 +48,7 @@ def general_plugin() -> None:
     Raises:
         RuntimeError: VLLM_PLUGINS names Scoremode, and it does not run on this vLLM.
     """
-    if not is_asked_for(os.environ.get(PLUGINS_VARIABLE)):
+    if PLUGIN not in os.environ.get(PLUGINS_VARIABLE, "").split(","):
         return
     from scoremode_server.vllm_patches.versions import require_supported
 

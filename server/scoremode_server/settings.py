@@ -47,25 +47,26 @@ def score_cache_bytes(arguments: Namespace) -> int:
     given: int | None = getattr(arguments, "score_cache_bytes", None)
     if given is not None:
         return given
-    setting = os.environ.get(SCORE_CACHE_VARIABLE)
-    try:
-        return SCORE_CACHE_BYTES if setting is None else number_of_bytes(setting)
-    except ValueError as error:
-        raise ValueError(f"{SCORE_CACHE_VARIABLE}: {error}") from None
+    return _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
 
 
 def logprob_bytes() -> int:
     """Working memory for prompt logprobs that every engine worker reserves: bytes from the environment, or the default.
 
     Raises:
-        ValueError: it is set to something else than a positive whole number.
+        ValueError: it is set to none, or to no number of bytes.
     """
-    setting = os.environ.get(LOGPROB_VARIABLE)
-    if setting is None:
-        return LOGPROB_BYTES
-    if not setting.isdecimal() or int(setting) < 1:
-        raise ValueError(f"{LOGPROB_VARIABLE} must be a positive whole number of bytes, and is {setting!r}")
-    return int(setting)
+    num_bytes = _from_environment(LOGPROB_VARIABLE, LOGPROB_BYTES)
+    if not num_bytes:
+        raise ValueError(f"{LOGPROB_VARIABLE}: scoring needs some working memory")
+    return num_bytes
+
+
+def _from_environment(variable: str, default: int) -> int:
+    try:
+        return number_of_bytes(os.environ.get(variable, str(default)))
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}") from None
 
 
 def allowed_plugins(current: str | None) -> str:
@@ -84,11 +85,6 @@ def allowed_plugins(current: str | None) -> str:
 def allow_plugin() -> None:
     """Add Scoremode to this process's VLLM_PLUGINS, which the processes that it starts inherit."""
     os.environ[PLUGINS_VARIABLE] = allowed_plugins(os.environ.get(PLUGINS_VARIABLE))
-
-
-def is_asked_for(plugins: str | None) -> bool:
-    """Whether a value of VLLM_PLUGINS names Scoremode. Unset, it allows every plugin, and asks for none."""
-    return PLUGIN in (plugins or "").split(",")
 
 
 def number_of_bytes(text: str) -> int:
