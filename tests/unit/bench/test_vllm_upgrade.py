@@ -35,6 +35,22 @@ def test_ranks_are_counted_apart():
 
 
 @pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        ({"a": -2.0, "b": -1.0, "c": -1.5}, {"a": -2.0, "c": -1.25, "b": -1.5}),
+        ({"a": -2.0, "b": -1.0, "c": -1.5}, {"a": -2.0, "b": -1.25, "d": -1.5}),
+        (
+            {"5": {"logprob": -1.0, "rank": 1}, "6": {"logprob": -1.5, "rank": 2}},
+            {"5": {"logprob": -1.25, "rank": 1}, "7": {"logprob": -1.5, "rank": 2}},
+        ),
+    ],
+)
+def test_tokens_that_change_places_are_counted_and_their_logprobs_compared_in_order(ours: object, stock: object):
+    comparison = compared([ours], [stock])
+    assert (comparison.exchanged, comparison.largest, comparison.others) == (1, 0.25, [])
+
+
+@pytest.mark.parametrize(
     "stock",
     [
         changed(text="y"),
@@ -43,6 +59,7 @@ def test_ranks_are_counted_apart():
         changed(ids=None),
         changed(top={"6": {"logprob": -1.5, "rank": 3}}),
         changed(top={"5": {"rank": 3, "logprob": -1.5}}),
+        changed(top={"5": {"logprob": -1.5, "rank": 3}, "6": {"logprob": -1.5, "rank": 3}}),
         changed(top={"5": {"logprob": -1, "rank": 3}}),
         changed(more=1),
         {},
