@@ -69,7 +69,7 @@ class Comparison:
     """Two JSON values beside each other: the largest difference of floats, and everything else that differs.
 
     Ids and times are left out. Ranks are kept apart, and positions at which the k likeliest tokens are others or in
-    another order: two tokens almost equally likely change places for a last digit. Logprobs are compared in order there.
+    another order: two tokens almost equally likely change places for a last digit. Logprobs are compared in order.
     """
 
     largest: float = 0.0
