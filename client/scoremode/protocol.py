@@ -68,6 +68,9 @@ class ScoreRequest(_Request):
         "float", description="`base64`: logprobs as little-endian float32, NaN where there is none."
     )
     use_cache: bool = Field(True, description="Accept logprobs that were computed for an earlier request.")
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Share cached prefixes only with requests that have the same salt."
+    )
 
 
 class TopLogprob(TypedDict):
@@ -151,6 +154,9 @@ class PerplexityRequest(_Request):
     max_tokens: int | None = Field(None, ge=1, description="Take at most this many tokens of the text.")
     add_special_tokens: bool | None = Field(
         None, description="Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Share cached prefixes only with requests that have the same salt."
     )
     stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
 

@@ -44,6 +44,11 @@ class Window:
         return self.end - self.first_target
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the window, its head included."""
+        return self.end - self.start + (self.head is not None)
+
+    @property
     def first_scored(self) -> int:
         """Position of the first target among the window's own tokens."""
         return self.first_target - self.start + (self.head is not None)

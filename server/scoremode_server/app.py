@@ -2,31 +2,45 @@
 
 import asyncio
 import gc
+import hmac
 import importlib.metadata
+import secrets
 from dataclasses import dataclass
 
 import vllm
 from fastapi import Request
 from starlette.datastructures import State
+from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.protocol import ServerInfo
 from scoremode_server.completions.handler import ScoringCompletions
 from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
 from scoremode_server.prefix_cache.run import RowsRequest, run_engine
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.settings import logprob_bytes
+from scoremode_server.settings import ServerSettings, logprob_bytes
+from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
 from scoremode_server.vllm_patches.served_models import ServedModels
+from scoremode_server.vllm_patches.shutdown import drain_before_shutdown
 
 GC_THRESHOLD = 20_000
 """Containers made and not yet freed before Python looks for cycles among them, 700 by default. In-flight requests hold
 lists of token ids, and each look goes through all of them: it took 6 % of the event loop's time in requests of 701
 tokens, 64 in flight."""
+
+
+KV_CACHES_WAITING = 16
+"""Without `--max-scoring-tokens`, so many times the tokens that the KV cache holds may wait to be scored."""
+
+
+_engines: list[EngineClient] = []
+"""Of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +53,31 @@ class ScoremodeState:
     models: ServedModels
     limits: Limits
     info: ServerInfo
-    max_concurrent_windows: int
-    """Windows of one perplexity request that are with the engine at once: as many as it runs in a step."""
+    admission: Admission
+    owner_key: bytes | None
+    """A secret of this process, where the server has API keys."""
+
+    def owner(self, request: Request) -> str:
+        """Whose request it is, by its API key; where there are none, everybody is one."""
+        if self.owner_key is None:
+            return ""
+        return hmac.new(self.owner_key, request.headers.get("Authorization", "").encode(), "sha256").hexdigest()
 
 
-async def make_state(client: EngineClient, state: State, score_cache_bytes: int) -> ScoremodeState:
-    """Assemble the parts on an engine and vLLM's own app state, with rows cached in at most so many bytes.
+async def make_state(client: EngineClient, state: State, settings: ServerSettings) -> ScoremodeState:
+    """Assemble the parts on an engine and vLLM's own app state.
 
     Raises:
         ValueError: the server was started with a setting that changes what logprobs are.
     """
     check_engine(client.vllm_config)
-    limits = Limits.of(client.model_config)
+    limits = Limits.of(client.model_config, settings.max_request_sequences)
     await _warm_up(client, limits)
-    store = make_store(client.vllm_config, score_cache_bytes)
-    engine = ScoringEngine(client, store, Metrics(logprob_bytes()))
+    store = make_store(client.vllm_config, settings.score_cache_bytes)
+    engine = ScoringEngine(client, store, Metrics(logprob_bytes()), _engine_size(client.vllm_config, settings))
+    bound_generation_alone(client, lambda: engine.admission.num_running, lambda: engine.admission.num_running_tokens)
+    drain_before_shutdown(client, engine.admission.drain)
+    _engines.append(client)
     tokenizer = Tokenizer(client.renderer)
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
@@ -66,7 +90,19 @@ async def make_state(client: EngineClient, state: State, score_cache_bytes: int)
         models=models,
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models),
-        max_concurrent_windows=client.vllm_config.scheduler_config.max_num_seqs,
+        admission=engine.admission,
+        owner_key=secrets.token_bytes(32) if settings.has_api_keys else None,
+    )
+
+
+def _engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
+    scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
+    cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
+    return EngineSize(
+        step_tokens=scheduler.max_num_batched_tokens * num_engines,
+        step_sequences=scheduler.max_num_seqs * num_engines,
+        max_scoring_tokens=settings.max_scoring_tokens or KV_CACHES_WAITING * cache_tokens * num_engines,
+        request_timeout=settings.request_timeout,
     )
 
 
@@ -95,6 +131,11 @@ async def _warm_up(client: EngineClient, limits: Limits) -> None:
         request = RowsRequest.score([0, 1, 0], request_id="scoremode-warm-up", top_logprobs=top_logprobs)
         run = await run_engine(client, request, suffix=f"-{top_logprobs}")
         run.check(request.first_row)
+
+
+def engine_has_died() -> bool:
+    """Whether the engine of a server that this process ran has died."""
+    return any(engine.errored for engine in _engines)
 
 
 def prepare_process() -> None:

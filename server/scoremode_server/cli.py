@@ -5,6 +5,9 @@ import sys
 
 from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin
 
+SHUTDOWN_TIMEOUT = 30
+"""Seconds in which requests may finish after SIGTERM; vLLM's own default is none."""
+
 
 def serve(arguments: list[str]) -> None:
     """Run `vllm serve` with `arguments`, until it is stopped.
@@ -36,13 +39,18 @@ def serve(arguments: list[str]) -> None:
     command = ServeSubcommand()
     subparser = command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     # lm-eval's remote tokenizer asks for it; `--no-enable-tokenizer-info-endpoint` turns it off.
-    subparser.set_defaults(enable_tokenizer_info_endpoint=True)
+    subparser.set_defaults(enable_tokenizer_info_endpoint=True, shutdown_timeout=SHUTDOWN_TIMEOUT)
     add_arguments(subparser)
     subparser.usage = "scoremode serve [model_tag] [any option of vllm serve]"
     namespace = parser.parse_args(["serve", *arguments])
     configure_logging_from_args(namespace)
     command.validate(namespace)
     command.cmd(namespace)
+    # vLLM's command returns as after a shutdown, and what started the server would not start it again.
+    from scoremode_server.app import engine_has_died
+
+    if engine_has_died():
+        raise SystemExit("scoremode: the engine has died")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from http import HTTPStatus
 
 
 class RequestError(Exception):
-    """A request that is at fault; `param` names the field."""
+    """A request that is not answered; `param` names the field at fault, if one is."""
 
     def __init__(self, message: str, param: str | None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(message)

@@ -36,6 +36,13 @@ class Metrics:
             registry=registry,
             buckets=SECONDS,
         )
+        self._waiting_now, self._running_now = (
+            Gauge(f"scoremode_{name}", text, registry=registry, multiprocess_mode="livesum")
+            for name, text in (
+                ("waiting_sequences", "Sequences of scoring requests that wait for a turn in the engine."),
+                ("running_sequences", "Sequences of scoring requests that are in the engine."),
+            )
+        )
         # Every process says the same of the same engines.
         Gauge(
             "scoremode_logprob_working_bytes",
@@ -58,6 +65,11 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+
+    def show_load(self, num_sequences: int, num_running: int) -> None:
+        """Show how many sequences are here, and how many of them in the engine."""
+        self._waiting_now.set(num_sequences - num_running)
+        self._running_now.set(num_running)
 
     def count(self, output: RequestOutput, num_scored: int, arrival: float) -> None:
         """Count a request with its final output; `arrival` is its `time.monotonic()`."""

@@ -4,12 +4,15 @@ import importlib.metadata
 import os
 import re
 from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
 
 SCORE_CACHE_BYTES = 512 * 1024**2
 SCORE_CACHE_VARIABLE = "SCOREMODE_SCORE_CACHE_BYTES"
 
 LOGPROB_BYTES = 256 * 1024**2
 LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
+
+MAX_SEQUENCES = 65_536
 
 PLUGIN = "scoremode"
 """The name of both entry points, by which VLLM_PLUGINS allows them."""
@@ -35,6 +38,54 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="BYTES",
         help="Memory for logprobs of prefixes that come again, such as 512M or 2G; 0 turns the cache off. "
         f"Default: the environment's {SCORE_CACHE_VARIABLE}, else 512M.",
+    )
+    group.add_argument(
+        "--max-scoring-tokens",
+        type=positive,
+        default=None,
+        metavar="TOKENS",
+        help="Tokens that may wait to be scored or be scored at once, of all requests; more are answered 429. "
+        "Default: 16 times what the KV cache holds.",
+    )
+    group.add_argument(
+        "--max-request-sequences",
+        type=positive,
+        default=MAX_SEQUENCES,
+        metavar="N",
+        help="Sequences of one scoring request: prompts, or prompts times continuations. Default: %(default)s.",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=positive,
+        default=None,
+        metavar="SECONDS",
+        help="Seconds after which a scoring request is given up and answered 504. Default: none.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What the flags say; a server that stock `vllm serve` started has none of them, and gets the defaults."""
+
+    score_cache_bytes: int = SCORE_CACHE_BYTES
+    max_scoring_tokens: int | None = None
+    max_request_sequences: int = MAX_SEQUENCES
+    request_timeout: float | None = None
+    has_api_keys: bool = False
+
+
+def server_settings(arguments: Namespace) -> ServerSettings:
+    """The settings of a server.
+
+    Raises:
+        ValueError: the environment has one that is none.
+    """
+    return ServerSettings(
+        score_cache_bytes=score_cache_bytes(arguments),
+        max_scoring_tokens=getattr(arguments, "max_scoring_tokens", None),
+        max_request_sequences=getattr(arguments, "max_request_sequences", MAX_SEQUENCES),
+        request_timeout=getattr(arguments, "request_timeout", None),
+        has_api_keys=bool(getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY")),
     )
 
 
@@ -85,6 +136,17 @@ def allowed_plugins(current: str | None) -> str:
 def allow_plugin() -> None:
     """Add Scoremode to this process's VLLM_PLUGINS, which the processes that it starts inherit."""
     os.environ[PLUGINS_VARIABLE] = allowed_plugins(os.environ.get(PLUGINS_VARIABLE))
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if int(text) < 1:
+        raise ValueError(f"not a positive number: {text!r}")
+    return int(text)
 
 
 def number_of_bytes(text: str) -> int:

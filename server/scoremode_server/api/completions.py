@@ -9,11 +9,14 @@ from fastapi.routing import APIRoute
 from vllm.entrypoints.openai.completion import api_router as stock
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
+from scoremode_server.api.disconnects import until_disconnect
+from scoremode_server.api.error_responses import error_response
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import ScoringRequestReader, is_scoring
+from scoremode_server.errors import RequestError
 
 
 class CompletionsRoute(APIRoute):
@@ -54,10 +57,15 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
     return response
 
 
-@with_cancellation
 @load_aware_call
+@until_disconnect
 async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    result = await scoremode_state(raw_request).completions.create_completion(request, raw_request)
+    state = scoremode_state(raw_request)
+    try:
+        state.admission.check()
+        result = await state.completions.create_completion(request, raw_request, state.owner(raw_request))
+    except RequestError as error:
+        return error_response(error)
     if isinstance(result, ErrorResponse):
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")

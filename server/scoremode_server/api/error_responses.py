@@ -14,6 +14,8 @@ from scoremode_server.errors import RequestError
 
 _MAX_REPORTED = 5
 
+RETRY_AFTER_SECONDS = 2
+
 
 def from_validation(error: RequestValidationError) -> RequestError:
     """One error that names the first field at fault and says what is wrong with each."""
@@ -35,6 +37,23 @@ def _describe(detail: Any) -> tuple[str | None, str]:
     return field, messages.get(detail["type"], f"{field}: {reason}")
 
 
+def error_content(error: Exception) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`, for errors that are not a request's as vLLM has it."""
+    if isinstance(error, RequestError):
+        kind = f"{error.status.phrase.title().replace(' ', '')}Error"
+        body: dict[str, Any] = create_error_response(str(error), kind, error.status, error.param).model_dump()
+    else:
+        body = create_error_response(error).model_dump()
+    return body
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """A request's error as a response; a client that may try again is told when."""
+    later = error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if later else None
+    return JSONResponse(error_content(error), status_code=error.status, headers=headers)
+
+
 class ScoremodeRoute(APIRoute):
     """A route whose bad requests are answered with the field at fault.
 
@@ -51,8 +70,6 @@ class ScoremodeRoute(APIRoute):
                 failure = from_validation(error)
             except RequestError as error:
                 failure = error
-            kind = "NotFoundError" if failure.status is HTTPStatus.NOT_FOUND else "BadRequestError"
-            body = create_error_response(str(failure), kind, failure.status, failure.param).model_dump()
-            return JSONResponse(body, status_code=failure.status)
+            return error_response(failure)
 
         return handle_with_errors

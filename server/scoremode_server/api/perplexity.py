@@ -1,5 +1,6 @@
 """`POST /v1/perplexity`: a text's perplexity, cut into windows here, whole or as a stream of progress."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -7,22 +8,24 @@ from dataclasses import asdict, dataclass
 from math import fsum
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request
 from vllm.logger import init_logger
-from vllm.utils import random_uuid
 
 from scoremode.metrics import count_words, exp, text_metrics
-from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, Usage
+from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, ServerInfo, Usage
 from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
-from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.disconnects import until_disconnect
+from scoremode_server.api.error_responses import ScoremodeRoute, error_content
+from scoremode_server.api.request_ids import request_id_of, unique
 from scoremode_server.api.responses import LAST_EVENT, event, json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow
+from scoremode_server.scoring.scorer import ScoreSettings
 
 logger = init_logger("vllm.scoremode.perplexity")
 
@@ -44,6 +47,8 @@ class Job:
     request: PerplexityRequest
     request_id: str
     model_name: str
+    owner: str
+    options: dict[str, Any]
     context_length: int
     stride: int
     documents: list[Document]
@@ -57,20 +62,22 @@ class Job:
     responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
     summary="Perplexity of given text",
 )
-@with_cancellation
 @load_aware_call
+@until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
-    job = await prepare(request, scoremode_state(raw_request))
+    state = scoremode_state(raw_request)
+    state.admission.check()
+    job = await prepare(request, raw_request, state)
     if request.stream:
-        return StreamingResponse(_stream(job), media_type="text/event-stream")
-    async with aclosing(job.run.scored_windows()) as windows:
+        return StreamingResponse(_stream(job, state), media_type="text/event-stream")
+    async with aclosing(_scored_windows(job, state)) as windows:
         async for _ in windows:
             pass
-    return json_response(_response(job).model_dump())
+    return json_response((await asyncio.to_thread(_response, job)).model_dump())
 
 
-async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
+async def prepare(request: PerplexityRequest, raw_request: Request, state: ScoremodeState) -> Job:
     """Check a request, tokenize its texts and cut their windows.
 
     Raises:
@@ -81,18 +88,8 @@ async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
         context_length = resolve_context_length(request.method, request.context_length, state.limits.max_model_len)
         stride = resolve_stride(request.method, context_length, request.stride)
         documents = await _documents(request, state)
-        windows = [
-            PlannedWindow(document.token_ids, window)
-            for document in documents
-            for window in cut_windows(
-                len(document.token_ids),
-                request.method,
-                context_length,
-                stride,
-                prefix_token_id=state.info.prefix_token_id,
-                bos_token_id=state.info.chunk_token_id,
-            )
-        ]
+        # In a thread: a long text with a short stride has windows by the hundred thousand.
+        windows = await asyncio.to_thread(_plan, request, documents, context_length, stride, state.info)
     except WindowError as error:
         raise RequestError(str(error), error.field) from None
     if not windows:
@@ -101,15 +98,35 @@ async def prepare(request: PerplexityRequest, state: ScoremodeState) -> Job:
             f"tokens, too few for method {request.method!r} with context_length {context_length}",
             _field(request),
         )
-    request_id = f"ppl-{random_uuid()}"
-    run = PerplexityRun(
-        scorer=state.scorer,
-        windows=windows,
-        request_id=request_id,
-        max_concurrent=state.max_concurrent_windows,
-        lora=model.lora,
+    return Job(
+        request=request,
+        request_id=f"ppl-{request_id_of(raw_request)}",
+        model_name=model.name,
+        owner=state.owner(raw_request),
+        options=await state.models.engine_options(raw_request, model),
+        context_length=context_length,
+        stride=stride,
+        documents=documents,
+        run=PerplexityRun(windows),
     )
-    return Job(request, request_id, model.name, context_length, stride, documents, run)
+
+
+def _plan(
+    request: PerplexityRequest, documents: list[Document], context_length: int, stride: int, info: ServerInfo
+) -> list[PlannedWindow]:
+    """The windows of documents that share no context."""
+    return [
+        PlannedWindow(document.token_ids, window)
+        for document in documents
+        for window in cut_windows(
+            len(document.token_ids),
+            request.method,
+            context_length,
+            stride,
+            prefix_token_id=info.prefix_token_id,
+            bos_token_id=info.chunk_token_id,
+        )
+    ]
 
 
 def _field(request: PerplexityRequest) -> str:
@@ -149,11 +166,26 @@ async def _cut_off(
     return kept
 
 
-async def _stream(job: Job) -> AsyncGenerator[bytes, None]:
+async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.ndarray, None]:
+    """The NLLs of each window's targets in nats, window by window."""
+    async with state.admission.request(job.request_id) as queue:
+        settings = ScoreSettings(
+            request_id=unique(job.request_id),
+            queue=queue,
+            cache_salt=job.request.cache_salt,
+            owner=job.owner,
+            options=job.options,
+        )
+        async with aclosing(job.run.scored_windows(state.scorer, settings)) as windows:
+            async for nlls in windows:
+                yield nlls
+
+
+async def _stream(job: Job, state: ScoremodeState) -> AsyncGenerator[bytes, None]:
     """An event for each window, in order; then the result."""
     total, total_scored, index = 0.0, 0, 0
     try:
-        async with aclosing(job.run.scored_windows()) as windows:
+        async with aclosing(_scored_windows(job, state)) as windows:
             async for nlls in windows:
                 nll_sum = fsum(nlls)
                 total, total_scored = total + nll_sum, total_scored + len(nlls)
@@ -167,11 +199,12 @@ async def _stream(job: Job) -> AsyncGenerator[bytes, None]:
                 )
                 yield event(progress.model_dump())
                 index += 1
-        yield event(_response(job).model_dump())
+        yield event((await asyncio.to_thread(_response, job)).model_dump())
     except Exception as error:
         # The status line has been sent, so the error is sent as an event.
-        logger.exception("Perplexity request %s failed", job.request_id)
-        yield event(create_error_response(error).model_dump())
+        if not isinstance(error, RequestError):
+            logger.exception("Perplexity request %s failed", job.request_id)
+        yield event(error_content(error))
     yield LAST_EVENT
 
 
@@ -187,7 +220,7 @@ def _response(job: Job) -> PerplexityResponse:
         of_text = asdict(
             text_metrics(result, job.request.method, num_tokens=num_tokens, num_bytes=num_bytes, num_words=num_words)
         )
-    fed = sum(len(planned.window.token_ids(planned.document)) for planned in job.run.windows)
+    fed = sum(planned.window.num_tokens for planned in job.run.windows)
     return PerplexityResponse(
         id=job.request_id,
         created=int(time.time()),

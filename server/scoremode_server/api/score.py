@@ -1,24 +1,32 @@
 """`POST /v1/score`: exact log-probabilities of prompts, or of continuations of them."""
 
+import asyncio
 import base64
 import math
 import time
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.utils import random_uuid
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
+from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.request_ids import request_id_of, unique
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.app import scoremode_state
+from scoremode_server.prefix_cache.engine import Answer
 from scoremode_server.rows import Rows, json_logprobs
-from scoremode_server.scoring.scorer import gather
+from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
+from scoremode_server.scoring.tokenizer import Tokenizer
+
+WRITTEN_AT_ONCE = 32_768
+"""Tokens whose answer is written on the event loop, in some ten milliseconds; larger ones in a thread."""
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 
@@ -42,44 +50,59 @@ async def score_info(raw_request: Request) -> ServerInfo:
     responses=ERROR_RESPONSES,
     summary="Log-probabilities of given text",
 )
-@with_cancellation
 @load_aware_call
+@until_disconnect
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
     state = scoremode_state(raw_request)
+    state.admission.check()
     state.limits.check_top_logprobs(request.top_logprobs)
     model = await state.models.resolve(request.model)
-    sequences = await read_sequences(request, state.tokenizer)
+    sequences = await read_sequences(request, state.tokenizer, state.limits)
     for sequence in sequences:
         state.limits.check_sequence(sequence.token_ids, sequence.name)
-    request_id = f"score-{random_uuid()}"
-    scores = await gather(
-        [
-            state.scorer.score(
-                sequence.token_ids,
-                request_id=f"{request_id}-{index}",
-                first=max(1, sequence.first),
-                top_logprobs=request.top_logprobs,
-                use_cache=request.use_cache,
-                lora=model.lora,
-            )
-            for index, sequence in enumerate(sequences)
-        ]
-    )
+    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    request_id = f"score-{request_id_of(raw_request)}"
+    async with state.admission.request(request_id, len(sequences), num_tokens) as queue:
+        settings = ScoreSettings(
+            request_id=unique(request_id),
+            queue=queue,
+            top_logprobs=request.top_logprobs,
+            use_cache=request.use_cache,
+            cache_salt=request.cache_salt,
+            owner=state.owner(raw_request),
+            options=await state.models.engine_options(raw_request, model),
+        )
+        asked = ((sequence.token_ids, sequence.first) for sequence in sequences)
+        async with aclosing(state.scorer.scores(asked, settings)) as scores:
+            answers = [answer async for answer in scores]
+    if num_tokens > WRITTEN_AT_ONCE:
+        return await asyncio.to_thread(_response, request, request_id, model.name, state.tokenizer, sequences, answers)
+    return _response(request, request_id, model.name, state.tokenizer, sequences, answers)
+
+
+def _response(
+    request: ScoreRequest,
+    request_id: str,
+    model_name: str,
+    tokenizer: Tokenizer,
+    sequences: list[RequestedSequence],
+    answers: list[Answer],
+) -> Response:
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     return json_response(
         {
             "id": request_id,
             "object": "score",
             "created": int(time.time()),
-            "model": model.name,
+            "model": model_name,
             "data": [
-                {"index": index, **_result(request, state.tokenizer.strings, sequence, score.rows)}
-                for index, (sequence, score) in enumerate(zip(sequences, scores, strict=True))
+                {"index": index, **_result(request, tokenizer.strings, sequence, answer.rows)}
+                for index, (sequence, answer) in enumerate(zip(sequences, answers, strict=True))
             ],
             "usage": {
                 "prompt_tokens": num_tokens,
-                "cached_tokens": sum(score.num_cached_tokens for score in scores),
+                "cached_tokens": sum(answer.num_cached_tokens for answer in answers),
                 "total_tokens": num_tokens,
             },
         }

@@ -6,6 +6,7 @@ from typing import Any
 
 from scoremode.protocol import ScoreRequest
 from scoremode_server.errors import RequestError
+from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.tokenizer import Tokenizer, as_prompts
 
 
@@ -27,13 +28,14 @@ class RequestedSequence:
         return f"continuations[{self.continuation_index}] after prompt[{self.prompt_index}]"
 
 
-async def read_sequences(request: ScoreRequest, tokenizer: Tokenizer) -> list[RequestedSequence]:
+async def read_sequences(request: ScoreRequest, tokenizer: Tokenizer, limits: Limits) -> list[RequestedSequence]:
     """The sequences that a request asks for, prompts outermost.
 
     Raises:
-        RequestError: there is no prompt or continuation, or an empty one.
+        RequestError: there is no prompt or continuation, an empty one, or too many.
     """
     prompts = as_prompts(request.prompt)
+    limits.check_num_sequences(len(prompts), None if request.continuations is None else len(request.continuations))
     if request.continuations is None:
         return [
             RequestedSequence(await _encode(prompt, tokenizer, request.add_special_tokens), 0, index)

@@ -6,6 +6,7 @@ for every token, are written as JSON from the engine's arrays.
 """
 
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,6 @@ from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import read_columns
-from scoremode_server.scoring.scorer import gather
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
@@ -51,15 +51,23 @@ class ScoringCompletions:
         self._writer = LogprobsWriter(strings, engine.block_size)
         self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
 
-    async def create_completion(self, request: CompletionRequest, raw_request: Request) -> bytes | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return."""
-        answering = self._create_completion(request, raw_request)
+    async def create_completion(
+        self, request: CompletionRequest, raw_request: Request, owner: str
+    ) -> bytes | ErrorResponse:
+        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
+
+        Raises:
+            RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
+        """
+        answering = self._create_completion(request, raw_request, owner)
         result: bytes | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request
         )
         return result
 
-    async def _create_completion(self, request: CompletionRequest, raw_request: Request) -> bytes | ErrorResponse:
+    async def _create_completion(
+        self, request: CompletionRequest, raw_request: Request, owner: str
+    ) -> bytes | ErrorResponse:
         stock = self._stock
         inputs = await self._render(request)
         if isinstance(inputs, ErrorResponse):
@@ -75,11 +83,11 @@ class ScoringCompletions:
             "session_id": stock._get_session_id(request, raw_request),
         }
         asked = [
-            self._rows_request(request, prompt, f"{metadata.request_id}-{index}", options)
+            self._rows_request(request, prompt, f"{metadata.request_id}-{index}", owner, options)
             for index, prompt in enumerate(inputs)
         ]
         try:
-            answers = await gather([self._engine.rows(rows_request) for rows_request in asked])
+            answers = await self._answers(asked, metadata.request_id)
         except UnfinishedError as error:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
@@ -91,6 +99,13 @@ class ScoringCompletions:
         response = self._response(answers, request, created, model_name, metadata)
         self._log_outputs(answers, metadata.request_id)
         return response
+
+    async def _answers(self, asked: list[RowsRequest], request_id: str) -> list[Answer]:
+        num_tokens = sum(len(request.token_ids) for request in asked)
+        async with self._engine.admission.request(request_id, len(asked), num_tokens) as queue:
+            coroutines = (self._engine.rows(replace(request, queue=queue)) for request in asked)
+            async with aclosing(queue.in_order(coroutines)) as answers:
+                return [answer async for answer in answers]
 
     async def _render(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""
@@ -109,7 +124,7 @@ class ScoringCompletions:
         )
 
     def _rows_request(
-        self, request: CompletionRequest, prompt: Any, request_id: str, options: dict[str, Any]
+        self, request: CompletionRequest, prompt: Any, request_id: str, owner: str, options: dict[str, Any]
     ) -> RowsRequest:
         stock = self._stock
         max_tokens = get_max_tokens(
@@ -133,6 +148,7 @@ class ScoringCompletions:
             params,
             use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
             options=options,
+            owner=owner,
         )
 
     def _log_outputs(self, answers: list[Answer], request_id: str) -> None:

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 
 from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.block_hashes import BlockHasher
 from scoremode_server.prefix_cache.in_flight import InFlightRequests
 from scoremode_server.prefix_cache.request import CachedRequest
@@ -56,7 +57,8 @@ class Answer:
 class ScoringEngine:
     """vLLM's engine client for scoring requests, with rows of shared prefixes kept in a store."""
 
-    def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics, size: EngineSize) -> None:
+        self.admission = Admission(size, engine.abort, metrics.show_load)
         self._engine = engine
         self._store = store
         self._metrics = metrics
@@ -99,7 +101,7 @@ class ScoringEngine:
 
     async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
         block_hashes = self._hasher.hashes(token_ids, self._identity(request))
-        salt = f"scoremode-{self._process}-{self._store.generation}-{request.prompt.get('cache_salt') or ''}"
+        salt = f"scoremode-{self._process}-{self._store.generation}-{self._salt(request)}"
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": salt})
         cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes)
         run = await cached.run()
@@ -124,7 +126,11 @@ class ScoringEngine:
         """All that rows depend on besides the tokens."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        return repr((self._store.generation, adapter, request.prompt.get("cache_salt")))
+        return repr((self._store.generation, adapter, self._salt(request)))
+
+    def _salt(self, request: RowsRequest) -> str:
+        salt = request.prompt.get("cache_salt") or ""
+        return f"{request.owner}.{salt}" if request.owner else salt
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:

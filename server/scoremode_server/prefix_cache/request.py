@@ -1,6 +1,7 @@
 """One scoring request that may take rows from the store and from other in-flight requests."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -70,7 +71,7 @@ class CachedRequest:
         first_hash = self._block_hashes[0]
         # If the first block is nowhere to be found, a hit is of use only if its rows are not needed.
         reads = first_hash in self._found or first_hash in earlier or self._request.first_row >= self._store.block_size
-        run = await self._run(reads_prefix_cache=reads)
+        run = await self._run(reads_prefix_cache=reads, num_known=self._num_known(earlier) if reads else 0)
         if self._lacking(run) and self.is_current:
             await self._collect(run, earlier)
         if run.first == 0 or (self.is_current and not self._lacking(run)):
@@ -80,10 +81,17 @@ class CachedRequest:
         run.check(self._request.first_row)
         return run
 
-    async def _run(self, *, reads_prefix_cache: bool, suffix: str = "") -> Run:
-        run = await run_engine(self._engine, self._request, reads_prefix_cache=reads_prefix_cache, suffix=suffix)
+    async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> Run:
+        run = await run_engine(
+            self._engine, self._request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
+        )
         self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         return run
+
+    def _num_known(self, earlier: Mapping[bytes, InFlightRequest]) -> int:
+        """Tokens at the start that others have had computed, so that the engine need not."""
+        known = takewhile(lambda block_hash: block_hash in self._found or block_hash in earlier, self._block_hashes)
+        return sum(1 for _ in known) * self._store.block_size
 
     def _needed(self, run: Run) -> range:
         """The blocks with rows that a run left out and the request needs."""
@@ -124,8 +132,9 @@ class CachedRequest:
             top_logprobs=self._request.num_columns - 1,
             cache_salt=self._request.prompt["cache_salt"],
             options=self._request.options,
+            queue=self._request.queue,
         )
-        run = await run_engine(self._engine, short, reads_prefix_cache=True, suffix="-last-block")
+        run = await run_engine(self._engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
         if run.first <= start:
             self._last_block = self._store.split([self._block_hashes[block]], run.rows[start:])
             self._found |= self._last_block

@@ -6,8 +6,10 @@ as the model's context fits.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,13 @@ from vllm.engine.protocol import EngineClient
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.errors import EngineOutputError
+from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
+from scoremode_server.prefix_cache.admission import RequestQueue, stopping
 from scoremode_server.rows import Rows, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
@@ -63,6 +68,10 @@ class RowsRequest:
     use_cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
+    owner: str = ""
+    """Whose request it is: rows, keys and values are not shared between owners."""
+    queue: RequestQueue | None = None
+    """Of the HTTP request that this is a part of; without one, it goes to the engine at once."""
 
     @classmethod
     def score(
@@ -75,6 +84,8 @@ class RowsRequest:
         first: int = 1,
         use_cache: bool = True,
         options: Mapping[str, Any] | None = None,
+        owner: str = "",
+        queue: RequestQueue | None = None,
     ) -> "RowsRequest":
         """A request in score mode, of at least two tokens."""
         return cls(
@@ -86,6 +97,8 @@ class RowsRequest:
             first=first,
             use_cache=use_cache,
             options=options or {},
+            owner=owner,
+            queue=queue,
         )
 
     @property
@@ -125,19 +138,37 @@ class Run:
 
 
 async def run_engine(
-    engine: EngineClient, request: RowsRequest, *, reads_prefix_cache: bool = False, suffix: str = ""
+    engine: EngineClient,
+    request: RowsRequest,
+    *,
+    reads_prefix_cache: bool = False,
+    num_known: int = 0,
+    suffix: str = "",
 ) -> Run:
-    """Compute the rows of a request. Cancelling the caller aborts the engine's request, whose id ends in `suffix`.
+    """Compute the rows of a request when its turn has come. Cancelling the caller aborts the engine's request, whose id
+    ends in `suffix`. Of its tokens, `num_known` are expected to be in the prefix cache.
 
     Raises:
         EngineOutputError: the engine ended the request early.
+        RequestError: the engine has died, or the server stops (503).
     """
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
+    request_id = request.request_id + suffix
+    turn = request.queue.in_engine(request_id, request.num_fed - num_known) if request.queue else nullcontext()
     output = None
-    async for part in engine.generate(request.prompt, params, request.request_id + suffix, **request.options):
-        output = part
-    if output is None:
-        raise EngineOutputError("the engine ended a request without an output")
-    rows, first = read_rows(request.token_ids, request.num_fed, request.num_columns, output)
+    try:
+        async with turn:
+            with exempt_from_queue_bounds():
+                async for part in engine.generate(request.prompt, params, request_id, **request.options):
+                    output = part
+        if output is None:
+            raise EngineOutputError("the engine ended a request without an output")
+        rows, first = read_rows(request.token_ids, request.num_fed, request.num_columns, output)
+    except EngineDeadError:
+        raise RequestError("the engine has died", None, HTTPStatus.SERVICE_UNAVAILABLE) from None
+    except UnfinishedError:
+        if request.queue is not None and request.queue.is_stopped:
+            raise stopping() from None
+        raise
     return Run(output, rows, first)

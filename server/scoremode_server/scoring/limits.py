@@ -7,6 +7,7 @@ from vllm.config import ModelConfig
 
 from scoremode.protocol import MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError
+from scoremode_server.settings import MAX_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,29 @@ class Limits:
     max_model_len: int
     vocab_size: int
     max_top_logprobs: int
+    max_sequences: int
+    """Of one request."""
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "Limits":
-        """The bounds that `--max-model-len` and `--max-logprobs` set."""
+    def of(cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES) -> "Limits":
+        """The bounds that `--max-model-len`, `--max-logprobs` and `--max-request-sequences` set."""
         allowed = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
-        return cls(model.max_model_len, model.get_vocab_size(), allowed)
+        return cls(model.max_model_len, model.get_vocab_size(), allowed, max_sequences)
+
+    def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
+        """Refuse more sequences than a request may have, before any is made.
+
+        Raises:
+            RequestError: their number, and the bound.
+        """
+        num_sequences = num_prompts * (1 if num_continuations is None else num_continuations)
+        if num_sequences > self.max_sequences:
+            each = "" if num_continuations is None else f" with {num_continuations} continuations each"
+            raise RequestError(
+                f"{num_prompts} prompts{each} are {num_sequences} sequences, and a request may have at most "
+                f"{self.max_sequences} (--max-request-sequences)",
+                "prompt" if num_continuations is None else "continuations",
+            )
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
         """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`.

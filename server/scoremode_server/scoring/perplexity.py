@@ -1,17 +1,16 @@
 """Perplexity of texts, window by window, on a `Scorer`. Knows methods and windows; knows no HTTP."""
 
-import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.lora.request import LoRARequest
 
 from scoremode.metrics import Perplexity, perplexity
 from scoremode.windows import Window
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.scorer import Scorer
+from scoremode_server.scoring.scorer import Scorer, ScoreSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,54 +21,32 @@ class PlannedWindow:
     window: Window
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class PerplexityRun:
-    """Scores planned windows, at most `max_concurrent` at once, and hands them over in order."""
+    """Scores planned windows, and hands them over in order."""
 
-    scorer: Scorer
     windows: Sequence[PlannedWindow]
-    request_id: str
-    max_concurrent: int
-    lora: LoRARequest | None
     num_cached_tokens: int = 0
     """Of the windows so far, those that were not computed for this request."""
     nlls: list[np.ndarray] = field(default_factory=list)
     """Of each window that was handed over, [num_scored] in nats."""
 
-    async def scored_windows(self) -> AsyncGenerator[np.ndarray, None]:
+    async def scored_windows(self, scorer: Scorer, settings: ScoreSettings) -> AsyncGenerator[np.ndarray, None]:
         """The NLLs of each window's targets, [num_scored] float64 in nats.
 
         A failure, or a reader that stops, cancels the windows that are with the engine.
         """
-        running: deque[asyncio.Task[np.ndarray]] = deque()
-        try:
-            for index in range(len(self.windows)):
-                running.append(asyncio.create_task(self._score(index)))
-                if len(running) == self.max_concurrent:
-                    yield await self._first_of(running)
-            while running:
-                yield await self._first_of(running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        async with aclosing(scorer.scores(self._sequences(settings.queue), settings)) as answers:
+            async for answer in answers:
+                self.num_cached_tokens += answer.num_cached_tokens
+                self.nlls.append(-json_logprobs(answer.rows.logprobs[:, 0]))
+                yield self.nlls[-1]
 
-    async def _first_of(self, running: deque[asyncio.Task[np.ndarray]]) -> np.ndarray:
-        nlls = await running[0]
-        running.popleft()
-        self.nlls.append(nlls)
-        return nlls
-
-    async def _score(self, index: int) -> np.ndarray:
-        planned = self.windows[index]
-        answer = await self.scorer.score(
-            planned.window.token_ids(planned.document),
-            request_id=f"{self.request_id}-{index}",
-            first=planned.window.first_scored,
-            lora=self.lora,
-        )
-        self.num_cached_tokens += answer.num_cached_tokens
-        return -json_logprobs(answer.rows.logprobs[:, 0])
+    def _sequences(self, queue: RequestQueue) -> Iterator[tuple[list[int], int]]:
+        for planned in self.windows:
+            token_ids = planned.window.token_ids(planned.document)
+            queue.add(1, len(token_ids))
+            yield token_ids, planned.window.first_scored
 
     def result(self) -> Perplexity:
         """Perplexity of every window handed over so far, over all their tokens."""

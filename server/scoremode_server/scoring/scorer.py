@@ -1,19 +1,32 @@
 """Scores token sequences on the engine. Knows neither text nor HTTP."""
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.utils import random_uuid
 
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.turns import Turns
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreSettings:
+    """What the sequences of one HTTP request have in common."""
+
+    request_id: str
+    queue: RequestQueue
+    top_logprobs: int = 0
+    use_cache: bool = True
+    cache_salt: str | None = None
+    owner: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `generate`."""
 
 
 class Scorer:
@@ -23,35 +36,41 @@ class Scorer:
         self._engine = engine
         self._turns = turns
 
-    async def score(
-        self,
-        token_ids: Sequence[int],
-        *,
-        request_id: str,
-        first: int = 1,
-        top_logprobs: int = 0,
-        use_cache: bool = True,
-        lora: LoRARequest | None = None,
-    ) -> Answer:
-        """Score the tokens from position `first` on of a sequence of at least one and at most `max_model_len` tokens of
-        the vocabulary. The first token has no context, so no row. Cancelling the caller aborts the engine's request.
+    def scores(
+        self, sequences: Iterable[tuple[Sequence[int], int]], settings: ScoreSettings
+    ) -> AsyncGenerator[Answer, None]:
+        """Score each sequence of at least one and at most `max_model_len` tokens of the vocabulary, from a position on.
+        The first token has no context, so no row. Sequences are taken as the engine can use them, and answers are in
+        their order. Closing the generator aborts what is in the engine.
 
         Raises:
-            EngineOutputError: the engine returned something that is not the score of this sequence.
+            EngineOutputError: the engine returned something that is not the score of a sequence.
+            RequestError: the engine has died, or the server stops.
         """
-        if len(token_ids) == 1:
-            nothing = RequestOutput(request_id, None, list(token_ids), None, [], finished=True)
-            return Answer(Rows.empty(0, top_logprobs + 1), nothing)
-        answer = await self._engine.rows(
-            RowsRequest.score(
-                token_ids,
-                request_id=request_id,
-                first=first,
-                top_logprobs=top_logprobs,
-                use_cache=use_cache,
-                options={"lora_request": lora},
-            )
+        return settings.queue.in_order(
+            self._score(index, token_ids, first, settings) for index, (token_ids, first) in enumerate(sequences)
         )
+
+    async def _score(self, index: int, token_ids: Sequence[int], first: int, settings: ScoreSettings) -> Answer:
+        if len(token_ids) == 1:
+            nothing = RequestOutput(settings.request_id, None, list(token_ids), None, [], finished=True)
+            answer = Answer(Rows.empty(0, settings.top_logprobs + 1), nothing)
+        else:
+            # Keys and values that nobody may read again have a salt of their own.
+            salt = settings.cache_salt if settings.use_cache else random_uuid()
+            request = RowsRequest.score(
+                token_ids,
+                request_id=f"{settings.request_id}-{index}",
+                first=max(1, first),
+                top_logprobs=settings.top_logprobs,
+                use_cache=settings.use_cache,
+                cache_salt=salt,
+                owner=settings.owner,
+                options=settings.options,
+                queue=settings.queue,
+            )
+            answer = await self._engine.rows(request)
+        settings.queue.done(len(token_ids), answer.num_cached_tokens)
         await self._turns.take()
         return answer
 
@@ -70,15 +89,3 @@ def check_engine(config: VllmConfig) -> None:
         )
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
-
-
-async def gather(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all at once; the first failure cancels the others, so that no engine request outlives it."""
-    if len(coroutines) == 1:
-        return [await coroutines[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from http import HTTPStatus
 from types import SimpleNamespace
+from typing import Any
 
+from fastapi import Request
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.request import LoRARequest
 
@@ -32,3 +35,13 @@ class ServedModels(BaseServing):
             raise RequestError(failure.error.message, "model", HTTPStatus(failure.error.code))
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
+
+    async def engine_options(self, raw_request: Request, model: ServedModel) -> dict[str, Any]:
+        """Arguments of vLLM's `generate` that a request's headers set, as vLLM's own routes read them."""
+        return {
+            "lora_request": model.lora,
+            "trace_headers": await self._get_trace_headers(raw_request.headers),
+            "priority": GenerateBaseServing._get_priority(SimpleNamespace(priority=0), raw_request),
+            "data_parallel_rank": GenerateBaseServing._get_data_parallel_rank(raw_request),
+            "session_id": GenerateBaseServing._get_session_id_from_headers(raw_request),
+        }

@@ -25,7 +25,6 @@ PUBLIC = {
     "vllm.inputs",
     "vllm.logger",
     "vllm.logprobs",
-    "vllm.lora.request",
     "vllm.outputs",
     "vllm.renderers",
     "vllm.renderers.base",
@@ -34,6 +33,7 @@ PUBLIC = {
     "vllm.tokenizers.detokenizer_utils",
     "vllm.utils",
     "vllm.utils.argparse_utils",
+    "vllm.v1.engine.exceptions",
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
     "vllm.entrypoints.openai.completion.api_router",
     "vllm.entrypoints.openai.completion.protocol",

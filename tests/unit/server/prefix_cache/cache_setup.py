@@ -16,6 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs
 from scoremode_server.errors import UnfinishedError
 from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
@@ -24,6 +25,7 @@ from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestEr
 
 ROOM = 1 << 24
 SIZE = 4
+LARGE = EngineSize(step_tokens=1024, step_sequences=64, max_scoring_tokens=100_000)
 LORAS = {0: None, 1: LoRARequest("one", 1, "/one"), 2: LoRARequest("two", 2, "/two")}
 RUNNERS = ["v1", "v2"]
 
@@ -91,6 +93,7 @@ class Setup:
     engine: FakeEngine
     store: RowStore
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
+    size: EngineSize = LARGE
     scoring: ScoringEngine = field(init=False)
     num_asked: int = 0
     num_rows: int = 0
@@ -98,7 +101,7 @@ class Setup:
     writer: LogprobsWriter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scoring = ScoringEngine(self.engine, self.store, Metrics(1 << 28, self.registry))
+        self.scoring = ScoringEngine(self.engine, self.store, Metrics(1 << 28, self.registry), self.size)
         self.writer = LogprobsWriter(Names(), self.store.block_size)
 
     async def ask(self, ask: Ask) -> Answer:

@@ -111,6 +111,9 @@ class FakeEngine:
         self.num_computed = 0
         self.num_requests = 0
         self.num_running = 0
+        self.salts: list[str | None] = []
+        self.aborted: list[list[str]] = []
+        """Ids of each call."""
         self.requests: list[tuple[list[int], Any]] = []
         self.kept_rows: list[tuple[np.ndarray, ...]] = []
         self.vllm_config = SimpleNamespace()
@@ -119,12 +122,16 @@ class FakeEngine:
         for _ in range(self.latency if self.in_order else self.random.randrange(self.latency + 1)):
             await asyncio.sleep(0)
 
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted.append(request_ids)
+
     async def generate(
         self, prompt: Any, params: Any, request_id: str, *, lora_request: Any = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         self.num_requests += 1
         self.num_running += 1
         self.requests.append((prompt["prompt_token_ids"], params))
+        self.salts.append(prompt.get("cache_salt"))
         try:
             await self._pause()
             if self.random.random() < self.losses:

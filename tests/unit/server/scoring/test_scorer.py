@@ -2,34 +2,60 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from scoremode_server.errors import EngineOutputError
-from scoremode_server.scoring.scorer import Scorer, check_engine, gather
+from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.scoring.scorer import Scorer, ScoreSettings, check_engine
 from scoremode_server.scoring.turns import Turns
-from tests.unit.server.prefix_cache.cache_setup import setup
+from tests.unit.server.prefix_cache.cache_setup import Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import expected_rows
 
 TOKENS = list(range(20))
 
 
+async def scored(made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any) -> Answer:
+    scorer = Scorer(made.scoring, turns or Turns())
+    async with made.scoring.admission.request("id", 1, len(tokens)) as queue:
+        settings = ScoreSettings(request_id="id", queue=queue, **options)
+        (answer,) = [answer async for answer in scorer.scores([(tokens, first)], settings)]
+    return answer
+
+
 @pytest.mark.parametrize("first", [1, 7, 19])
 async def test_rows_are_of_the_tokens_that_were_asked_for(first: int):
-    scorer = Scorer(setup().scoring, Turns())
-    score = await scorer.score(TOKENS, request_id="id", first=first, top_logprobs=2)
+    answer = await scored(setup(), TOKENS, first=first, top_logprobs=2)
     ids, logprobs, ranks = (array[first - 1 :] for array in expected_rows(TOKENS, 3))
-    assert np.array_equal(score.rows.token_ids, ids)
-    assert np.array_equal(score.rows.logprobs, logprobs)
-    assert np.array_equal(score.rows.ranks, ranks)
+    assert np.array_equal(answer.rows.token_ids, ids)
+    assert np.array_equal(answer.rows.logprobs, logprobs)
+    assert np.array_equal(answer.rows.ranks, ranks)
 
 
 async def test_a_single_token_has_no_rows_and_no_request():
     made = setup()
-    score = await Scorer(made.scoring, Turns()).score([4], request_id="id", top_logprobs=3)
-    assert score.rows.logprobs.shape == (0, 4)
+    answer = await scored(made, [4], top_logprobs=3)
+    assert answer.rows.logprobs.shape == (0, 4)
+    assert answer.num_cached_tokens == 0
     assert made.engine.num_requests == 0
+
+
+async def test_what_may_not_be_cached_has_a_salt_of_its_own():
+    made = setup()
+    for _ in range(2):
+        await scored(made, TOKENS, use_cache=False, cache_salt="shared")
+    first, second = made.engine.salts
+    assert first != second
+    assert not made.engine.prefix_cache.keys() & {"shared"}
+
+
+async def test_owners_and_salts_share_nothing():
+    made = setup()
+    await scored(made, TOKENS, owner="a", cache_salt="x")
+    for options in ({"owner": "b", "cache_salt": "x"}, {"owner": "a", "cache_salt": "y"}, {"owner": "a"}, {}):
+        assert (await scored(made, TOKENS, **options)).num_cached_tokens == 0
+    assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
 
 
 async def test_a_score_waits_for_its_turn():
@@ -39,8 +65,8 @@ async def test_a_score_waits_for_its_turn():
 
     made = setup(latency=0)
     come = asyncio.Event()
-    scoring = asyncio.create_task(Scorer(made.scoring, LateTurns()).score(TOKENS, request_id="id"))
-    for _ in range(40):
+    scoring = asyncio.create_task(scored(made, TOKENS, LateTurns()))
+    for _ in range(60):
         await asyncio.sleep(0)
     assert (made.engine.num_requests, made.engine.num_running) == (1, 0)
     assert not scoring.done()
@@ -63,23 +89,3 @@ def test_settings_that_make_logprobs_something_else_are_refused(config: SimpleNa
     check_engine(engine_config())
     with pytest.raises(ValueError, match=flag):
         check_engine(config)
-
-
-async def test_a_failure_cancels_the_others_and_is_raised_as_it_is():
-    cancelled = asyncio.Event()
-
-    async def wait() -> None:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    async def fail() -> None:
-        await asyncio.sleep(0)
-        raise EngineOutputError("broken")
-
-    with pytest.raises(EngineOutputError, match="broken"):
-        await gather([wait(), fail()])
-    assert cancelled.is_set()
-    assert await gather([asyncio.sleep(0, "a"), asyncio.sleep(0, "b")]) == ["a", "b"]

@@ -1,0 +1,41 @@
+"""What becomes of a request whose client leaves before the answer."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+
+from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
+
+T = TypeVar("T")
+Handler = Callable[[T, Request], Coroutine[Any, Any, Response]]
+
+
+def until_disconnect(handler: Handler[T]) -> Handler[T]:
+    """A handler that is cancelled when the client leaves. Its request is then counted as 499, which nobody reads.
+
+    vLLM's `with_cancellation` returns None, which FastAPI logs as an invalid response and counts as 500.
+    """
+
+    @wraps(handler)
+    async def run(request: T, raw_request: Request) -> Response:
+        handling = asyncio.create_task(handler(request, raw_request))
+        leaving = asyncio.create_task(_left(raw_request))
+        try:
+            await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if handling.done():
+                return handling.result()
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            leaving.cancel()
+            handling.cancel()
+
+    return run
+
+
+async def _left(raw_request: Request) -> None:
+    """Wait until the client has left; its request must have been read."""
+    while (await raw_request.receive())["type"] != "http.disconnect":
+        pass

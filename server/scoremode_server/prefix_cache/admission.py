@@ -1,0 +1,296 @@
+"""Admission: the engine is handed the sequences that it can use soon, and the rest waits here.
+
+vLLM's queue is first come, first served. Whoever sends thousands of sequences at once would make all others wait for
+all of them, and vLLM walks through its whole queue for each one that is aborted. So at most one step's tokens wait in
+the engine besides the step that runs. Here HTTP requests take turns, a sequence each: a request's size is its own
+problem.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from vllm.logger import init_logger
+
+from scoremode_server.errors import RequestError
+
+# vLLM writes what comes below its own name.
+logger = init_logger("vllm.scoremode")
+
+T = TypeVar("T")
+
+STEPS = 2
+"""Steps' worth of sequences in the engine: the step that runs, and one that waits."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status, in logs and metrics, of a request whose client left."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """What an engine can do, all of its replicas together."""
+
+    step_tokens: int
+    """Tokens that a step computes at most."""
+    step_sequences: int
+    """Sequences that are in a step at most."""
+    max_scoring_tokens: int
+    """Tokens of all sequences that may be here at once, waiting or running."""
+    request_timeout: float | None = None
+    """Seconds until an HTTP request is given up."""
+
+
+class Admission:
+    """Hands sequences to the engine in turns. Counts are right at every moment; `show` gets the sequences and
+    the running ones when they change.
+
+    Attributes:
+        num_sequences: accepted, and without an answer yet.
+        num_tokens: of these sequences.
+        num_running: those of them that are in the engine.
+        num_running_tokens: tokens of these that the engine must compute, as far as is known here.
+    """
+
+    def __init__(
+        self, size: EngineSize, abort: Callable[[list[str]], Awaitable[None]], show: Callable[[int, int], None]
+    ) -> None:
+        self.size = size
+        self.num_sequences = self.num_tokens = self.num_running = self.num_running_tokens = 0
+        self.abort = abort
+        self._show = show
+        self._turns: OrderedDict[RequestQueue, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
+        self._queues: set[RequestQueue] = set()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+        self._is_draining = self._is_stopped = False
+
+    def check(self, num_tokens: int = 0) -> None:
+        """Refuse a request of so many tokens that the server has no room for, before anything is done for it.
+
+        Raises:
+            RequestError: it has more than may ever be here (413), others are here (429), or the server stops (503).
+        """
+        most = self.size.max_scoring_tokens
+        if self._is_draining:
+            raise stopping()
+        if num_tokens > most:
+            raise RequestError(
+                f"the request has {num_tokens} tokens to score, and this server takes at most {most} at once "
+                "(--max-scoring-tokens)",
+                "prompt",
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
+        if self.num_tokens and self.num_tokens + max(num_tokens, 1) > most:
+            raise RequestError(
+                f"{self.num_tokens} tokens are waiting to be scored, of at most {most} (--max-scoring-tokens)",
+                None,
+                HTTPStatus.TOO_MANY_REQUESTS,
+            )
+
+    @asynccontextmanager
+    async def request(
+        self, request_id: str, num_sequences: int = 0, num_tokens: int = 0
+    ) -> AsyncGenerator["RequestQueue", None]:
+        """Accept an HTTP request with its sequences, until they are scored. It may add more of them later. A line in
+        the log tells what became of it.
+
+        Raises:
+            RequestError: see `check`; or it took longer than it may (504).
+        """
+        self.check(num_tokens)
+        queue = RequestQueue(self)
+        self._queues.add(queue)
+        self._emptied.clear()
+        queue.add(num_sequences, num_tokens)
+        status = HTTPStatus.OK.value
+        try:
+            async with asyncio.timeout(self.size.request_timeout):
+                yield queue
+        except TimeoutError:
+            status = HTTPStatus.GATEWAY_TIMEOUT
+            message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
+            raise RequestError(message, None, HTTPStatus.GATEWAY_TIMEOUT) from None
+        except (asyncio.CancelledError, GeneratorExit):
+            status = CLIENT_CLOSED_REQUEST
+            raise
+        except RequestError as error:
+            status = error.status
+            raise
+        except BaseException:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            raise
+        finally:
+            self._queues.remove(queue)
+            if not self._queues:
+                self._emptied.set()
+            queue.add(-queue.num_sequences, -queue.num_tokens)
+            queue.log(request_id, status)
+
+    async def enter(self, queue: "RequestQueue", num_tokens: int) -> None:
+        """Wait for a request's turn to have a sequence in the engine, of which so many tokens must be computed.
+
+        Raises:
+            RequestError: the server stops (503).
+        """
+        if self._is_stopped:
+            raise stopping()
+        if not self._turns and self._has_room():
+            self._count(num_tokens, 1)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.setdefault(queue, deque()).append((turn, num_tokens))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._count(-num_tokens, -1)
+            # Turns of cancelled tasks must not keep others waiting.
+            self._give_turns()
+            raise
+
+    def leave(self, num_tokens: int) -> None:
+        """A sequence is no longer in the engine: others go in its place."""
+        self._count(-num_tokens, -1)
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        while self._turns and self._has_room():
+            queue, turns = self._turns.popitem(last=False)
+            turn, num_next = turns.popleft()
+            if turns:
+                self._turns[queue] = turns
+            if not turn.done():
+                self._count(num_next, 1)
+                turn.set_result(None)
+
+    def show(self) -> None:
+        """Let the counts be seen."""
+        self._show(self.num_sequences, self.num_running)
+
+    async def drain(self, seconds: float) -> None:
+        """Accept no more requests, let those that are here finish for so long, and end the others with an error."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._emptied.wait()
+        self._is_stopped = True
+        for turn in [turn for turns in self._turns.values() for turn, _ in turns if not turn.done()]:
+            turn.set_exception(stopping())
+        self._turns.clear()
+        await self.abort([request_id for queue in self._queues for request_id in queue.running])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether requests are ended without an answer, because the server stops."""
+        return self._is_stopped
+
+    def _has_room(self) -> bool:
+        few = self.num_running < STEPS * self.size.step_sequences
+        return few and self.num_running_tokens < STEPS * self.size.step_tokens
+
+    def _count(self, num_tokens: int, num_running: int) -> None:
+        self.num_running_tokens += num_tokens
+        self.num_running += num_running
+        self.show()
+
+
+class RequestQueue:
+    """The sequences of one HTTP request on their way through the engine.
+
+    Attributes:
+        running: ids of those that are in the engine.
+        num_sequences: those without an answer yet.
+        num_tokens: of these.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.running: set[str] = set()
+        self.num_sequences = self.num_tokens = 0
+        self._admission = admission
+        self._accepted = time.monotonic()
+        self._entered: float | None = None
+        self._num_scored = self._num_scored_tokens = self._num_cached_tokens = 0
+
+    def add(self, num_sequences: int, num_tokens: int) -> None:
+        """Count sequences in, or with negative numbers out."""
+        self.num_sequences += num_sequences
+        self.num_tokens += num_tokens
+        self._admission.num_sequences += num_sequences
+        self._admission.num_tokens += num_tokens
+        self._admission.show()
+
+    def done(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """A sequence has its answer; so many of its tokens were not computed for it."""
+        self._num_scored += 1
+        self._num_scored_tokens += num_tokens
+        self._num_cached_tokens += num_cached_tokens
+        self.add(-1, -num_tokens)
+
+    def log(self, request_id: str, status: int) -> None:
+        """Write the request's line. Texts and tokens never get into it."""
+        now = time.monotonic()
+        entered = now if self._entered is None else self._entered
+        logger.info(
+            "request %s: status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
+            request_id,
+            status,
+            self._num_scored,
+            self._num_scored_tokens,
+            self._num_cached_tokens,
+            entered - self._accepted,
+            now - entered,
+        )
+
+    async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+        """The results of scoring sequences, in order. As many are started as the engine has use for.
+
+        A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM walks
+        through its queue for each call.
+        """
+        most = STEPS * self._admission.size.step_sequences
+        tasks: deque[asyncio.Task[T]] = deque()
+        try:
+            for coroutine in coroutines:
+                tasks.append(asyncio.create_task(coroutine))
+                if len(tasks) == most:
+                    yield await self._first(tasks)
+            while tasks:
+                yield await self._first(tasks)
+        finally:
+            if self.running:
+                await self._admission.abort(list(self.running))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _first(self, tasks: deque[asyncio.Task[T]]) -> T:
+        # Not awaited itself: it would be cancelled together with the reader, before the others.
+        await asyncio.wait((tasks[0],))
+        return tasks.popleft().result()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is ended without an answer, because the server stops."""
+        return self._admission.is_stopped
+
+    @asynccontextmanager
+    async def in_engine(self, request_id: str, num_tokens: int) -> AsyncGenerator[None, None]:
+        """Wait for a turn, and be counted as running: see `Admission.enter`."""
+        await self._admission.enter(self, num_tokens)
+        self._entered = self._entered or time.monotonic()
+        self.running.add(request_id)
+        try:
+            yield
+        finally:
+            self.running.remove(request_id)
+            self._admission.leave(num_tokens)
+
+
+def stopping() -> RequestError:
+    """The error of requests that a server which is about to stop does not answer."""
+    return RequestError("the server is shutting down", None, HTTPStatus.SERVICE_UNAVAILABLE)

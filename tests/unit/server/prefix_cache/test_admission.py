@@ -1,0 +1,253 @@
+"""Which sequences go to the engine, and when."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache import admission as module
+from scoremode_server.prefix_cache.admission import STEPS, Admission, EngineSize, RequestQueue
+
+
+class Engine:
+    """Sequences that are in an engine, until each is finished by hand."""
+
+    def __init__(self, step_tokens: int = 100, step_sequences: int = 4, **bounds: Any) -> None:
+        size = EngineSize(step_tokens, step_sequences, **{"max_scoring_tokens": 100_000} | bounds)
+        self.loads: list[tuple[int, int]] = []
+        self.aborted: list[list[str]] = []
+        self.inside: dict[str, asyncio.Event] = {}
+        self.admission = Admission(size, self.abort, lambda *load: self.loads.append(load))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborted.append(request_ids)
+
+    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10) -> str:
+        async with queue.in_engine(name, num_tokens):
+            self.inside[name] = asyncio.Event()
+            try:
+                await self.inside[name].wait()
+            finally:
+                del self.inside[name]
+        queue.done(num_tokens, 0)
+        return name
+
+    def scores(self, queue: RequestQueue, names: list[str], num_tokens: int = 10) -> Iterator[Coroutine[Any, Any, str]]:
+        return (self.score(queue, name, num_tokens) for name in names)
+
+    async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
+        async with self.admission.request(names[0], len(names), len(names) * num_tokens) as queue:
+            return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
+
+    async def step(self) -> list[str]:
+        """Finish all that is inside; their names, in the order in which they came."""
+        await settle()
+        names = list(self.inside)
+        for name in names:
+            self.inside[name].set()
+        await settle()
+        return names
+
+    def check_nothing_is_left(self) -> None:
+        held = self.admission
+        assert (held.num_sequences, held.num_tokens, held.num_running, held.num_running_tokens) == (0, 0, 0, 0)
+        assert self.loads[-1] == (0, 0)
+        assert not held._turns
+        assert not held._queues
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def names(letter: str, count: int) -> list[str]:
+    return [f"{letter}{index}" for index in range(count)]
+
+
+async def test_the_engine_gets_two_steps_of_sequences_and_answers_are_in_order():
+    engine = Engine(step_sequences=4)
+    answer = asyncio.create_task(engine.request(names("a", 30)))
+    steps = []
+    while not answer.done():
+        steps.append(len(await engine.step()))
+    assert steps[:3] == [STEPS * 4] * 3
+    assert await answer == names("a", 30)
+    engine.check_nothing_is_left()
+
+
+async def test_the_engine_gets_two_steps_of_tokens_and_a_sequence_of_any_length_when_there_is_room():
+    engine = Engine(step_tokens=100)
+    answer = asyncio.create_task(engine.request(names("a", 5), num_tokens=150))
+    assert len(await engine.step()) == 2
+    assert len(await engine.step()) == 2
+    assert len(await engine.step()) == 1
+    await answer
+    huge = asyncio.create_task(engine.request(["huge"], num_tokens=5000))
+    assert await engine.step() == ["huge"]
+    await huge
+
+
+async def test_requests_take_turns_whatever_their_size():
+    engine = Engine(step_sequences=2)
+    large = asyncio.create_task(engine.request(names("a", 40)))
+    await settle()
+    small = [asyncio.create_task(engine.request([name])) for name in ("b", "c")]
+    await engine.step()
+    assert {"b", "c"} <= set(engine.inside)
+    await engine.step()
+    assert all(task.done() for task in small)
+    assert not large.done()
+    while not large.done():
+        await engine.step()
+    engine.check_nothing_is_left()
+
+
+async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
+    engine = Engine(step_sequences=4)
+    leaves = asyncio.create_task(engine.request(names("a", 1000)))
+    stays = asyncio.create_task(engine.request(["b"]))
+    await settle()
+    assert list(engine.inside) == names("a", 8)
+    leaves.cancel()
+    await settle()
+    assert [sorted(call) for call in engine.aborted] == [names("a", 8)]
+    assert list(engine.inside) == ["b"]
+    await engine.step()
+    assert await stays == ["b"]
+    engine.check_nothing_is_left()
+
+
+async def test_a_waiting_sequence_that_is_cancelled_blocks_nobody():
+    engine = Engine(step_sequences=1)
+    first, second, third = (asyncio.create_task(engine.request([name])) for name in "abc")
+    await settle()
+    fourth = asyncio.create_task(engine.request(["d"]))
+    await settle()
+    third.cancel()
+    await engine.step()
+    assert list(engine.inside) == ["d"]
+    await engine.step()
+    await asyncio.gather(first, second, fourth)
+    engine.check_nothing_is_left()
+
+
+async def test_a_sequence_that_is_cancelled_in_the_moment_of_its_turn_gives_it_back():
+    engine = Engine(step_sequences=1)
+    holders = [asyncio.create_task(engine.request([name])) for name in "ab"]
+    await settle()
+    waiting = asyncio.create_task(engine.request(["c"]))
+    await settle()
+    engine.inside["a"].set()
+    engine.inside["b"].set()
+    while engine.admission.num_running:
+        await asyncio.sleep(0)
+        if engine.admission._turns or not engine.admission.num_running:
+            continue
+        waiting.cancel()
+    await asyncio.gather(*holders, waiting, return_exceptions=True)
+    engine.check_nothing_is_left()
+
+
+async def test_a_failure_cancels_the_rest_and_is_raised_as_it_is():
+    engine = Engine()
+
+    async def fail() -> str:
+        await asyncio.sleep(0)
+        raise ValueError("broken")
+
+    async def mixed(queue: RequestQueue) -> AsyncGenerator[str, None]:
+        async with aclosing(queue.in_order([fail(), engine.score(queue, "a")])) as answers:
+            async for answer in answers:
+                yield answer
+
+    with pytest.raises(ValueError, match="broken"):
+        async with engine.admission.request("id", 2, 20) as queue:
+            _ = [answer async for answer in mixed(queue)]
+    assert engine.aborted == [["a"]]
+    engine.check_nothing_is_left()
+
+
+async def test_more_tokens_than_may_ever_wait_are_refused_and_so_are_more_than_may_wait_now():
+    engine = Engine(max_scoring_tokens=100)
+    with pytest.raises(RequestError, match="--max-scoring-tokens") as refused:
+        await engine.request(["a"], num_tokens=101)
+    assert refused.value.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    first = asyncio.create_task(engine.request(["b"], num_tokens=80))
+    await settle()
+    with pytest.raises(RequestError, match="80 tokens are waiting") as refused:
+        await engine.request(["c"], num_tokens=21)
+    assert refused.value.status == HTTPStatus.TOO_MANY_REQUESTS
+    second = asyncio.create_task(engine.request(["d"], num_tokens=20))
+    await engine.step()
+    await asyncio.gather(first, second)
+    engine.check_nothing_is_left()
+
+
+async def test_a_request_that_takes_too_long_is_aborted_and_answered_504():
+    engine = Engine(request_timeout=0.01)
+    with pytest.raises(RequestError, match="--request-timeout") as late:
+        await engine.request(names("a", 3))
+    assert late.value.status == HTTPStatus.GATEWAY_TIMEOUT
+    assert [sorted(call) for call in engine.aborted] == [names("a", 3)]
+    engine.check_nothing_is_left()
+
+
+async def test_before_a_shutdown_what_is_here_may_finish_and_nothing_new_comes():
+    engine = Engine()
+    running = asyncio.create_task(engine.request(names("a", 20)))
+    await settle()
+    draining = asyncio.create_task(engine.admission.drain(60))
+    await settle()
+    with pytest.raises(RequestError, match="shutting down") as refused:
+        await engine.request(["b"])
+    assert refused.value.status == HTTPStatus.SERVICE_UNAVAILABLE
+    while not running.done():
+        assert not draining.done()
+        await engine.step()
+    await draining
+    assert await running == names("a", 20)
+
+
+async def test_after_the_time_of_grace_the_rest_is_ended():
+    engine = Engine(step_sequences=1)
+    requests = [asyncio.create_task(engine.request(names(letter, 5))) for letter in "abc"]
+    await settle()
+    await engine.admission.drain(0)
+    assert sorted(engine.aborted[0]) == ["a0", "a1"]
+    assert engine.admission.is_stopped
+    await engine.step()
+    for request in requests:
+        with pytest.raises(RequestError, match="shutting down"):
+            await request
+    engine.check_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, 200), (RequestError("no", "prompt"), 400), (ValueError(), 500), (asyncio.CancelledError(), 499)],
+)
+async def test_one_line_tells_what_became_of_a_request(
+    error: BaseException | None, status: int, monkeypatch: pytest.MonkeyPatch
+):
+    lines: list[str] = []
+    monkeypatch.setattr(module.logger, "info", lambda text, *values: lines.append(text % values))
+    try:
+        async with Engine().admission.request("score-7", 3, 30) as queue:
+            queue.done(10, 4)
+            if error is not None:
+                raise error
+    except type(error or ValueError):
+        pass
+    (line,) = lines
+    assert line.startswith(f"request score-7: status={status} sequences=1 tokens=10 cached=4 waited=")
+
+
+def test_the_line_is_written_below_vllms_name():
+    assert isinstance(module.logger, logging.Logger)
+    assert module.logger.name.startswith("vllm.")
