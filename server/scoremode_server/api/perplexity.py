@@ -168,7 +168,7 @@ async def _cut_off(
 
 async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.ndarray, None]:
     """The NLLs of each window's targets in nats, window by window."""
-    async with state.admission.request(job.request_id) as queue:
+    async with state.admission.request("/v1/perplexity", job.request_id) as queue:
         settings = ScoreSettings(
             request_id=unique(job.request_id),
             queue=queue,

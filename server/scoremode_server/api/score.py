@@ -63,7 +63,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         state.limits.check_sequence(sequence.token_ids, sequence.name)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     request_id = f"score-{request_id_of(raw_request)}"
-    async with state.admission.request(request_id, len(sequences), num_tokens) as queue:
+    async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=unique(request_id),
             queue=queue,

@@ -102,7 +102,7 @@ class ScoringCompletions:
 
     async def _answers(self, asked: list[RowsRequest], request_id: str) -> list[Answer]:
         num_tokens = sum(len(request.token_ids) for request in asked)
-        async with self._engine.admission.request(request_id, len(asked), num_tokens) as queue:
+        async with self._engine.admission.request("/v1/completions", request_id, len(asked), num_tokens) as queue:
             coroutines = (self._engine.rows(replace(request, queue=queue)) for request in asked)
             async with aclosing(queue.in_order(coroutines)) as answers:
                 return [answer async for answer in answers]

@@ -94,7 +94,7 @@ class Admission:
 
     @asynccontextmanager
     async def request(
-        self, request_id: str, num_sequences: int = 0, num_tokens: int = 0
+        self, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
     ) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with its sequences, until they are scored. It may add more of them later. A line in
         the log tells what became of it.
@@ -129,7 +129,7 @@ class Admission:
             if not self._queues:
                 self._emptied.set()
             queue.add(-queue.num_sequences, -queue.num_tokens)
-            queue.log(request_id, status)
+            queue.log(route, request_id, status)
 
     async def enter(self, queue: "RequestQueue", num_tokens: int) -> None:
         """Wait for a request's turn to have a sequence in the engine, of which so many tokens must be computed.
@@ -231,13 +231,14 @@ class RequestQueue:
         self._num_cached_tokens += num_cached_tokens
         self.add(-1, -num_tokens)
 
-    def log(self, request_id: str, status: int) -> None:
+    def log(self, route: str, request_id: str, status: int) -> None:
         """Write the request's line. Texts and tokens never get into it."""
         now = time.monotonic()
         entered = now if self._entered is None else self._entered
         logger.info(
-            "request %s: status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
+            "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
             request_id,
+            route,
             status,
             self._num_scored,
             self._num_scored_tokens,

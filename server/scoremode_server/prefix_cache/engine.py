@@ -82,6 +82,8 @@ class ScoringEngine:
         token_ids = self._cacheable(request)
         answer = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
         self._metrics.count(answer.output, len(request.token_ids) - 1, arrival)
+        if request.queue is not None:
+            request.queue.done(len(request.token_ids), answer.num_cached_tokens)
         return answer
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:

@@ -55,6 +55,7 @@ class Scorer:
         if len(token_ids) == 1:
             nothing = RequestOutput(settings.request_id, None, list(token_ids), None, [], finished=True)
             answer = Answer(Rows.empty(0, settings.top_logprobs + 1), nothing)
+            settings.queue.done(1, 0)
         else:
             # Keys and values that nobody may read again have a salt of their own.
             salt = settings.cache_salt if settings.use_cache else random_uuid()
@@ -70,7 +71,6 @@ class Scorer:
                 queue=settings.queue,
             )
             answer = await self._engine.rows(request)
-        settings.queue.done(len(token_ids), answer.num_cached_tokens)
         await self._turns.take()
         return answer
 

@@ -41,7 +41,7 @@ class Engine:
         return (self.score(queue, name, num_tokens) for name in names)
 
     async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
-        async with self.admission.request(names[0], len(names), len(names) * num_tokens) as queue:
+        async with self.admission.request("/v1/score", names[0], len(names), len(names) * num_tokens) as queue:
             return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
 
     async def step(self) -> list[str]:
@@ -167,7 +167,7 @@ async def test_a_failure_cancels_the_rest_and_is_raised_as_it_is():
                 yield answer
 
     with pytest.raises(ValueError, match="broken"):
-        async with engine.admission.request("id", 2, 20) as queue:
+        async with engine.admission.request("/v1/score", "id", 2, 20) as queue:
             _ = [answer async for answer in mixed(queue)]
     assert engine.aborted == [["a"]]
     engine.check_nothing_is_left()
@@ -238,14 +238,14 @@ async def test_one_line_tells_what_became_of_a_request(
     lines: list[str] = []
     monkeypatch.setattr(module.logger, "info", lambda text, *values: lines.append(text % values))
     try:
-        async with Engine().admission.request("score-7", 3, 30) as queue:
+        async with Engine().admission.request("/v1/score", "score-7", 3, 30) as queue:
             queue.done(10, 4)
             if error is not None:
                 raise error
     except type(error or ValueError):
         pass
     (line,) = lines
-    assert line.startswith(f"request score-7: status={status} sequences=1 tokens=10 cached=4 waited=")
+    assert line.startswith(f"request id=score-7 route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited=")
 
 
 def test_the_line_is_written_below_vllms_name():
