@@ -94,6 +94,12 @@ async def test_odd_paths_are_refused(path: str):
         assert_refused(await client.get(url))
 
 
+async def test_the_host_header_is_no_part_of_the_path():
+    # CVE-2026-48710: a URL made of both reads as another path than the one that is routed.
+    async with connect(guarded_app()) as client:
+        assert_refused(await client.get("/v1/score", headers={"Host": "server/health?"}))
+
+
 async def test_a_path_is_decoded_once():
     assert (await ask(guarded_app(), "/%68ealth")).json() == "inside"
     assert_refused(await ask(guarded_app(), "/%2568ealth"))
