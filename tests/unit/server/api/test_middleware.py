@@ -1,6 +1,7 @@
 """vLLM's app, as it is built for a server, with our middleware around vLLM's own. No engine is there to answer."""
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from scoremode_server.api.authentication import OPEN_PATHS
+from scoremode_server.api.middleware import surround
 from write_openapi import app_without_engine
 
 KEY = "secret"
@@ -20,6 +22,8 @@ def app() -> Iterator[FastAPI]:
         patch.setenv("VLLM_PLUGINS", "scoremode")
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_API_KEY", KEY)
+        # What the general plugin patches would stay patched for the tests after these.
+        patch.setattr("scoremode_server.vllm_patches.install.install", lambda: None)
         app = app_without_engine(
             "--enable-request-id-headers", "--enable-tokenizer-info-endpoint", "--enable-offline-docs"
         )
@@ -75,3 +79,14 @@ async def test_vllms_http_metrics_still_count(app: FastAPI):
 async def test_a_stack_that_is_built_again_still_asks_for_the_key(app: FastAPI):
     app.middleware_stack = None
     assert (await ask(app, "/load")).status_code == 401
+
+
+async def test_a_server_without_a_key_asks_for_none_and_gives_ids(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    app = FastAPI()
+    app.add_api_route("/load", lambda: "inside")
+    app.state.args = Namespace(api_key=None)
+    surround(app)
+    response = await ask(app, "/load")
+    assert response.json() == "inside"
+    assert response.headers["X-Request-Id"] == "mine"
