@@ -7,9 +7,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 OPENAPI = Path(__file__).parent.parent / "openapi" / "openapi.json"
 
@@ -17,16 +20,24 @@ TAG = "scoring"
 """Marks the operations of Scoremode."""
 
 
+def app_without_engine(*flags: str) -> "FastAPI":
+    """The app that vLLM's server runs, with the plugins that VLLM_PLUGINS names, and no engine for its routes."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:
+        # vLLM 0.32 has it elsewhere.
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+    return build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(flags), ("generate",))
+
+
 def app_document() -> dict[str, Any]:
     """The OpenAPI document of the app that `scoremode serve` runs."""
     os.environ["VLLM_PLUGINS"] = "scoremode"
-    from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    document: dict[str, Any] = build_app(arguments, ("generate",)).openapi()
-    return document
+    return app_without_engine().openapi()
 
 
 def scoremode_part(document: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Literal, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -52,6 +52,10 @@ class _Request(BaseModel):
     model: str | None = Field(None, description="A served model or LoRA adapter; the served model when left out.")
 
 
+CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
+"""What vLLM takes: some of its connectors make file names of it."""
+
+
 class ScoreRequest(_Request):
     """Body of `POST /v1/score`."""
 
@@ -68,8 +72,8 @@ class ScoreRequest(_Request):
         "float", description="`base64`: logprobs as little-endian float32, NaN where there is none."
     )
     use_cache: bool = Field(True, description="Accept logprobs that were computed for an earlier request.")
-    cache_salt: str | None = Field(
-        None, min_length=1, description="Share cached prefixes only with requests that have the same salt."
+    cache_salt: CacheSalt | None = Field(
+        None, description="Share cached prefixes only with requests that have the same salt."
     )
 
 
@@ -155,8 +159,8 @@ class PerplexityRequest(_Request):
     add_special_tokens: bool | None = Field(
         None, description="Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."
     )
-    cache_salt: str | None = Field(
-        None, min_length=1, description="Share cached prefixes only with requests that have the same salt."
+    cache_salt: CacheSalt | None = Field(
+        None, description="Share cached prefixes only with requests that have the same salt."
     )
     stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
 

@@ -64,7 +64,9 @@ class ScoremodeState:
         return hmac.new(self.owner_key, request.headers.get("Authorization", "").encode(), "sha256").hexdigest()
 
 
-async def make_state(client: EngineClient, state: State, settings: ServerSettings) -> ScoremodeState:
+async def make_state(
+    client: EngineClient, state: State, settings: ServerSettings, *, has_api_keys: bool
+) -> ScoremodeState:
     """Assemble the parts on an engine and vLLM's own app state.
 
     Raises:
@@ -91,7 +93,7 @@ async def make_state(client: EngineClient, state: State, settings: ServerSetting
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models),
         admission=engine.admission,
-        owner_key=secrets.token_bytes(32) if settings.has_api_keys else None,
+        owner_key=secrets.token_bytes(32) if has_api_keys else None,
     )
 
 

@@ -24,19 +24,23 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add the routes; `/v1/completions` takes the place of vLLM's."""
-        from scoremode_server.api import completions, perplexity, score
+        """Add the routes, of which `/v1/completions` takes the place of vLLM's, and what all requests pass first."""
+        from scoremode_server.api import completions, middleware, perplexity, score
 
         for routes in (completions, perplexity, score):
             app.include_router(routes.router)
+        middleware.surround(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
+        from scoremode_server.api.authentication import configured_keys
         from scoremode_server.app import make_state, prepare_process
         from scoremode_server.settings import server_settings
 
         assert engine_client is not None
-        state.scoremode = await make_state(engine_client, state, server_settings(args))
+        state.scoremode = await make_state(
+            engine_client, state, server_settings(args), has_api_keys=bool(configured_keys(args))
+        )
         prepare_process()
 
 

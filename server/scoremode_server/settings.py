@@ -71,7 +71,6 @@ class ServerSettings:
     max_scoring_tokens: int | None = None
     max_request_sequences: int = MAX_SEQUENCES
     request_timeout: float | None = None
-    has_api_keys: bool = False
 
 
 def server_settings(arguments: Namespace) -> ServerSettings:
@@ -85,7 +84,6 @@ def server_settings(arguments: Namespace) -> ServerSettings:
         max_scoring_tokens=getattr(arguments, "max_scoring_tokens", None),
         max_request_sequences=getattr(arguments, "max_request_sequences", MAX_SEQUENCES),
         request_timeout=getattr(arguments, "request_timeout", None),
-        has_api_keys=bool(getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY")),
     )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -61,3 +62,12 @@ def test_examples_without_a_server(random_model: Path, tmp_path: Path):
     *printed, _ = output.split("the end of an example\n")
     assert len(printed) == len(WITHOUT_A_SERVER)
     assert all(text.strip() for text in printed)
+
+
+def test_alerts_ask_for_metrics_that_there_are(server: str):
+    names = re.findall(r"\b(?:scoremode_|vllm:|http_requests)[a-z_]+", (ROOT / "docs" / "deployment.md").read_text())
+    assert len(set(names)) > 5
+    # Requests are not shown before there was one.
+    httpx.get(f"{server}/v1/models").raise_for_status()
+    metrics = httpx.get(f"{server}/metrics").text
+    assert [name for name in names if f"\n{name}" not in metrics] == []

@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -24,7 +25,7 @@ from vllm.outputs import RequestOutput
 
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
-from scoremode_server.prefix_cache.block_hashes import BlockHasher
+from scoremode_server.prefix_cache.block_hashes import HASH_BYTES, BlockHasher
 from scoremode_server.prefix_cache.in_flight import InFlightRequests
 from scoremode_server.prefix_cache.request import CachedRequest
 from scoremode_server.prefix_cache.run import RowsRequest, run_engine
@@ -132,7 +133,10 @@ class ScoringEngine:
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""
-        return f"{request.owner}.{salt}" if request.owner else salt
+        # Some of vLLM's connectors make file names of it, so it stays short.
+        return (
+            blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest() if request.owner else salt
+        )
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:

@@ -1,0 +1,70 @@
+"""The images run as an ordinary user on a read-only root file system: all they write is on their volume or in /tmp.
+
+docs/deployment.md mounts them that way.
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCKER = ROOT / "docker"
+CACHES = {"HOME", "XDG_CACHE_HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """The instructions of a Dockerfile in their order, each as its name and its arguments on one line."""
+    lines = [line for line in (DOCKER / name).read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
+
+
+@pytest.fixture(params=["Dockerfile", "Dockerfile.cpu"])
+def image(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    return instructions(request.param)
+
+
+def test_every_cache_is_on_the_volume(image: list[tuple[str, str]]):
+    environment = {
+        name: value for word, rest in image if word == "ENV" for name, value in re.findall(r"(\w+)=(\S+)", rest)
+    }
+    (volume,) = (rest for word, rest in image if word == "VOLUME")
+    assert environment.keys() >= CACHES
+    assert all(PurePosixPath(environment[name]).is_relative_to(volume) for name in CACHES)
+    assert ("WORKDIR", volume) in image
+
+
+def test_the_user_is_an_ordinary_one_and_owns_the_volume(image: list[tuple[str, str]]):
+    (user,) = (rest for word, rest in image if word == "USER")
+    (volume,) = (rest for word, rest in image if word == "VOLUME")
+    made = next(index for index, (word, rest) in enumerate(image) if word == "RUN" and "useradd" in rest)
+    assert re.search(rf"--uid [1-9]\d* {user}\b", image[made][1])
+    assert f"chown -R {user} {volume}" in image[made][1]
+    # What is written to a volume after it was declared is lost, and so is its owner.
+    assert made < image.index(("VOLUME", volume))
+
+
+def test_compose_mounts_what_the_image_writes_to():
+    service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["scoremode"]
+    assert service["read_only"]
+    assert service["tmpfs"] == ["/tmp"]
+    (volume,) = (rest for word, rest in instructions("Dockerfile") if word == "VOLUME")
+    assert [mount.partition(":")[2] for mount in service["volumes"]] == [volume]
+
+
+def test_the_deployment_on_kubernetes_fits_the_image():
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE | re.DOTALL)
+    deployment = yaml.safe_load(blocks[0])
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    image = instructions("Dockerfile")
+    (volume,) = (rest for word, rest in image if word == "VOLUME")
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {volume, "/tmp", "/dev/shm"}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    assert any(f"--uid {pod['securityContext']['runAsUser']} " in rest for word, rest in image if word == "RUN")
+    drain = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
