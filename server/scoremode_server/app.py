@@ -27,7 +27,7 @@ from scoremode_server.scoring.turns import Turns
 from scoremode_server.settings import ServerSettings, logprob_bytes
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
 from scoremode_server.vllm_patches.served_models import ServedModels
-from scoremode_server.vllm_patches.shutdown import drain_before_shutdown
+from scoremode_server.vllm_patches.shutdown import Shutdown
 
 GC_THRESHOLD = 20_000
 """Containers made and not yet freed before Python looks for cycles among them, 700 by default. In-flight requests hold
@@ -39,8 +39,8 @@ KV_CACHES_WAITING = 16
 """Without `--max-scoring-tokens`, so many times the tokens that the KV cache holds may wait to be scored."""
 
 
-_engines: list[EngineClient] = []
-"""Of this process."""
+_shutdowns: list[Shutdown] = []
+"""Of this process's engine client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,7 @@ async def make_state(
     store = make_store(client.vllm_config, settings.score_cache_bytes)
     engine = ScoringEngine(client, store, Metrics(logprob_bytes()), _engine_size(client.vllm_config, settings))
     bound_generation_alone(client, lambda: engine.admission.num_running, lambda: engine.admission.num_running_tokens)
-    drain_before_shutdown(client, engine.admission.drain)
-    _engines.append(client)
+    _shutdowns.append(Shutdown(client, engine.admission.drain))
     tokenizer = Tokenizer(client.renderer)
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
@@ -137,7 +136,7 @@ async def _warm_up(client: EngineClient, limits: Limits) -> None:
 
 def engine_has_died() -> bool:
     """Whether the engine of a server that this process ran has died."""
-    return any(engine.errored for engine in _engines)
+    return any(shutdown.engine_died for shutdown in _shutdowns)
 
 
 def prepare_process() -> None:

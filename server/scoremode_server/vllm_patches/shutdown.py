@@ -1,4 +1,4 @@
-"""A time of grace for scoring requests when the server is told to stop.
+"""A time of grace for scoring requests when the server is told to stop, and whether it was told.
 
 On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine go on, but
 the API server stops reading what it computes. vLLM calls `shutdown` of the engine client from a thread, so there
@@ -11,25 +11,38 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-def drain_before_shutdown(engine: Any, drain: Callable[[float], Coroutine[Any, Any, None]]) -> None:
-    """Let an engine client's `shutdown` run `drain(seconds)` on the event loop first, which this is called on."""
-    loop, shutdown = asyncio.get_running_loop(), engine.shutdown
-    drained = False
+class Shutdown:
+    """Takes the place of an engine client's `shutdown`: runs `drain(seconds)` on the event loop first.
 
-    def drain_then_shutdown(timeout: float | None = None) -> None:
-        nonlocal drained
+    It must be made on that loop.
+
+    Attributes:
+        engine_died: whether the engine was dead already when it was shut down.
+    """
+
+    def __init__(self, engine: Any, drain: Callable[[float], Coroutine[Any, Any, None]]) -> None:
+        self.engine_died = False
+        self._engine = engine
+        self._drain = drain
+        self._loop = asyncio.get_running_loop()
+        self._shutdown = engine.shutdown
+        self._begun = False
+        engine.shutdown = self
+
+    def __call__(self, timeout: float | None = None) -> None:
+        """Shut down. vLLM calls it twice, and after the engine's death on the event loop itself."""
         begun = time.monotonic()
-        if not drained and _is_elsewhere(loop) and not engine.errored:
-            drained = True
-            asyncio.run_coroutine_threadsafe(drain(timeout or 0), loop).result()
-        shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
+        if not self._begun:
+            self._begun = True
+            self.engine_died = self._engine.errored
+            if not self.engine_died and self._loop_is_elsewhere():
+                asyncio.run_coroutine_threadsafe(self._drain(timeout or 0), self._loop).result()
+        self._shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
 
-    engine.shutdown = drain_then_shutdown
-
-
-def _is_elsewhere(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the loop runs in another thread, and so would not be blocked by waiting for it."""
-    try:
-        return asyncio.get_running_loop() is not loop
-    except RuntimeError:
-        return loop.is_running()
+    def _loop_is_elsewhere(self) -> bool:
+        """Whether the loop runs in another thread, and so is not blocked by waiting for it."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._loop.is_running()
+        return False
