@@ -43,7 +43,12 @@ class ServerProcess:
     """A server that is ready for requests, and the process that was started for it."""
 
     url: str
-    pid: int
+    process: "subprocess.Popen[bytes]"
+
+    @property
+    def pid(self) -> int:
+        """The process's id, which is that of its group as well."""
+        return self.process.pid
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def server_process(
         url = f"http://127.0.0.1:{port}"
         try:
             _wait_until_ready(process, url, log, start_seconds)
-            yield ServerProcess(url, process.pid)
+            yield ServerProcess(url, process)
         finally:
             _stop(process, stop_seconds)
 

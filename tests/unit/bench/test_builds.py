@@ -91,7 +91,10 @@ class FakeServers:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failed: int = 0) -> None:
         self.sent: list[tuple[str, list[dict[str, Any]]]] = []
         self.failed = failed
-        self.processes = {("1b", name): ServerProcess(f"http://{name}", os.getpid()) for name in ("before", "after")}
+        self.processes = {
+            ("1b", name): ServerProcess(f"http://{name}", SimpleNamespace(pid=os.getpid()))
+            for name in ("before", "after")
+        }
         monkeypatch.setattr(load, "send_all", self.send_all)
         monkeypatch.setattr("builds.SETTLE_SECONDS", 0)
 
