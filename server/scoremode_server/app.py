@@ -43,14 +43,17 @@ class ScoremodeState:
     """Windows of one perplexity request that are with the engine at once: as many as it runs in a step."""
 
 
-async def make_state(client: EngineClient, state: State, score_cache_bytes: int) -> ScoremodeState:
-    """Assemble the parts on an engine and vLLM's own app state, with rows cached in at most so many bytes.
+async def make_state(
+    client: EngineClient, state: State, *, score_cache_bytes: int, max_request_bytes: int
+) -> ScoremodeState:
+    """Assemble the parts on an engine and vLLM's own app state, with rows cached in at most so many bytes, and requests
+    of at most so many.
 
     Raises:
         ValueError: the server was started with a setting that changes what logprobs are.
     """
     check_engine(client.vllm_config)
-    limits = Limits.of(client.model_config)
+    limits = Limits.of(client.model_config, max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, score_cache_bytes)
     engine = ScoringEngine(client, store, Metrics(logprob_bytes()))

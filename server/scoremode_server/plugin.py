@@ -33,10 +33,15 @@ class ScoremodeEndpoints:
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
         from scoremode_server.app import make_state, prepare_process
-        from scoremode_server.settings import score_cache_bytes
+        from scoremode_server.settings import max_request_bytes, score_cache_bytes
 
         assert engine_client is not None
-        state.scoremode = await make_state(engine_client, state, score_cache_bytes(args))
+        state.scoremode = await make_state(
+            engine_client,
+            state,
+            score_cache_bytes=score_cache_bytes(args),
+            max_request_bytes=max_request_bytes(args),
+        )
         prepare_process()
 
 

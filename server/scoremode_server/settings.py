@@ -8,6 +8,8 @@ from argparse import ArgumentParser, Namespace
 SCORE_CACHE_BYTES = 512 * 1024**2
 SCORE_CACHE_VARIABLE = "SCOREMODE_SCORE_CACHE_BYTES"
 
+MAX_REQUEST_BYTES = 64 * 1024**2
+
 LOGPROB_BYTES = 256 * 1024**2
 LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 
@@ -36,6 +38,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Memory for logprobs of prefixes that come again, such as 512M or 2G; 0 turns the cache off. "
         f"Default: the environment's {SCORE_CACHE_VARIABLE}, else 512M.",
     )
+    group.add_argument(
+        "--max-request-bytes",
+        type=number_of_bytes,
+        default=MAX_REQUEST_BYTES,
+        metavar="BYTES",
+        help="The longest body of a scoring or completion request, such as 16M. Default: 64M.",
+    )
 
 
 def score_cache_bytes(arguments: Namespace) -> int:
@@ -48,6 +57,12 @@ def score_cache_bytes(arguments: Namespace) -> int:
     if given is not None:
         return given
     return _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
+
+
+def max_request_bytes(arguments: Namespace) -> int:
+    """The longest body of a request. A server that stock `vllm serve` started has no flag for it, only the default."""
+    given: int = getattr(arguments, "max_request_bytes", MAX_REQUEST_BYTES)
+    return given
 
 
 def logprob_bytes() -> int:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from math import fsum
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
@@ -52,7 +52,6 @@ class Job:
 
 @router.post(
     "/v1/perplexity",
-    dependencies=[Depends(validate_json_request)],
     response_model=PerplexityResponse,
     responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
     summary="Perplexity of given text",

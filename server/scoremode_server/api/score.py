@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 from vllm.utils import random_uuid
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
@@ -37,7 +37,6 @@ async def score_info(raw_request: Request) -> ServerInfo:
 
 @router.post(
     "/v1/score",
-    dependencies=[Depends(validate_json_request)],
     response_model=ScoreResponse,
     responses=ERROR_RESPONSES,
     summary="Log-probabilities of given text",

@@ -7,6 +7,7 @@ from vllm.config import ModelConfig
 
 from scoremode.protocol import MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError
+from scoremode_server.settings import MAX_REQUEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,13 @@ class Limits:
     max_model_len: int
     vocab_size: int
     max_top_logprobs: int
+    max_request_bytes: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "Limits":
-        """The bounds that `--max-model-len` and `--max-logprobs` set."""
+    def of(cls, model: ModelConfig, max_request_bytes: int = MAX_REQUEST_BYTES) -> "Limits":
+        """The bounds that `--max-model-len`, `--max-logprobs` and `--max-request-bytes` set."""
         allowed = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
-        return cls(model.max_model_len, model.get_vocab_size(), allowed)
+        return cls(model.max_model_len, model.get_vocab_size(), allowed, max_request_bytes)
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
         """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`.
