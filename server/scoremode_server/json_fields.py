@@ -142,10 +142,10 @@ def _explain(error: str, field: str) -> str:
     return f"{name} must be {_NAMES[expected[1]]}, not {got}"
 
 
-# A backslash before the escape would make it plain text.
-_LONE_SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2})"
+# Every escape, so that an escaped backslash is not taken for the beginning of the next.
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
 )
 _BYTE = re.compile(r" \(byte ([0-9]+)\)")
 # Strings, with the colon after those that are names of fields, and what gives an object its structure.
@@ -153,11 +153,11 @@ _STRUCTURE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"(?:[ \t\n\r]*+(:))?)?
 
 
 def _malformed(body: bytes, reason: str) -> RequestError:
-    lone = _LONE_SURROGATE.search(body)
+    lone = next((escape for escape in _ESCAPE.finditer(body) if escape["lone"]), None)
     if lone is not None:
-        field = _field_at(body, lone.start(1))
+        field = _field_at(body, lone.start())
         return RequestError(
-            f"{field or 'the name of a field'}: {lone[1].decode()} is half of a surrogate pair, not a character", field
+            f"{field or 'the name of a field'}: {lone[0].decode()} is half of a surrogate pair, not a character", field
         )
     place = _BYTE.search(reason)
     return RequestError(
@@ -175,6 +175,7 @@ def _field_at(body: bytes, position: int) -> str | None:
                 depth += 1
             case b"]" | b"}":
                 depth -= 1
+                field = field if depth else None
             case b"," if depth == 1:
                 field = None
             case b'"' if depth == 1 and token[2]:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 SCORE_CACHE_BYTES = 512 * 1024**2
 SCORE_CACHE_VARIABLE = "SCOREMODE_SCORE_CACHE_BYTES"
 
-MAX_REQUEST_BYTES = 64 * 1024**2
+MAX_REQUEST_BYTES = 16 * 1024**2
 
 LOGPROB_BYTES = 256 * 1024**2
 LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=number_of_bytes,
         default=MAX_REQUEST_BYTES,
         metavar="BYTES",
-        help="The longest body of a scoring or completion request, such as 16M. Default: 64M.",
+        help="The longest body of a scoring or completion request, such as 64M. Default: 16M.",
     )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
-from itertools import islice
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -37,7 +36,8 @@ _LISTS: dict[type[BaseModel], dict[str, Any]] = {
 }
 """Fields of each request that may be large, and the forms that they may have. All others hold one value."""
 
-_MAX_UNKNOWN = 5
+MAX_REPORTED = 5
+"""Faults of a body that are told the client at once."""
 
 
 async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
@@ -60,24 +60,27 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    too_large = RequestError(
-        f"the body has more than {limit} bytes, which is this server's --max-request-bytes",
-        None,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    )
     # vLLM's HTTP server has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
-        raise too_large
+        raise _too_large(limit)
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
-                raise too_large
+                raise _too_large(limit)
     except ClientDisconnect:
         raise RequestError("the client disconnected before it had sent the body", None) from None
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        f"the body has more than {limit} bytes, which is this server's --max-request-bytes",
+        None,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    )
 
 
 def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
@@ -90,17 +93,17 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
         RequestError: the body is no JSON object, or a list in it has a wrong value.
         ValidationError: a field is missing, unknown or wrong.
     """
-    fields = split(body)
-    known = {name: raw for name, raw in fields.items() if name in model.model_fields}
-    unknown = islice((name for name in fields if name not in known), _MAX_UNKNOWN)
-    lists = {name: read_list(known.pop(name), name, forms) for name, forms in _LISTS[model].items() if name in known}
-    request = model.model_validate(
-        {
-            **{name: stand_in(value) for name, value in lists.items()},
-            **{name: read_scalar(raw, name) for name, raw in known.items()},
-            **dict.fromkeys(unknown),
-        }
-    )
+    forms = _LISTS[model]
+    lists, to_validate, unknown = {}, {}, []
+    for name, raw in split(body).items():
+        if name in forms:
+            lists[name] = read_list(raw, name, forms[name])
+            to_validate[name] = stand_in(lists[name])
+        elif name in model.model_fields:
+            to_validate[name] = read_scalar(raw, name)
+        else:
+            unknown.append(name)
+    request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})
     for name, value in lists.items():
         setattr(request, name, value)
     return request

@@ -12,12 +12,11 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from vllm.entrypoints.serve import create_error_response
 
-from scoremode_server.api.bodies import ReadRequest, read_model, read_request
+from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
 from scoremode_server.errors import RequestError
 
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
-_MAX_REPORTED = 5
 _MAX_NAME = 100
 """Characters of a field's name that are repeated to the client, who chose it."""
 
@@ -64,8 +63,9 @@ def with_error_responses(handle: RouteHandler) -> RouteHandler:
 
 def from_validation(error: ValidationError) -> RequestError:
     """One error that names the first field at fault and says what is wrong with each."""
-    details = error.errors(include_url=False, include_input=False)[:_MAX_REPORTED]
-    return RequestError("; ".join(map(_describe, details)), _field(details[0]))
+    details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
+    # A union of types has an error for each of them.
+    return RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
 
 
 def _field(detail: Any) -> str:

@@ -71,28 +71,36 @@ class CompletionReader:
             ValidationError, VLLMValidationError: vLLM's model refuses another field.
         """
         fields = split(body)
-        if "prompt" not in fields:
-            return _validated(_settings(fields))
-        raw_prompt = fields["prompt"]
+        raw_prompt = fields.pop("prompt", None)
+        settings = tuple((name, bytes(raw)) for name, raw in fields.items())
+        if raw_prompt is None:
+            return CompletionRequest.model_validate(_decoded(settings))
         try:
             prompt = read_list(raw_prompt, "prompt", PROMPTS)
-            _check_not_negative(prompt)
+            _check(prompt)
         except RequestError as error:
-            return _as_vllm_reads_it(fields, len(raw_prompt), error)
-        fields["prompt"] = msgspec.Raw(msgspec.json.encode(_in_its_place(prompt)))
+            return _as_vllm_reads_it(_decoded(settings), raw_prompt, error)
+        short, count = _in_its_place(prompt)
         if not _may_be_remembered(fields):
-            request = _validated(_settings(fields))
+            request = _validated(settings, short, count)
             request.prompt = prompt
             return request
-        request = self._remembered(_settings(fields))
+        request = self._remembered(settings, short, count)
         own = {name: copy(getattr(request, name)) for name in _LISTS}
         if "request_id" not in fields:
             own["request_id"] = random_uuid()
         return request.model_copy(update={"prompt": prompt, **own})
 
 
-def _check_not_negative(prompt: Any) -> None:
-    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
+def _check(prompt: Any) -> None:
+    if prompt is None or isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list):
+        raise RequestError(
+            "prompt: must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+            "prompt",
+        )
+    if not prompt or isinstance(prompt[0], str):
         return
     several = isinstance(prompt[0], list)
     for index, token_ids in enumerate(prompt if several else [prompt]):
@@ -101,39 +109,40 @@ def _check_not_negative(prompt: Any) -> None:
             raise RequestError(f"{name} has the negative token id {min(token_ids)}", "prompt")
 
 
-def _in_its_place(prompt: Any) -> Any:
-    """What vLLM's model validates instead of a prompt: as many prompts, whose number it checks, but short ones."""
+def _in_its_place(prompt: Any) -> tuple[bytes, int]:
+    """What vLLM's model validates instead of a prompt: as many prompts, whose number it checks, but short ones. JSON of
+    one, or of a list with one, and how often that list is repeated."""
     short = stand_in(prompt)
-    is_several = isinstance(short, list) and short and not isinstance(short[0], int)
-    return short * len(prompt) if is_several else short
+    several = isinstance(short, list) and short and not isinstance(short[0], int)
+    return msgspec.json.encode(short), len(prompt) if several else 1
+
+
+def _validated(settings: Settings, short: bytes, count: int) -> CompletionRequest:
+    prompt = msgspec.json.decode(short)
+    return CompletionRequest.model_validate({**_decoded(settings), "prompt": prompt * count if count > 1 else prompt})
+
+
+def _decoded(settings: Settings) -> dict[str, Any]:
+    return {name: read_anything(msgspec.Raw(value), name) for name, value in settings}
 
 
 def _may_be_remembered(fields: Fields) -> bool:
-    """Whether the settings are few and cannot be changed by who gets them."""
+    """Whether settings are few and cannot be changed by who gets them."""
     num_bytes = sum(len(name) + len(raw) for name, raw in fields.items())
-    return num_bytes <= _MAX_REMEMBERED and not any(
-        is_container(raw) for name, raw in fields.items() if name != "prompt"
-    )
+    return num_bytes <= _MAX_REMEMBERED and not any(map(is_container, fields.values()))
 
 
-def _settings(fields: Fields) -> Settings:
-    return tuple((name, bytes(raw)) for name, raw in fields.items())
-
-
-def _validated(settings: Settings) -> CompletionRequest:
-    return CompletionRequest.model_validate({name: read_anything(msgspec.Raw(value), name) for name, value in settings})
-
-
-def _as_vllm_reads_it(fields: Fields, num_bytes: int, error: RequestError) -> CompletionRequest:
+def _as_vllm_reads_it(settings: dict[str, Any], raw_prompt: msgspec.Raw, error: RequestError) -> CompletionRequest:
     """The request, if vLLM's model takes a prompt of mixed values such as [5, 6.0], which it reads as token ids.
 
     Raises:
         RequestError: it does not, and why; or the prompt is large.
     """
-    if num_bytes > _MAX_MIXED:
+    if len(raw_prompt) > _MAX_MIXED:
         raise error
+    prompt = read_anything(raw_prompt, "prompt")
     try:
-        return _validated(_settings(fields))
+        return CompletionRequest.model_validate({**settings, "prompt": prompt})
     except ValidationError as refused:
         if any(detail["loc"][0] == "prompt" for detail in refused.errors()):
             raise error from None

@@ -7,10 +7,12 @@ import pytest
 
 from scoremode_server.settings import (
     LOGPROB_VARIABLE,
+    MAX_REQUEST_BYTES,
     SCORE_CACHE_VARIABLE,
     add_arguments,
     allowed_plugins,
     logprob_bytes,
+    max_request_bytes,
     score_cache_bytes,
 )
 
@@ -59,6 +61,13 @@ def test_what_is_no_size_is_an_error_that_names_where_it_stands(
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
     with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
         score_cache_bytes(parsed())
+
+
+def test_the_longest_body_of_a_request_has_a_flag_only():
+    assert max_request_bytes(parsed("--max-request-bytes", "3K")) == 3072
+    assert max_request_bytes(parsed()) == MAX_REQUEST_BYTES
+    # Stock `vllm serve` has no such flag.
+    assert max_request_bytes(Namespace()) == MAX_REQUEST_BYTES
 
 
 def test_working_memory_for_prompt_logprobs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
