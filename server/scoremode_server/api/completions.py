@@ -6,11 +6,12 @@ from fastapi.routing import APIRoute
 from vllm.entrypoints.openai.completion import api_router as stock
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
 from scoremode_server.api.bodies import ReadRequest, read_request
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
+from scoremode_server.api.responses import until_disconnect
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import CompletionReader, is_scoring
 
@@ -27,8 +28,7 @@ class CompletionsRoute(APIRoute):
             request = await read_request(raw_request, reader.read)
             if not is_scoring(request):
                 return await handle(ReadRequest(raw_request, request))
-            response: Response = await _create_scoring_completion(request, raw_request)
-            return response
+            return await _create_scoring_completion(request, raw_request)
 
         return with_error_responses(read_and_handle)
 
@@ -51,7 +51,7 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
     return response
 
 
-@with_cancellation
+@until_disconnect
 @load_aware_call
 async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
     result = await scoremode_state(raw_request).completions.create_completion(request, raw_request)

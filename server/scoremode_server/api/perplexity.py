@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from vllm.entrypoints.serve import create_error_response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
@@ -18,7 +18,7 @@ from scoremode.metrics import count_words, exp, text_metrics
 from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, Usage
 from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.responses import LAST_EVENT, event, json_response
+from scoremode_server.api.responses import LAST_EVENT, event, json_response, until_disconnect
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
@@ -56,7 +56,7 @@ class Job:
     responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
     summary="Perplexity of given text",
 )
-@with_cancellation
+@until_disconnect
 @load_aware_call
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""

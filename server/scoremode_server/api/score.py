@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.utils import random_uuid
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.responses import json_response
+from scoremode_server.api.responses import json_response, until_disconnect
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.app import scoremode_state
 from scoremode_server.rows import Rows, json_logprobs
@@ -41,7 +41,7 @@ async def score_info(raw_request: Request) -> ServerInfo:
     responses=ERROR_RESPONSES,
     summary="Log-probabilities of given text",
 )
-@with_cancellation
+@until_disconnect
 @load_aware_call
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
