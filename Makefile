@@ -12,7 +12,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-slow test-avx2 openapi clean
+.PHONY: help install demo serve check lint test test-slow test-avx2 errors openapi clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-slow: $(INSTALLED) ## Run what is too long for every run: the same tests wi
 
 test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing newer
 	PYTHONPATH=$(CURDIR)/tests/avx2 $(BIN)/python -m pytest
+
+errors: $(INSTALLED) ## Write docs/errors.md anew from tests/bad_inputs.py
+	$(BIN)/python -m tests.bad_inputs
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py

@@ -73,7 +73,7 @@ async def make_state(
         ValueError: the server was started with a setting that changes what logprobs are.
     """
     check_engine(client.vllm_config)
-    limits = Limits.of(client.model_config, settings.max_request_sequences)
+    limits = Limits.of(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
     engine = ScoringEngine(client, store, Metrics(logprob_bytes()), _engine_size(client.vllm_config, settings))

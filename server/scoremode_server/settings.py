@@ -9,6 +9,8 @@ from dataclasses import dataclass
 SCORE_CACHE_BYTES = 512 * 1024**2
 SCORE_CACHE_VARIABLE = "SCOREMODE_SCORE_CACHE_BYTES"
 
+MAX_REQUEST_BYTES = 16 * 1024**2
+
 LOGPROB_BYTES = 256 * 1024**2
 LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 
@@ -61,6 +63,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="SECONDS",
         help="Seconds after which a scoring request is given up and answered 504. Default: none.",
     )
+    group.add_argument(
+        "--max-request-bytes",
+        type=number_of_bytes,
+        default=MAX_REQUEST_BYTES,
+        metavar="BYTES",
+        help="The longest body of a scoring or completion request, such as 64M. Default: 16M.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,7 @@ class ServerSettings:
     score_cache_bytes: int = SCORE_CACHE_BYTES
     max_scoring_tokens: int | None = None
     max_request_sequences: int = MAX_SEQUENCES
+    max_request_bytes: int = MAX_REQUEST_BYTES
     request_timeout: float | None = None
 
 
@@ -83,6 +93,7 @@ def server_settings(arguments: Namespace) -> ServerSettings:
         score_cache_bytes=score_cache_bytes(arguments),
         max_scoring_tokens=getattr(arguments, "max_scoring_tokens", None),
         max_request_sequences=getattr(arguments, "max_request_sequences", MAX_SEQUENCES),
+        max_request_bytes=getattr(arguments, "max_request_bytes", MAX_REQUEST_BYTES),
         request_timeout=getattr(arguments, "request_timeout", None),
     )
 

@@ -1,40 +1,37 @@
 """`POST /v1/completions`: scoring requests written fast, everything else vLLM's."""
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from vllm.entrypoints.openai.completion import api_router as stock
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
+from scoremode_server.api.bodies import ReadRequest, read_request
 from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import error_response
+from scoremode_server.api.error_responses import RouteHandler, with_error_responses
 from scoremode_server.app import scoremode_state
-from scoremode_server.completions.requests import ScoringRequestReader, is_scoring
-from scoremode_server.errors import RequestError
+from scoremode_server.completions.requests import CompletionReader, is_scoring
 
 
 class CompletionsRoute(APIRoute):
-    """A route on which FastAPI does not read the bodies of scoring requests of token ids."""
+    """A route whose body is read by `CompletionReader`. Scoring requests do not pass FastAPI, which has nothing left to
+    do for them."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> RouteHandler:
         handle = super().get_route_handler()
-        reader = ScoringRequestReader()
+        reader = CompletionReader()
 
-        async def handle_scoring_first(raw_request: Request) -> Response:
-            scoring = reader.read(await raw_request.body())
-            if scoring is None:
-                return await handle(raw_request)
-            await validate_json_request(raw_request)
-            response: Response = await _create_scoring_completion(scoring, raw_request)
+        async def read_and_handle(raw_request: Request) -> Response:
+            request = await read_request(raw_request, reader.read)
+            if not is_scoring(request):
+                return await handle(ReadRequest(raw_request, request))
+            response: Response = await _create_scoring_completion(request, raw_request)
             return response
 
-        return handle_scoring_first
+        return with_error_responses(read_and_handle)
 
 
 router = APIRouter(route_class=CompletionsRoute)
@@ -42,7 +39,6 @@ router = APIRouter(route_class=CompletionsRoute)
 
 @router.post(
     "/v1/completions",
-    dependencies=[Depends(validate_json_request)],
     responses={
         200: {"content": {"text/event-stream": {}}},
         400: {"model": ErrorResponse},
@@ -52,8 +48,7 @@ router = APIRouter(route_class=CompletionsRoute)
 )
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions, as vLLM serves them."""
-    handle = _create_scoring_completion if is_scoring(request) else stock.create_completion
-    response: Response = await handle(request, raw_request)
+    response: Response = await stock.create_completion(request, raw_request)
     return response
 
 
@@ -61,11 +56,8 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 @until_disconnect
 async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
-    try:
-        state.admission.check()
-        result = await state.completions.create_completion(request, raw_request, state.owner(raw_request))
-    except RequestError as error:
-        return error_response(error)
+    state.admission.check()
+    result = await state.completions.create_completion(request, raw_request, state.owner(raw_request))
     if isinstance(result, ErrorResponse):
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")

@@ -10,10 +10,11 @@ from fastapi import Request, Response
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 
 T = TypeVar("T")
-Handler = Callable[[T, Request], Coroutine[Any, Any, Response]]
 
 
-def until_disconnect(handler: Handler[T]) -> Handler[T]:
+def until_disconnect(
+    handler: Callable[[T, Request], Coroutine[Any, Any, Response]],
+) -> Callable[[T, Request], Coroutine[Any, Any, Response]]:
     """A handler that is cancelled when the client leaves. Its request is then counted as 499, which nobody reads.
 
     vLLM's `with_cancellation` returns None, which FastAPI logs as an invalid response and counts as 500.

@@ -1,6 +1,7 @@
-"""Errors as responses in OpenAI's shape."""
+"""Errors as responses in OpenAI's shape, and the route class that answers with them."""
 
 from collections.abc import Callable, Coroutine
+from functools import partial, wraps
 from http import HTTPStatus
 from typing import Any
 
@@ -8,33 +9,18 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from vllm.entrypoints.serve import create_error_response
 
+from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
 from scoremode_server.errors import RequestError
 
-_MAX_REPORTED = 5
+RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 RETRY_AFTER_SECONDS = 2
 
-
-def from_validation(error: RequestValidationError) -> RequestError:
-    """One error that names the first field at fault and says what is wrong with each."""
-    found = [_describe(detail) for detail in error.errors()[:_MAX_REPORTED]]
-    return RequestError("; ".join(message for _, message in found), found[0][0] if found else None)
-
-
-def _describe(detail: Any) -> tuple[str | None, str]:
-    """(field, message) of one validation error, which vLLM's own checks raise as a plain string."""
-    if not isinstance(detail, dict):
-        return None, str(detail)
-    if detail["type"] == "json_invalid":
-        return None, f"the body is not valid JSON: {detail['ctx']['error']}"
-    field = ".".join(str(part) for part in detail["loc"][1:])
-    if not field:
-        return None, "the body must be a JSON object"
-    messages = {"missing": f"{field} is required", "extra_forbidden": f"unknown field {field}"}
-    reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return field, messages.get(detail["type"], f"{field}: {reason}")
+_MAX_NAME = 100
+"""Characters of a field's name that are repeated to the client, who chose it."""
 
 
 def error_content(error: Exception) -> dict[str, Any]:
@@ -55,21 +41,57 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 class ScoremodeRoute(APIRoute):
-    """A route whose bad requests are answered with the field at fault.
+    """A route whose body is read by `read_model`, and whose bad requests are answered with the field at fault."""
+
+    def get_route_handler(self) -> RouteHandler:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return with_error_responses(handle)
+        model: Any = self.body_field.field_info.annotation
+        read = partial(read_model, model)
+
+        async def read_and_handle(request: Request) -> Response:
+            return await handle(ReadRequest(request, await read_request(request, read)))
+
+        return with_error_responses(read_and_handle)
+
+
+def with_error_responses(handle: RouteHandler) -> RouteHandler:
+    """Answer a request that is at fault in OpenAI's shape.
 
     vLLM's own handler for validation errors puts a Python dictionary into the message; every other error stays vLLM's.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    @wraps(handle)
+    async def handle_with_errors(request: Request) -> Response:
+        try:
+            return await handle(request)
+        except RequestValidationError as error:
+            # vLLM's check of the content type; bodies are validated by `read_request`.
+            failure = RequestError("; ".join(map(str, error.errors())), None)
+        except ValidationError as error:
+            failure = from_validation(error)
+        except RequestError as error:
+            failure = error
+        return error_response(failure)
 
-        async def handle_with_errors(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except RequestValidationError as error:
-                failure = from_validation(error)
-            except RequestError as error:
-                failure = error
-            return error_response(failure)
+    return handle_with_errors
 
-        return handle_with_errors
+
+def from_validation(error: ValidationError) -> RequestError:
+    """One error that names the first field at fault and says what is wrong with each."""
+    details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
+    # A union of types has an error for each of them.
+    return RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
+
+
+def _field(detail: Any) -> str:
+    return str(detail["loc"][0])[:_MAX_NAME]
+
+
+def _describe(detail: Any) -> str:
+    field = _field(detail)
+    place = field + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    messages = {"missing": f"{place} is required", "extra_forbidden": f"unknown field {place}"}
+    reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return messages.get(detail["type"], f"{place}: {reason}")

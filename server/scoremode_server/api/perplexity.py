@@ -9,9 +9,9 @@ from math import fsum
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.logger import init_logger
 
 from scoremode.metrics import count_words, exp, text_metrics
@@ -57,7 +57,6 @@ class Job:
 
 @router.post(
     "/v1/perplexity",
-    dependencies=[Depends(validate_json_request)],
     response_model=PerplexityResponse,
     responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
     summary="Perplexity of given text",

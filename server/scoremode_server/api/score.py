@@ -8,9 +8,9 @@ from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.disconnects import until_disconnect
@@ -45,7 +45,6 @@ async def score_info(raw_request: Request) -> ServerInfo:
 
 @router.post(
     "/v1/score",
-    dependencies=[Depends(validate_json_request)],
     response_model=ScoreResponse,
     responses=ERROR_RESPONSES,
     summary="Log-probabilities of given text",

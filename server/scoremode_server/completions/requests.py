@@ -1,14 +1,24 @@
-"""Reading the completion requests that benchmarks send: prompts of thousands of token ids, by the thousand."""
+"""Reading completion requests: benchmarks send prompts of thousands of token ids, by the thousand."""
 
 from copy import copy
 from functools import lru_cache
-from types import NoneType
 from typing import Any
 
-import orjson
+import msgspec
 from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.utils import random_uuid
+
+from scoremode_server.errors import RequestError
+from scoremode_server.json_fields import (
+    PROMPTS,
+    Fields,
+    is_container,
+    read_anything,
+    read_list,
+    split,
+    stand_in,
+)
 
 
 def is_scoring(request: CompletionRequest) -> bool:
@@ -27,59 +37,113 @@ def is_scoring(request: CompletionRequest) -> bool:
     )
 
 
-class ScoringRequestReader:
-    """Reads bodies, and remembers settings that were valid: a benchmark's requests differ in their prompts only."""
+Settings = tuple[tuple[str, bytes], ...]
+"""Names of fields and the JSON of each."""
 
-    def __init__(self) -> None:
-        self._validated = lru_cache(maxsize=64)(_validated)
+_MAX_REMEMBERED = 2048
+"""Bytes of settings that are remembered."""
 
-    def read(self, body: bytes) -> CompletionRequest | None:
-        """A valid scoring request whose prompts are token ids; None for everything else, which FastAPI reads.
+_MAX_MIXED = 65_536
+"""Bytes of a prompt that vLLM's model is shown as it is: it takes a hundred times as long as decoding."""
 
-        FastAPI tries each of a prompt's four shapes on every token id. Here the tokens are checked at once, and vLLM's
-        model sees the other fields; docs/decisions.md has the time that it saves.
-        """
-        try:
-            fields = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            return None
-        if not isinstance(fields, dict) or not fields.get("echo") or fields.get("logprobs") is None:
-            return None
-        prompt = fields.pop("prompt", None)
-        stand_in = _stand_in(prompt)
-        if stand_in is None or not all(isinstance(value, _SCALARS) for value in fields.values()):
-            return None
-        request = self._validated(orjson.dumps({**fields, "prompt": stand_in}))
-        if request is None or not is_scoring(request):
-            return None
-        own = {name: copy(getattr(request, name)) for name in _LISTS}
-        return request.model_copy(
-            update={"prompt": prompt, "request_id": fields.get("request_id", random_uuid()), **own}
-        )
-
-
-_SCALARS = (str, int, float, bool, NoneType)
-
-_LISTS = [name for name, field in CompletionRequest.model_fields.items() if isinstance(field.default, list)]
+_LISTS = [
+    name
+    for name, field in CompletionRequest.model_fields.items()
+    if isinstance(field.get_default(call_default_factory=True), list)
+]
 """Fields whose default is a list, of which each request has its own."""
 
 
-def _validated(body: bytes) -> CompletionRequest | None:
+class CompletionReader:
+    """Reads bodies, and remembers settings that were valid: a benchmark's requests differ in their prompts only."""
+
+    def __init__(self) -> None:
+        self._remembered = lru_cache(maxsize=64)(_validated)
+
+    def read(self, body: bytes) -> CompletionRequest:
+        """The request that vLLM's model makes of a body.
+
+        Pydantic would try each of a prompt's four forms on each token id. Here the prompt is decoded in the form that
+        it has, and vLLM's model sees the other fields; docs/decisions.md has the time that it saves.
+
+        Raises:
+            RequestError: the body is no JSON object, or the prompt has a wrong value.
+            ValidationError, VLLMValidationError: vLLM's model refuses another field.
+        """
+        fields = split(body)
+        raw_prompt = fields.pop("prompt", None)
+        settings = tuple((name, bytes(raw)) for name, raw in fields.items())
+        if raw_prompt is None:
+            return CompletionRequest.model_validate(_decoded(settings))
+        try:
+            prompt = read_list(raw_prompt, "prompt", PROMPTS)
+            _check(prompt)
+        except RequestError as error:
+            return _as_vllm_reads_it(_decoded(settings), raw_prompt, error)
+        short, count = _in_its_place(prompt)
+        if not _may_be_remembered(fields):
+            request = _validated(settings, short, count)
+            request.prompt = prompt
+            return request
+        request = self._remembered(settings, short, count)
+        own = {name: copy(getattr(request, name)) for name in _LISTS}
+        if "request_id" not in fields:
+            own["request_id"] = random_uuid()
+        return request.model_copy(update={"prompt": prompt, **own})
+
+
+def _check(prompt: Any) -> None:
+    if prompt is None or isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list):
+        raise RequestError(
+            "prompt: must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+            "prompt",
+        )
+    if not prompt or isinstance(prompt[0], str):
+        return
+    several = isinstance(prompt[0], list)
+    for index, token_ids in enumerate(prompt if several else [prompt]):
+        if token_ids and min(token_ids) < 0:
+            name = f"prompt[{index}]" if several else "prompt"
+            raise RequestError(f"{name} has the negative token id {min(token_ids)}", "prompt")
+
+
+def _in_its_place(prompt: Any) -> tuple[bytes, int]:
+    """What vLLM's model validates instead of a prompt: as many prompts, whose number it checks, but short ones. JSON of
+    one, or of a list with one, and how often that list is repeated."""
+    short = stand_in(prompt)
+    several = isinstance(short, list) and short and not isinstance(short[0], int)
+    return msgspec.json.encode(short), len(prompt) if several else 1
+
+
+def _validated(settings: Settings, short: bytes, count: int) -> CompletionRequest:
+    prompt = msgspec.json.decode(short)
+    return CompletionRequest.model_validate({**_decoded(settings), "prompt": prompt * count if count > 1 else prompt})
+
+
+def _decoded(settings: Settings) -> dict[str, Any]:
+    return {name: read_anything(msgspec.Raw(value), name) for name, value in settings}
+
+
+def _may_be_remembered(fields: Fields) -> bool:
+    """Whether settings are few and cannot be changed by who gets them."""
+    num_bytes = sum(len(name) + len(raw) for name, raw in fields.items())
+    return num_bytes <= _MAX_REMEMBERED and not any(map(is_container, fields.values()))
+
+
+def _as_vllm_reads_it(settings: dict[str, Any], raw_prompt: msgspec.Raw, error: RequestError) -> CompletionRequest:
+    """The request, if vLLM's model takes a prompt of mixed values such as [5, 6.0], which it reads as token ids.
+
+    Raises:
+        RequestError: it does not, and why; or the prompt is large.
+    """
+    if len(raw_prompt) > _MAX_MIXED:
+        raise error
+    prompt = read_anything(raw_prompt, "prompt")
     try:
-        return CompletionRequest.model_validate(orjson.loads(body))
-    except ValidationError:
-        return None
-
-
-def _stand_in(prompt: Any) -> list[Any] | None:
-    """As many prompts of one token each; None for prompts that are not token ids."""
-    if _are_token_ids(prompt):
-        return [0]
-    if isinstance(prompt, list) and prompt and all(map(_are_token_ids, prompt)):
-        return [[0]] * len(prompt)
-    return None
-
-
-def _are_token_ids(prompt: Any) -> bool:
-    """Whether this is a list of numbers that may be token ids, and at least one."""
-    return isinstance(prompt, list) and set(map(type, prompt)) == {int} and min(prompt) >= 0
+        return CompletionRequest.model_validate({**settings, "prompt": prompt})
+    except ValidationError as refused:
+        if any(detail["loc"][0] == "prompt" for detail in refused.errors()):
+            raise error from None
+        raise

@@ -7,7 +7,7 @@ from vllm.config import ModelConfig
 
 from scoremode.protocol import MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError
-from scoremode_server.settings import MAX_SEQUENCES
+from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,15 @@ class Limits:
     max_top_logprobs: int
     max_sequences: int
     """Of one request."""
+    max_request_bytes: int
 
     @classmethod
-    def of(cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES) -> "Limits":
-        """The bounds that `--max-model-len`, `--max-logprobs` and `--max-request-sequences` set."""
+    def of(
+        cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES, max_request_bytes: int = MAX_REQUEST_BYTES
+    ) -> "Limits":
+        """The bounds that the server's flags set."""
         allowed = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
-        return cls(model.max_model_len, model.get_vocab_size(), allowed, max_sequences)
+        return cls(model.max_model_len, model.get_vocab_size(), allowed, max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
         """Refuse more sequences than a request may have, before any is made.

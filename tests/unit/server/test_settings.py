@@ -7,11 +7,13 @@ import pytest
 
 from scoremode_server.settings import (
     LOGPROB_VARIABLE,
+    MAX_REQUEST_BYTES,
     SCORE_CACHE_VARIABLE,
     add_arguments,
     allowed_plugins,
     logprob_bytes,
     score_cache_bytes,
+    server_settings,
 )
 
 MIB = 1024**2
@@ -59,6 +61,13 @@ def test_what_is_no_size_is_an_error_that_names_where_it_stands(
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
     with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
         score_cache_bytes(parsed())
+
+
+def test_the_longest_body_of_a_request_has_a_flag_only():
+    assert server_settings(parsed("--max-request-bytes", "3K")).max_request_bytes == 3072
+    assert server_settings(parsed()).max_request_bytes == MAX_REQUEST_BYTES
+    # Stock `vllm serve` has no such flag.
+    assert server_settings(Namespace()).max_request_bytes == MAX_REQUEST_BYTES
 
 
 def test_working_memory_for_prompt_logprobs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):

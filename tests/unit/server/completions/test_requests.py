@@ -1,13 +1,16 @@
-"""Which bodies are read past FastAPI, and that they are read as it reads them."""
+"""Bodies of completions are read as vLLM's model reads them, but prompts as what they are."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from scoremode_server.completions.requests import ScoringRequestReader
+from scoremode_server.completions.requests import CompletionReader, is_scoring
+from scoremode_server.errors import RequestError
 
 PLAIN = {
     "model": "m",
@@ -20,8 +23,8 @@ PLAIN = {
 }
 
 
-def read(body: Any) -> CompletionRequest | None:
-    return ScoringRequestReader().read(json.dumps(body).encode())
+def read(body: Any) -> CompletionRequest:
+    return CompletionReader().read(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
@@ -29,48 +32,51 @@ def read(body: Any) -> CompletionRequest | None:
     [
         {},
         {"prompt": [[5, 6], [7]]},
+        {"prompt": "text"},
+        {"prompt": ["text", ""]},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": [5, 2**70]},
+        # What vLLM's model makes token ids of.
+        {"prompt": [5, 6.0]},
+        {"prompt": [5, True]},
+        {"prompt": None, "prompt_embeds": "QUJD"},
         {"max_tokens": 0, "logprobs": 0},
+        {"max_tokens": 16, "stop": ["e"], "logit_bias": {"5": 1.5}},
+        {"stream": True, "echo": False, "logprobs": None},
         {"temperature": 0.5, "top_p": 0.9, "user": "someone", "return_token_ids": True},
         {"request_id": "mine"},
         {"unknown": 1},
     ],
 )
-def test_a_scoring_request_of_token_ids_is_read_as_vllms_model_reads_it(change):
+def test_a_body_is_read_as_vllms_model_reads_it(change):
     body = PLAIN | change
     request, expected = read(body), CompletionRequest.model_validate(body)
-    assert request is not None
     assert request.model_dump(exclude={"request_id"}) == expected.model_dump(exclude={"request_id"})
     assert request.request_id == body.get("request_id", request.request_id)
+    assert is_scoring(request) == is_scoring(expected)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("prompt", "message"),
     [
-        {"prompt": "text"},
-        {"prompt": ["text"]},
-        {"prompt": []},
-        {"prompt": [[]]},
-        {"prompt": [5, "text"]},
-        {"prompt": [5, 6.5]},
-        {"prompt": [5, True]},
-        {"prompt": [5, -1]},
-        {"prompt": [5, [6]]},
-        {"prompt": None},
-        {"echo": False},
-        {"logprobs": None},
-        {"max_tokens": 16},
-        {"stream": True},
-        {"stop": ["e"]},
-        {"temperature": "warm"},
+        ([5, "text"], "prompt[1] must be a token id, not a string"),
+        ([5, 6.5], "prompt[1] must be a token id, not a float"),
+        ([5, [6]], "prompt[1] must be a token id, not a list"),
+        ([5, -1], "prompt has the negative token id -1"),
+        ([[5], [-1]], "prompt[1] has the negative token id -1"),
+        # vLLM's model would take them, but slowly.
+        ([5, 6.0] * 20_000, "prompt[1] must be a token id, not a float"),
     ],
 )
-def test_everything_else_is_left_to_fastapi(change):
-    assert read(PLAIN | change) is None
+def test_a_prompt_that_is_refused_has_one_message(prompt: Any, message: str):
+    with pytest.raises(RequestError, match=re.escape(message)):
+        read(PLAIN | {"prompt": prompt})
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"text"'])
-def test_what_is_no_json_object_is_left_to_fastapi(body):
-    assert ScoringRequestReader().read(body) is None
+def test_other_fields_are_vllms_to_refuse():
+    with pytest.raises(ValidationError, match="temperature"):
+        read(PLAIN | {"temperature": "warm"})
 
 
 def test_vllms_own_refusals_are_raised(monkeypatch):
@@ -80,11 +86,17 @@ def test_vllms_own_refusals_are_raised(monkeypatch):
 
 
 def test_requests_of_the_same_settings_share_nothing():
-    reader = ScoringRequestReader()
+    reader = CompletionReader()
     first, second = (reader.read(json.dumps(PLAIN | {"prompt": [token]}).encode()) for token in (5, 6))
-    assert first is not None
-    assert second is not None
     assert (first.prompt, second.prompt) == ([5], [6])
     assert first.request_id != second.request_id
     first.stop.append("x")
     assert second.stop == reader.read(json.dumps(PLAIN).encode()).stop == []
+
+
+def test_settings_are_remembered_unless_they_are_large():
+    reader = CompletionReader()
+    for user in ("a", "a", "a" * 10_000):
+        reader.read(json.dumps(PLAIN | {"user": user}).encode())
+    remembered = reader._remembered.cache_info()
+    assert (remembered.hits, remembered.currsize) == (1, 1)

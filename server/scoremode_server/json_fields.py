@@ -1,0 +1,183 @@
+"""The fields of a JSON body, each decoded as what it may be, so that the first wrong value ends the decoding.
+
+A prompt of millions of wrong values costs no more than a prompt of one, and an error names one place.
+"""
+
+import re
+from typing import Any
+
+import msgspec
+
+from scoremode_server.errors import RequestError
+
+MAX_LISTS = 100_000
+"""Lists in one field. Python's garbage collector looks at each of them again and again while more are made: a million
+stop the server for seconds, whatever is in them."""
+
+MAX_VALUES = 500_000
+"""Values in one field that is neither a prompt nor a text; more than the tokens of any vocabulary."""
+
+Fields = dict[str, msgspec.Raw]
+"""Names of a body's fields and the JSON of each, without white space around it."""
+
+_OBJECT = msgspec.json.Decoder(Fields)
+_ANYTHING = msgspec.json.Decoder()
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_TOKEN_IDS = msgspec.json.Decoder(list[int])
+_TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
+
+PROMPTS = {'"': _TEXT, '["': _TEXTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
+"""By how a field's JSON begins: a text, texts, lists of token ids, token ids."""
+CONTINUATIONS = {'["': _TEXTS, "[": _TOKEN_LISTS}
+ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
+TEXTS = {"[": _TEXTS}
+
+_BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(["\[]?)')
+_NAMES = {
+    "int": "a token id",
+    "float": "a float",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "a list of token ids",
+    "object": "an object",
+}
+
+
+def split(body: bytes) -> Fields:
+    """The fields of a JSON object, not decoded yet. Of two fields of one name the last counts.
+
+    Raises:
+        RequestError: the body is no JSON object; the field in which it goes wrong, if it is in one.
+    """
+    try:
+        return _OBJECT.decode(body)
+    except msgspec.ValidationError:
+        raise RequestError("the body must be a JSON object", None) from None
+    except RecursionError:
+        raise RequestError("the body is not valid JSON: it is nested too deep", None) from None
+    except UnicodeDecodeError:
+        raise RequestError("the body is not valid JSON: the name of a field is not UTF-8", None) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+
+
+def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
+    """A field that may hold many values in one of several forms, such as `PROMPTS`. What begins like none of them is
+    returned as `read_scalar` returns it.
+
+    Raises:
+        RequestError: the first value that the form does not allow, and where it is.
+    """
+    beginning = _BEGINNING.match(raw)
+    if beginning is None:
+        return _decode(raw, field, _ANYTHING)
+    opening = beginning[0][:1] + (beginning[1] or b"")
+    decoder = forms.get(opening.decode()) or forms.get(opening[:1].decode())
+    if decoder is None:
+        return read_scalar(raw, field)
+    if decoder is _TOKEN_LISTS and len(raw) > MAX_LISTS:
+        _check_count(bytes(raw).count(b"[") - 1, MAX_LISTS, "lists", field)
+    return _decode(raw, field, decoder)
+
+
+def read_scalar(raw: msgspec.Raw, field: str) -> Any:
+    """A field that holds one value. A list or an object, which it may not be, is returned empty.
+
+    Raises:
+        RequestError: the value is not valid.
+    """
+    if is_container(raw):
+        return [] if bytes(memoryview(raw)[:1]) == b"[" else {}
+    return _decode(raw, field, _ANYTHING)
+
+
+def read_anything(raw: msgspec.Raw, field: str) -> Any:
+    """A field of any form.
+
+    Raises:
+        RequestError: a value in it is not valid, or there are too many.
+    """
+    if len(raw) > MAX_VALUES and is_container(raw):
+        _check_count(bytes(raw).count(b",") + 1, MAX_VALUES, "values", field)
+    return _decode(raw, field, _ANYTHING)
+
+
+def stand_in(value: Any) -> Any:
+    """A value of the same form with at most one item of at most one item, for a model to validate in its place."""
+    if isinstance(value, str):
+        return value[:1]
+    return [stand_in(item) for item in value[:1]] if isinstance(value, list) else value
+
+
+def is_container(raw: msgspec.Raw) -> bool:
+    """Whether a field holds a list or an object."""
+    return bytes(memoryview(raw)[:1]) in (b"[", b"{")
+
+
+def _check_count(count: int, most: int, things: str, field: str) -> None:
+    if count > most:
+        raise RequestError(f"{field} has {count} {things}, but a request can have at most {most}", field)
+
+
+def _decode(raw: msgspec.Raw, field: str, decoder: Any) -> Any:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise RequestError(_explain(str(error), field), field) from None
+    except RecursionError:
+        raise RequestError(f"{field} is nested too deep", field) from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{field} is not valid UTF-8", field) from None
+
+
+def _explain(error: str, field: str) -> str:
+    """What msgspec says, such as "Expected `int`, got `float` - at `$[17]`", in the words of the API."""
+    reason, _, place = error.partition(" - at `$")
+    name = field + place.removesuffix("`")
+    expected = re.fullmatch("Expected `(.*)`, got `(.*)`", reason)
+    if expected is None:
+        return f"{name}: number too large"
+    got = {"array": "a list", "int": "a number"}.get(expected[2]) or _NAMES.get(expected[2], expected[2])
+    return f"{name} must be {_NAMES[expected[1]]}, not {got}"
+
+
+# Every escape, so that an escaped backslash is not taken for the beginning of the next.
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+_BYTE = re.compile(r" \(byte ([0-9]+)\)")
+# Strings, with the colon after those that are names of fields, and what gives an object its structure.
+_STRUCTURE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"(?:[ \t\n\r]*+(:))?)?|[][{},]', re.DOTALL)
+
+
+def _malformed(body: bytes, reason: str) -> RequestError:
+    lone = next((escape for escape in _ESCAPE.finditer(body) if escape["lone"]), None)
+    if lone is not None:
+        field = _field_at(body, lone.start())
+        return RequestError(
+            f"{field or 'the name of a field'}: {lone[0].decode()} is half of a surrogate pair, not a character", field
+        )
+    place = _BYTE.search(reason)
+    return RequestError(
+        f"the body is not valid JSON: {reason.removeprefix('JSON is malformed: ')}",
+        None if place is None else _field_at(body, int(place[1])),
+    )
+
+
+def _field_at(body: bytes, position: int) -> str | None:
+    """The field in whose value a position is, in a body that is well-formed up to there."""
+    depth, field = 0, None
+    for token in _STRUCTURE.finditer(body, 0, position):
+        match body[token.start() : token.start() + 1]:
+            case b"[" | b"{":
+                depth += 1
+            case b"]" | b"}":
+                depth -= 1
+                field = field if depth else None
+            case b"," if depth == 1:
+                field = None
+            case b'"' if depth == 1 and token[2]:
+                field = token[1]
+    return None if field is None else field.decode(errors="replace")

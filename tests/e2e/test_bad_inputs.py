@@ -1,0 +1,27 @@
+"""What a running server refuses, each fault with its field, and that it goes on serving."""
+
+import httpx
+import pytest
+
+from scoremode_server.settings import MAX_REQUEST_BYTES
+from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE, BadInput
+
+
+@pytest.mark.parametrize("bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS])
+def test_bad_input_names_its_field_and_the_server_goes_on(server: str, bad: BadInput):
+    response = httpx.post(server + bad.route, content=bad.content, headers=bad.headers, timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (bad.status, bad.status)
+    assert error["param"] == bad.param
+    assert error["message"].startswith(bad.message)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert httpx.post(server + SCORE, json={"prompt": [5, 6]}, timeout=60).json()["data"][0]["num_scored"] == 1
+
+
+@pytest.mark.parametrize("route", [SCORE, PERPLEXITY, COMPLETIONS])
+def test_a_body_too_long_is_refused_and_the_connection_serves_on(server: str, route: str):
+    with httpx.Client(base_url=server, timeout=60) as client:
+        response = client.post(route, content=b" " * (MAX_REQUEST_BYTES + 1), headers=JSON)
+        assert response.status_code == 413
+        assert "--max-request-bytes" in response.json()["error"]["message"]
+        assert client.post(SCORE, json={"prompt": [5, 6]}).status_code == 200

@@ -1,0 +1,54 @@
+"""An app with Scoremode's routes and vLLM's error handlers, on the fake engine: everything but a model, a tokenizer and
+vLLM's completions."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+
+from scoremode_server.metrics import Metrics
+from scoremode_server.plugin import ScoremodeEndpoints
+from scoremode_server.prefix_cache.engine import ScoringEngine
+from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.scorer import Scorer
+from scoremode_server.scoring.tokenizer import Tokenizer
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
+from scoremode_server.vllm_patches.served_models import ServedModels
+from tests.unit.server.prefix_cache.cache_setup import LARGE
+from tests.unit.server.prefix_cache.fake_engine import MAX_TOP, VOCABULARY, FakeEngine
+
+BLOCK_SIZE = 16
+MODEL = SimpleNamespace(max_model_len=2048)
+
+
+def light_app(max_request_bytes: int = MAX_REQUEST_BYTES) -> FastAPI:
+    """The app; a request that vLLM would have to answer fails with 500."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False, api_key=None)
+    ScoremodeEndpoints().attach_router(app)
+    init_exception_handler(app)
+    app.state.scoremode = _state(max_request_bytes)
+    return app
+
+
+def _state(max_request_bytes: int) -> Any:
+    renderer = SimpleNamespace(tokenizer=None)
+    engine = FakeEngine(BLOCK_SIZE, "v2")
+    scoring = ScoringEngine(engine, RowStore(BLOCK_SIZE, 1 << 20), Metrics(0, CollectorRegistry()), LARGE)
+    client = SimpleNamespace(model_config=MODEL, renderer=renderer, input_processor=None)
+    models = OpenAIServingModels(client, [BaseModelPath("m", "m")])
+    return SimpleNamespace(
+        scorer=Scorer(scoring, Turns()),
+        tokenizer=Tokenizer(renderer),
+        models=ServedModels(models, MODEL),
+        limits=Limits(MODEL.max_model_len, VOCABULARY, MAX_TOP, MAX_SEQUENCES, max_request_bytes),
+        info=SimpleNamespace(prefix_token_id=0, chunk_token_id=None),
+        admission=scoring.admission,
+        owner=lambda request: "",
+    )
