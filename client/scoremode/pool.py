@@ -43,9 +43,8 @@ class Pool:
         self, clients: Sequence[AsyncScoreClient], infos: Sequence[ServerInfo], concurrency: int | None
     ) -> None:
         self.info = infos[0]
-        self._address = clients[0].address
         for client, info in zip(clients, infos, strict=True):
-            self._check_identity(client, info)
+            self._check_identity(info, f"{client.address} does not serve the same as {clients[0].address}")
         self._servers = [
             _Server(client, concurrency or _concurrency(info), client.retries.num_failures)
             for client, info in zip(clients, infos, strict=True)
@@ -123,12 +122,12 @@ class Pool:
     async def _check_still_the_same(self, server: _Server) -> None:
         """A server that was down may have come back with another model."""
         if (num_failures := server.client.retries.num_failures) != server.failures_seen:
-            self._check_identity(server.client, await server.client.info())
+            self._check_identity(await server.client.info(), f"{server.client.address} came back as another")
             server.failures_seen = num_failures
 
-    def _check_identity(self, client: AsyncScoreClient, info: ServerInfo) -> None:
+    def _check_identity(self, info: ServerInfo, complaint: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
-            raise ServersDifferError(f"{client.address} does not serve what {self._address} served: {differing}")
+            raise ServersDifferError(f"{complaint}: {differing}")
 
 
 def _concurrency(info: ServerInfo) -> int:
