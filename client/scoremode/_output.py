@@ -82,9 +82,7 @@ class Output:
         self._journal.close()
         if not self._journal.num_done:
             return ""
-        return (
-            f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume goes on from there"
-        )
+        return f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume goes on"
 
     def _check_writable(self) -> None:
         if self.path.exists() and not self.path.is_file():
