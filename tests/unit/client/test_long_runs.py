@@ -287,6 +287,19 @@ def test_the_room_that_is_asked_for_is_enough(output, monkeypatch, capsys):
     assert "no room" in capsys.readouterr().err
 
 
+def test_an_output_by_way_of_a_link_replaces_what_the_link_leads_to(output, unbroken, tmp_path):
+    link = tmp_path / "latest.json"
+    link.symlink_to(output)
+    run_to_the_end(link)
+    assert link.is_symlink()
+    assert figures(output) == unbroken
+
+
+def test_an_output_that_is_no_file_is_refused(capsys):
+    assert main([*OPTIONS, "--output", "/dev/null"]) == 1
+    assert capsys.readouterr().err == "ppl-client: error: cannot write /dev/null: it is no file\n"
+
+
 def test_a_server_that_is_restarted_is_waited_for(output, unbroken, capsys):
     server = Server(allowed=5)
     restarted = threading.Event()
