@@ -17,10 +17,12 @@ from scoremode.errors import (
     BadRequestError,
     CorpusError,
     NotFoundError,
+    OutputError,
     RateLimitError,
     ResponseError,
     ScoremodeError,
     ServerError,
+    ServersDifferError,
     TransportError,
 )
 from scoremode.metrics import perplexity
@@ -37,6 +39,7 @@ __all__ = [
     "CorpusError",
     "Method",
     "NotFoundError",
+    "OutputError",
     "PerplexityResponse",
     "PerplexityWindow",
     "RateLimitError",
@@ -46,6 +49,7 @@ __all__ = [
     "ScoremodeError",
     "ServerError",
     "ServerInfo",
+    "ServersDifferError",
     "TransportError",
     "Window",
     "__version__",

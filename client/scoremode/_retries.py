@@ -3,62 +3,156 @@
 Scoring changes nothing on the server, so sending a request twice is harmless.
 """
 
+import logging
 import random
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from time import monotonic
+from types import TracebackType
+from typing import Self
 
 import httpx
 
 from scoremode._failures import status_error
-from scoremode.errors import TransportError
+from scoremode.errors import ScoremodeError, TransportError
 
-RETRIED_STATUS_CODES = frozenset({429, 502, 503, 504})
+_log = logging.getLogger(__name__)
+
+BUSY = 429
+INTERNAL_ERROR = 500
+RETRIED_STATUS_CODES = frozenset({BUSY, 502, 503, 504})
 RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """Refused and dropped connections. A read timeout is not among them: the server is at work, and would start afresh."""
+
+RETRIES_OF_INTERNAL_ERRORS = 5
+"""With `retry_for`: 8 to 16 seconds. vLLM answers 500 for up to 5 after its engine died, and then goes away. A server
+that still answers 500 after that is alive and will do so again, as it does where the model computes NaN."""
 
 FIRST_WAIT = 0.5
 LONGEST_BACKOFF = 8.0
 LONGEST_RETRY_AFTER = 60.0
-"""Seconds. A server that asks for more is not waited for."""
+"""Seconds. A server that asks for more is not waited for, unless `retry_for` allows it."""
+
+
+class Retries:
+    """How often, or for how long, the requests of one client are sent again. Logs when waiting begins and ends."""
+
+    def __init__(self, address: str, max_retries: int, retry_for: float | None) -> None:
+        self.max_retries = max_retries
+        self.retry_for = retry_for
+        """Seconds since a request's first failure, in place of `max_retries`."""
+        self.grace: float | None = None
+        """With `retry_for`: the seconds for a server that is down, where another can take over. A busy one has all."""
+        self.num_failures = 0
+        """Attempts that failed because the server was down; those that found it busy do not count."""
+        self._address = address
+        self._waiting: set[Attempts] = set()
+        self._since: float | None = None
+        """When waiting was reported; None once no request waits."""
+        self._is_back = False
+
+    def limit(self, *, busy: bool) -> float | None:
+        """Seconds since a request's first failure; None where attempts are counted instead."""
+        if self.retry_for is None or self.grace is None or busy:
+            return self.retry_for
+        return min(self.grace, self.retry_for)
+
+    def begin_waiting(self, attempts: "Attempts", seconds: float, reason: str, *, busy: bool) -> None:
+        """A request is going to wait. Said once for all that wait, and not for a first, short pause."""
+        self._waiting.add(attempts)
+        is_known = self._since is not None and (busy or not self._is_back)
+        if not is_known and seconds > FIRST_WAIT:
+            self._since = monotonic()
+            self._is_back = False
+            _log.info("waiting for %s, %s", self._address, reason)
+
+    def end_waiting(self, attempts: "Attempts", *, answered: bool) -> None:
+        """A request that waited has its answer, or was given up. Said of the first that has an answer."""
+        self._waiting.discard(attempts)
+        if self._since is not None and answered and not self._is_back:
+            self._is_back = True
+            _log.info("%s answers again after %.0f s", self._address, monotonic() - self._since)
+        if not self._waiting:
+            self._since = None
 
 
 class Attempts:
     """The attempts of one request: after each that failed, the seconds to wait before the next, or the final error."""
 
-    def __init__(self, max_retries: int) -> None:
-        self._retries_left = max_retries
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
+        self._num_failures = 0
+        self._num_internal_errors = 0
+        self._first_failure: float | None = None
         self._backoff = FIRST_WAIT
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._num_failures:
+            self._retries.end_waiting(self, answered=kind is None)
 
     def wait_after_status(self, response: httpx.Response) -> float:
         """Seconds to wait after an error answer, whose body has been read.
 
         Raises:
-            APIStatusError: trying again would not help, or was tried often enough.
+            APIStatusError: trying again would not help, or was tried often or long enough.
         """
+        error = status_error(response.status_code, response.content, response.request.url.path)
+        if not self._may_pass(response.status_code):
+            raise error
         asked_wait = _retry_after(response.headers.get("retry-after"))
-        if (
-            response.status_code not in RETRIED_STATUS_CODES
-            or not self._retries_left
-            or (asked_wait is not None and asked_wait > LONGEST_RETRY_AFTER)
-        ):
-            raise status_error(response.status_code, response.content, response.request.url.path)
-        backoff = self._next_backoff()
-        return backoff if asked_wait is None else asked_wait
+        return self._wait(error, asked_wait, busy=response.status_code == BUSY)
 
     def wait_after_failure(self, error: httpx.RequestError, *, can_restart: bool) -> float:
         """Seconds to wait after a request without a whole answer.
 
         Raises:
-            TransportError: trying again would not help, was tried often enough, or would repeat what was reported.
+            TransportError: trying again would not help, was tried often or long enough, or would repeat what was
+                reported.
         """
-        if not isinstance(error, RETRIED_ERRORS) or not self._retries_left or not can_restart:
-            reason = str(error) or type(error).__name__
-            url = error.request.url.copy_with(userinfo=b"")
-            raise TransportError(f"no answer from {url}: {reason}") from error
-        return self._next_backoff()
+        reason = str(error) or type(error).__name__
+        url = error.request.url.copy_with(userinfo=b"")
+        failure = TransportError(f"no answer from {url}: {reason}")
+        failure.__cause__ = error
+        if not isinstance(error, RETRIED_ERRORS) or not can_restart:
+            raise failure
+        return self._wait(failure, None, busy=False)
+
+    def _may_pass(self, status_code: int) -> bool:
+        if status_code == INTERNAL_ERROR and self._retries.retry_for is not None:
+            self._num_internal_errors += 1
+            return self._num_internal_errors <= RETRIES_OF_INTERNAL_ERRORS
+        return status_code in RETRIED_STATUS_CODES
+
+    def _wait(self, error: ScoremodeError, asked_wait: float | None, *, busy: bool) -> float:
+        self._num_failures += 1
+        self._retries.num_failures += not busy
+        now = monotonic()
+        if self._first_failure is None:
+            self._first_failure = now
+        limit = self._retries.limit(busy=busy)
+        if limit is None:
+            longest = LONGEST_RETRY_AFTER
+            is_over = self._num_failures > self._retries.max_retries
+        else:
+            longest = self._first_failure + limit - now
+            is_over = longest <= 0
+        if is_over or (asked_wait is not None and asked_wait > longest):
+            raise error
+        wait = min(self._next_backoff(), longest) if asked_wait is None else asked_wait
+        self._retries.begin_waiting(self, wait, f"{self._patience(limit)}: {error}", busy=busy)
+        return wait
+
+    def _patience(self, limit: float | None) -> str:
+        if self._num_internal_errors:
+            return f"{RETRIES_OF_INTERNAL_ERRORS} times at most"
+        return f"{self._retries.max_retries} times at most" if limit is None else f"{limit:g} s at most"
 
     def _next_backoff(self) -> float:
-        self._retries_left -= 1
         longest = self._backoff
         self._backoff = min(2 * longest, LONGEST_BACKOFF)
         # Clients that failed together would otherwise come back together.

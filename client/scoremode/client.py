@@ -14,7 +14,7 @@ import httpx
 
 from scoremode import _calls
 from scoremode._calls import Call
-from scoremode._retries import Attempts
+from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.protocol import (
     Continuations,
@@ -58,10 +58,21 @@ def server_root(base_url: str) -> str:
 class _Client:
     """What both clients are made of, apart from the connection."""
 
-    def __init__(self, base_url: str, model: str | None, api_key: str | None, timeout: float, max_retries: int) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None,
+        api_key: str | None,
+        timeout: float,
+        max_retries: int,
+        retry_for: float | None,
+    ) -> None:
         self.base_url = server_root(base_url)
+        self.address = str(httpx.URL(self.base_url).copy_with(userinfo=b""))
+        """`base_url` without user and password, to be shown."""
         self.model = model
-        self._max_retries = max_retries
+        self.retries = Retries(self.address, max_retries, retry_for)
+        """May be changed while requests are under way."""
         self._headers = {"User-Agent": f"scoremode/{__version__}"}
         key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
         if key:
@@ -79,6 +90,8 @@ class ScoreClient(_Client):
         api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
         timeout: Seconds to wait for the next byte of an answer.
         max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
+        retry_for: Seconds since the first failure of a request for which it is sent again, in place of `max_retries`.
+            An error of status 500, which a server gives while it dies, is then tried again a few times as well.
         transport: What carries the requests, in place of the network.
 
     Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
@@ -93,9 +106,10 @@ class ScoreClient(_Client):
         api_key: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         max_retries: int = DEFAULT_MAX_RETRIES,
+        retry_for: float | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        super().__init__(base_url, model, api_key, timeout, max_retries)
+        super().__init__(base_url, model, api_key, timeout, max_retries, retry_for)
         self._http = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
 
     def __enter__(self) -> Self:
@@ -206,20 +220,20 @@ class ScoreClient(_Client):
         return self._send(_calls.detokenize(token_ids, self.model))
 
     def _send(self, call: Call[Answer]) -> Answer:
-        attempts = Attempts(self._max_retries)
-        while True:
-            reader = call.new_reader()
-            try:
-                with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
-                    if response.is_success:
-                        for chunk in response.iter_bytes():
-                            reader.feed(chunk)
-                        return reader.finish()
-                    response.read()
-                wait = attempts.wait_after_status(response)
-            except httpx.RequestError as error:
-                wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
-            time.sleep(wait)
+        with Attempts(self.retries) as attempts:
+            while True:
+                reader = call.new_reader()
+                try:
+                    with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                        if response.is_success:
+                            for chunk in response.iter_bytes():
+                                reader.feed(chunk)
+                            return reader.finish()
+                        response.read()
+                    wait = attempts.wait_after_status(response)
+                except httpx.RequestError as error:
+                    wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
+                time.sleep(wait)
 
 
 class AsyncScoreClient(_Client):
@@ -236,9 +250,10 @@ class AsyncScoreClient(_Client):
         api_key: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         max_retries: int = DEFAULT_MAX_RETRIES,
+        retry_for: float | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(base_url, model, api_key, timeout, max_retries)
+        super().__init__(base_url, model, api_key, timeout, max_retries, retry_for)
         self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=transport)
 
     async def __aenter__(self) -> Self:
@@ -320,17 +335,17 @@ class AsyncScoreClient(_Client):
         return await self._send(_calls.detokenize(token_ids, self.model))
 
     async def _send(self, call: Call[Answer]) -> Answer:
-        attempts = Attempts(self._max_retries)
-        while True:
-            reader = call.new_reader()
-            try:
-                async with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
-                    if response.is_success:
-                        async for chunk in response.aiter_bytes():
-                            reader.feed(chunk)
-                        return reader.finish()
-                    await response.aread()
-                wait = attempts.wait_after_status(response)
-            except httpx.RequestError as error:
-                wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
-            await asyncio.sleep(wait)
+        with Attempts(self.retries) as attempts:
+            while True:
+                reader = call.new_reader()
+                try:
+                    async with self._http.stream(call.method, self.base_url + call.path, json=call.body) as response:
+                        if response.is_success:
+                            async for chunk in response.aiter_bytes():
+                                reader.feed(chunk)
+                            return reader.finish()
+                        await response.aread()
+                    wait = attempts.wait_after_status(response)
+                except httpx.RequestError as error:
+                    wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
+                await asyncio.sleep(wait)

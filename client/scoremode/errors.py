@@ -9,7 +9,9 @@ ScoremodeError
 │   ├── RateLimitError      429, after all retries
 │   └── ServerError         5xx
 ├── ResponseError           an answer that is not what the protocol says
-└── CorpusError             a text that cannot be read
+├── CorpusError             a text that cannot be read
+├── OutputError             a result or its journal that cannot be written, or a journal that cannot be gone on with
+└── ServersDifferError      servers of one run that do not serve the same
 """
 
 
@@ -57,3 +59,11 @@ class ResponseError(ScoremodeError):
 
 class CorpusError(ScoremodeError):
     """A text to be scored cannot be read."""
+
+
+class OutputError(ScoremodeError):
+    """A result or its journal cannot be written, or a journal cannot be gone on with."""
+
+
+class ServersDifferError(ScoremodeError):
+    """Servers that share a run do not serve the same, or one came back after a failure as another."""

@@ -1,23 +1,24 @@
-"""Perplexity of a corpus on a server: what `ppl-client` runs, as a library.
+"""Perplexity of a corpus on one or several servers: what `ppl-client` runs, as a library.
 
 `evaluate` cuts the windows here and scores them over `/v1/score`, so that every token's NLL is known;
 `evaluate_on_server` leaves both to `/v1/perplexity`. They give the same figures.
 """
 
-import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.errors import ResponseError
-from scoremode.metrics import Perplexity, TextMetrics, count_words, exp, perplexity, text_metrics
-from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, ServerInfo
-from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
-
-DEFAULT_CONCURRENCY = 8
+from scoremode.journal import Journal
+from scoremode.metrics import Perplexity, TextMetrics, exp, perplexity, text_metrics
+from scoremode.plan import Plan, WindowNlls, adds_special_tokens, make_plan
+from scoremode.pool import Pool
+from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.windows import Method, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +31,12 @@ class Progress:
     """Tokens so far."""
     perplexity: float
     """Of the tokens so far."""
+    num_resumed: int = 0
+    """Tokens among them that an earlier sitting scored."""
 
 
 OnProgress = Callable[[Progress], object]
-
-
-@dataclass(frozen=True, slots=True)
-class WindowNlls:
-    """What one window came to, in nats."""
-
-    index: int
-    num_scored: int
-    nll_sum: float
-    nlls: list[float] | None
-    """NLL of each target, in order; None where the server cut the windows and kept them."""
+StartJournal = Callable[[Plan], Journal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +53,7 @@ class Evaluation:
     max_tokens: int | None
     add_special_tokens: bool
     concurrency: int | None
-    """Windows in flight at once; None where the server cut the windows."""
+    """Windows in flight at once, at all servers together; None where the server cut the windows."""
     num_tokens: int
     """Tokens of the text used, with any special tokens that the tokenizer added."""
     num_bytes: int
@@ -70,7 +63,7 @@ class Evaluation:
     text_metrics: TextMetrics
     windows: list[WindowNlls]
     seconds: float
-    """From the first request for scores to the last answer."""
+    """From the first request for scores to the last answer; of a run in several sittings, the sum."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -79,7 +72,7 @@ class Evaluation:
 
 
 async def evaluate(
-    client: AsyncScoreClient,
+    clients: AsyncScoreClient | Sequence[AsyncScoreClient],
     corpus: Corpus,
     *,
     method: Method = "sliding",
@@ -87,62 +80,67 @@ async def evaluate(
     stride: int | None = None,
     max_tokens: int | None = None,
     add_special_tokens: bool | None = None,
-    concurrency: int = DEFAULT_CONCURRENCY,
+    concurrency: int | None = None,
+    start_journal: StartJournal | None = None,
     on_progress: OnProgress | None = None,
 ) -> Evaluation:
-    """Measure the perplexity of a corpus, cutting the windows here and scoring `concurrency` of them at once.
+    """Measure the perplexity of a corpus, cutting the windows here, and spreading them over servers of the same model.
 
-    The arguments are those of `AsyncScoreClient.perplexity`. The first window that fails cancels the others.
+    Args:
+        clients: One, or one for each server.
+        corpus: The text.
+        method: This and the next four are as for `AsyncScoreClient.perplexity`.
+        context_length: Tokens a window.
+        stride: Tokens from one window to the next.
+        max_tokens: Take at most this many tokens of the text.
+        add_special_tokens: Let the tokenizer add its special tokens.
+        concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
+        start_journal: Opens the journal once it is known what is to be scored. Windows that are in it are not scored
+            again, and every other is added to it. Closing it is left to the caller.
+        on_progress: Called for the windows of the journal together, and then for each that was scored.
 
     Raises:
         WindowError: windows that cannot be cut, or a text too short for one.
-        ScoremodeError: the server fails.
+        ScoremodeError: the only server or the last of several fails, the servers differ, or the journal cannot be
+            written. Windows in flight are cancelled.
     """
-    info = await client.info()
-    context_length = resolve_context_length(method, context_length, info.max_model_len)
-    stride = resolve_stride(method, context_length, stride)
-    add_special_tokens = _adds_special_tokens(method, add_special_tokens)
-    tokens = await client.tokenize(corpus.text, add_special_tokens)
-    text = corpus.text
-    if max_tokens is not None and len(tokens) > max_tokens:
-        tokens = tokens[:max_tokens]
-        text = await _text_of(client, tokens, info.bos_token_id if add_special_tokens and info.adds_bos else None)
-    windows = cut_windows(
-        len(tokens),
-        method,
-        context_length,
-        stride,
-        prefix_token_id=info.prefix_token_id,
-        bos_token_id=info.chunk_token_id,
-    )
-    if not windows:
-        raise WindowError(
-            f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}",
-            "context_length",
-        )
-    started = time.perf_counter()
-    scored = await _score_windows(client, tokens, windows, concurrency, on_progress)
-    seconds = time.perf_counter() - started
-    result = perplexity(nll for nlls in scored for nll in nlls)
-    num_bytes, num_words = len(text.encode()), count_words(text)
-    return Evaluation(
-        corpus=corpus,
-        server=info,
-        model=client.model or info.model,
-        server_side=False,
+    clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
+    pool = await Pool.connect(clients, concurrency)
+    plan = await make_plan(
+        clients[0],
+        pool.info,
+        corpus,
         method=method,
         context_length=context_length,
         stride=stride,
         max_tokens=max_tokens,
         add_special_tokens=add_special_tokens,
-        concurrency=concurrency,
-        num_tokens=len(tokens),
-        num_bytes=num_bytes,
-        num_words=num_words,
+    )
+    journal = None if start_journal is None else start_journal(plan)
+    windows = _Windows(plan, journal, on_progress)
+    await pool.score(windows.missing(), partial(_score_window, plan.tokens), windows.keep)
+    scored = windows.in_order()
+    result = perplexity(nll for window in scored for nll in window.nlls or ())
+    return Evaluation(
+        corpus=corpus,
+        server=plan.server,
+        model=plan.model,
+        server_side=False,
+        method=plan.method,
+        context_length=plan.context_length,
+        stride=plan.stride,
+        max_tokens=plan.max_tokens,
+        add_special_tokens=plan.add_special_tokens,
+        concurrency=pool.concurrency,
+        num_tokens=len(plan.tokens),
+        num_bytes=plan.num_bytes,
+        num_words=plan.num_words,
         result=result,
-        text_metrics=text_metrics(result, method, num_tokens=len(tokens), num_bytes=num_bytes, num_words=num_words),
-        windows=[WindowNlls(index, len(nlls), math.fsum(nlls), nlls) for index, nlls in enumerate(scored)],
-        seconds=seconds,
+        text_metrics=text_metrics(
+            result, method, num_tokens=len(plan.tokens), num_bytes=plan.num_bytes, num_words=plan.num_words
+        ),
+        windows=scored,
+        seconds=windows.seconds(),
     )
 
 
@@ -192,7 +190,7 @@ async def evaluate_on_server(
         context_length=response.context_length,
         stride=response.stride,
         max_tokens=max_tokens,
-        add_special_tokens=_adds_special_tokens(method, add_special_tokens),
+        add_special_tokens=adds_special_tokens(method, add_special_tokens),
         concurrency=None,
         num_tokens=response.num_tokens,
         num_bytes=response.num_bytes,
@@ -208,42 +206,60 @@ async def evaluate_on_server(
     )
 
 
-async def _score_windows(
-    client: AsyncScoreClient,
-    tokens: Sequence[int],
-    windows: Sequence[Window],
-    concurrency: int,
-    on_progress: OnProgress | None,
-) -> list[list[float]]:
-    """NLLs of each window's targets, in the windows' order."""
-    scored: list[list[float]] = [[] for _ in windows]
-    pending = enumerate(windows)
-    windows_done = num_scored = 0
-    nll_sum = 0.0
+class _Windows:
+    """The windows of a plan as they are scored, and how far that is."""
 
-    async def work() -> None:
-        nonlocal windows_done, num_scored, nll_sum
-        for index, window in pending:
-            nlls = await _score_window(client, tokens, window)
-            scored[index] = nlls
-            windows_done += 1
-            num_scored += len(nlls)
-            nll_sum += math.fsum(nlls)
-            if on_progress is not None:
-                on_progress(Progress(windows_done, len(windows), num_scored, exp(nll_sum / num_scored)))
+    def __init__(self, plan: Plan, journal: Journal | None, on_progress: OnProgress | None) -> None:
+        self._plan = plan
+        self._journal = journal
+        self._on_progress = on_progress
+        self._scored: dict[int, WindowNlls] = {}
+        self._num_scored = 0
+        self._nll_sum = 0.0
+        self._num_resumed = 0
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
+        if journal is not None and journal.windows:
+            self._seconds_before = journal.seconds
+            for index, nlls in journal.windows.items():
+                self._take(WindowNlls(index, len(nlls), math.fsum(nlls), nlls))
+            self._num_resumed = self._num_scored
+            self._report()
 
-    try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(concurrency, len(windows))):
-                workers.create_task(work())
-    except ExceptionGroup as failures:
-        # The first failure says what is wrong; its group would only hide its type from the caller.
-        first = failures.exceptions[0]
-        raise first from first.__cause__
-    return scored
+    def missing(self) -> Iterator[tuple[int, Window]]:
+        """The windows that were not scored in an earlier sitting."""
+        return ((index, window) for index, window in enumerate(self._plan.windows) if index not in self._scored)
+
+    def keep(self, index: int, nlls: list[float]) -> None:
+        """Take the NLLs of a window that has just been scored."""
+        window = WindowNlls(index, len(nlls), math.fsum(nlls), nlls)
+        self._take(window)
+        if self._journal is not None:
+            self._journal.add(window, self.seconds())
+        self._report()
+
+    def in_order(self) -> list[WindowNlls]:
+        """All windows, in the order of the text."""
+        return [self._scored[index] for index in range(len(self._plan.windows))]
+
+    def seconds(self) -> float:
+        """Since scoring began, over all sittings."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def _take(self, window: WindowNlls) -> None:
+        self._scored[window.index] = window
+        self._num_scored += window.num_scored
+        self._nll_sum += window.nll_sum
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            so_far = exp(self._nll_sum / self._num_scored)
+            self._on_progress(
+                Progress(len(self._scored), len(self._plan.windows), self._num_scored, so_far, self._num_resumed)
+            )
 
 
-async def _score_window(client: AsyncScoreClient, tokens: Sequence[int], window: Window) -> list[float]:
+async def _score_window(tokens: Sequence[int], client: AsyncScoreClient, window: Window) -> list[float]:
     sequence = window.token_ids(tokens)
     scores = await client.score([sequence])
     if len(scores) != 1 or scores[0].token_ids != sequence:
@@ -253,18 +269,6 @@ async def _score_window(client: AsyncScoreClient, tokens: Sequence[int], window:
     if len(nlls) != window.num_scored:
         raise ResponseError(f"the server gave {len(nlls)} logprobs for the {window.num_scored} targets of a window")
     return nlls
-
-
-async def _text_of(client: AsyncScoreClient, tokens: Sequence[int], added_bos: int | None) -> str:
-    """The text of truncated tokens, without a BOS that the tokenizer put before it."""
-    if added_bos is not None and tokens[0] == added_bos:
-        tokens = tokens[1:]
-    return await client.detokenize(tokens) if tokens else ""
-
-
-def _adds_special_tokens(method: Method, add_special_tokens: bool | None) -> bool:
-    fields = {"method": method, "add_special_tokens": add_special_tokens}
-    return PerplexityRequest.model_validate(fields).adds_special_tokens
 
 
 def _perplexity_of(response: PerplexityResponse) -> Perplexity:

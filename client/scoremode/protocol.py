@@ -135,6 +135,11 @@ class ServerInfo(BaseModel):
     adds_bos: bool = Field(description="Whether the tokenizer puts BOS before a text by itself.")
     dtype: str
     quantization: str | None
+    max_num_seqs: int | None = Field(
+        default=None,
+        description="Sequences that the engine runs at once (`--max-num-seqs`); "
+        "None from a server older than this field.",
+    )
 
     @property
     def prefix_token_id(self) -> int | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 import httpx
@@ -40,13 +41,13 @@ def as_table(evaluation: Evaluation) -> Table:
     return table
 
 
-def as_json(evaluation: Evaluation, url: str) -> dict[str, object]:
+def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it; NLLs in nats. JSON lacks infinity: it becomes null."""
     corpus, result, text = evaluation.corpus, evaluation.result, evaluation.text_metrics
     return {
         "client_version": __version__,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "url": str(httpx.URL(url).copy_with(userinfo=b"")),
+        "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
         "model": evaluation.model,
         "server": evaluation.server.model_dump(),
         "corpus": {
@@ -70,7 +71,16 @@ def as_json(evaluation: Evaluation, url: str) -> dict[str, object]:
         **_finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
         "seconds": evaluation.seconds,
         "tokens_per_second": evaluation.tokens_per_second,
-        "windows": [dataclasses.asdict(window) for window in evaluation.windows],
+        "windows": [
+            {
+                "index": window.index,
+                "num_scored": window.num_scored,
+                "nll_sum": window.nll_sum,
+                # Not by dataclasses.asdict, which would copy every NLL.
+                "nlls": window.nlls,
+            }
+            for window in evaluation.windows
+        ],
     }
 
 

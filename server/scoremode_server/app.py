@@ -115,6 +115,7 @@ async def _server_info(client: EngineClient, limits: Limits, tokenizer: Tokenize
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         max_top_logprobs=limits.max_top_logprobs,
+        max_num_seqs=client.vllm_config.scheduler_config.max_num_seqs,
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from scoremode import AsyncScoreClient, ScoreClient
+from scoremode import AsyncScoreClient, ScoreClient, _retries
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,12 @@ def waits(monkeypatch):
     monkeypatch.setattr(time, "sleep", note)
     monkeypatch.setattr(asyncio, "sleep", note_async)
     return wanted
+
+
+@pytest.fixture
+def clock(monkeypatch, waits):
+    """For retries, time passes only while a client wants to sleep."""
+    monkeypatch.setattr(_retries, "monotonic", lambda: sum(waits))
 
 
 @pytest.fixture(params=["sync", "async"])

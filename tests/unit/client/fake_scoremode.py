@@ -8,6 +8,7 @@ are multiples of 1/8, which float32 holds exactly.
 import base64
 import json
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ INFO = {
     "quantization": None,
 }
 
-Handler = Callable[[httpx.Request], httpx.Response]
+Handler = Callable[[httpx.Request], httpx.Response | None]
+"""Answers a request; a handler of `serve` may give None to drop the connection instead."""
 
 
 def logprob(tokens: list[int], position: int) -> float:
@@ -132,9 +134,16 @@ def result_event(**figures) -> dict:
     }
 
 
+class _HTTPServer(ThreadingHTTPServer):
+    def handle_error(self, *arguments) -> None:
+        # Clients that are killed close their connections.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*arguments)
+
+
 @contextmanager
-def serve(handler: Handler) -> Iterator[str]:
-    """Serve `handler` on a real socket; gives the server's address."""
+def serve(handler: Handler, port: int = 0) -> Iterator[str]:
+    """Serve `handler` on a real socket, of a free port unless one is given; gives the server's address."""
 
     class Adapter(BaseHTTPRequestHandler):
         def _handle(self) -> None:
@@ -143,6 +152,8 @@ def serve(handler: Handler) -> Iterator[str]:
                 self.command, f"http://fake{self.path}", headers=dict(self.headers), content=self.rfile.read(length)
             )
             response = handler(request)
+            if response is None:
+                return
             self.send_response(response.status_code)
             self.send_header("Content-Length", str(len(response.content)))
             self.end_headers()
@@ -153,7 +164,7 @@ def serve(handler: Handler) -> Iterator[str]:
         def log_message(self, *_) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Adapter)
+    server = _HTTPServer(("127.0.0.1", port), Adapter)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:

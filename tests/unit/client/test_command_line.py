@@ -69,7 +69,7 @@ def test_the_output_has_all_that_it_takes_to_repeat_the_run(url, tmp_path):
     assert (record["num_tokens"], record["num_scored"], record["num_bytes"], record["num_words"]) == (13, 12, 12, 2)
     assert record["client_version"] == __version__
     assert record["server"]["vllm_version"] == "0.32.0"
-    assert record["url"] == url, "without the password"
+    assert record["urls"] == [url], "without the password"
 
 
 def test_a_result_beyond_floats_is_null_in_json(url, tmp_path):
@@ -130,7 +130,12 @@ def test_the_api_key_and_model_reach_the_server():
         (["--text", "a", "--num-samples", "3"], "--num-samples needs --dataset"),
         (["--text", "a", "--concurrency", "0"], "at least 1"),
         (["--text", "a", "--timeout", "0"], "more than 0"),
-        (["--text", "a", "--max-retries", "-1"], "at least"),
+        (["--text", "a", "--retry-for", "-1"], "at least 0"),
+        (["--text", "a", "--resume"], "--resume needs --output"),
+        (["--text", "a", "--url", "http://a", "--url", "http://a/v1"], "twice"),
+        (["--text", "a", "--server-side", "--resume", "--output", "o"], "--resume does not work with --server-side"),
+        (["--text", "a", "--server-side", "--concurrency", "2"], "--concurrency does not work with --server-side"),
+        (["--text", "a", "--server-side", "--url", "http://a", "--url", "http://b"], "takes one --url"),
         (["--text", "a", "--method", "guess"], "invalid choice"),
         (["--text", "a", "--url", "localhost"], "not a server address"),
     ],
@@ -173,7 +178,7 @@ def test_a_server_that_fails_in_the_middle(capsys):
         return answer(request)
 
     with serve(handler) as url:
-        assert main(["--url", url, "--text", TEXT, "--quiet"]) == 1
+        assert main(["--url", url, "--text", TEXT, "--quiet", "--retry-for", "0"]) == 1
     assert capsys.readouterr().err == "ppl-client: error: the engine died (HTTP 500)\n"
 
 

@@ -9,8 +9,16 @@ import httpx
 import pytest
 from fake_scoremode import INFO, copy_of, error, events, result_event, serve, window_event
 
-from scoremode import NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode._retries import LONGEST_BACKOFF
+from scoremode import (
+    APIStatusError,
+    NotFoundError,
+    RateLimitError,
+    ScoreClient,
+    ServerError,
+    TransportError,
+    _retries,
+)
+from scoremode._retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)
 
@@ -189,3 +197,143 @@ def test_a_refused_connection_says_where(call, waits):
     with pytest.raises(TransportError, match=url):
         call(url, "info", client={"max_retries": 1})
     assert len(waits) == 1
+
+
+DOWN = httpx.ConnectError("refused")
+PATIENT = {"retry_for": 100}
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [DOWN, httpx.ReadError("reset"), error(429, "busy"), error(502, "bad"), error(503, "down"), error(504, "slow")],
+    ids=repr,
+)
+def test_with_retry_for_a_restart_is_waited_out(call, waits, clock, failure):
+    server = Server(*[failure] * 10, OK)
+    assert call(server, "info", client=PATIENT).model == "bytes"
+    assert len(waits) == 10, "more often than max_retries"
+    assert max(waits) <= LONGEST_BACKOFF
+
+
+def test_after_retry_for_the_failure_is_raised(call, waits, clock):
+    with pytest.raises(TransportError, match="refused"):
+        call(Server(DOWN), "info", client=PATIENT)
+    assert sum(waits) == pytest.approx(100), "the last attempt is when the time is up"
+
+
+def test_each_request_has_its_own_time(waits, clock):
+    down_for_a_minute = httpx.Response(503, headers={"Retry-After": "60"})
+    server = Server(down_for_a_minute, OK, down_for_a_minute, OK)
+    with ScoreClient("http://fake", transport=httpx.MockTransport(server), retry_for=100) as client:
+        assert [client.info().model, client.info().model] == ["bytes", "bytes"]
+    assert waits == [60, 60]
+
+
+def test_an_internal_error_that_stays_ends_after_a_few_attempts_for_the_server_is_alive(call, waits, clock):
+    server = Server(error(500, "the model computed NaN"))
+    with pytest.raises(ServerError, match="NaN"):
+        call(server, "info", client=PATIENT)
+    assert server.num_requests == 1 + RETRIES_OF_INTERNAL_ERRORS
+    assert sum(waits) > 5, "vLLM looks every 5 seconds whether its engine is dead"
+
+
+def test_internal_errors_of_a_server_that_dies_and_comes_back_are_waited_out(call, waits, clock):
+    dying = [error(500, "EngineDeadError")] * 3
+    assert call(Server(*dying, *[DOWN] * 9, OK), "info", client=PATIENT).model == "bytes"
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_with_retry_for_requests_at_fault_fail_at_once(call, waits, clock, status):
+    server = Server(error(status, "no"), OK)
+    with pytest.raises(APIStatusError):
+        call(server, "info", client=PATIENT)
+    assert (server.num_requests, waits) == (1, [])
+
+
+def test_retry_after_is_honoured_as_far_as_retry_for_goes(call, waits, clock):
+    busy = httpx.Response(429, headers={"Retry-After": "90"})
+    call(Server(busy, OK), "info", client=PATIENT)
+    assert waits == [90.0]
+    with pytest.raises(RateLimitError):
+        call(Server(busy, busy, OK), "info", client=PATIENT)
+    assert waits == [90.0, 90.0], "another 90 seconds would be too much"
+
+
+def test_no_patience_at_all(call, waits, clock):
+    server = Server(DOWN, OK)
+    with pytest.raises(TransportError):
+        call(server, "info", client={"retry_for": 0})
+    assert (server.num_requests, waits) == (1, [])
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level("INFO", logger="scoremode")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "scoremode._retries"]
+
+
+def test_one_line_when_waiting_begins_and_one_when_it_ends(call, waits, clock, lines):
+    call(Server(*[DOWN] * 10, OK), "info", client=PATIENT)
+    begin, end = lines()
+    assert begin == "waiting for http://fake:8000, 100 s at most: no answer from http://fake:8000/v1/score: refused"
+    assert end.startswith("http://fake:8000 answers again after ")
+
+
+def test_a_connection_that_an_idle_server_dropped_is_no_news(call, waits, clock, lines):
+    call(Server(DOWN, OK), "info", client=PATIENT)
+    assert lines() == []
+
+
+class Waiting:
+    """Requests of one client, each of which fails, pauses and ends when it is told."""
+
+    def __init__(self):
+        self.retries = _retries.Retries("http://fake", 0, 100)
+
+    def request(self):
+        return _retries.Attempts(self.retries).__enter__()
+
+    def fail(self, attempts, status=503):
+        response = error(status, "down")
+        response.request = httpx.Request("GET", "http://fake/v1/score")
+        attempts.wait_after_status(response)
+
+
+def test_requests_that_wait_together_are_one_line(lines):
+    client = Waiting()
+    first, second = client.request(), client.request()
+    for attempts in (first, second, first, second, first, second):
+        client.fail(attempts)
+    assert len(lines()) == 1
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert len(lines()) == 2
+
+
+def test_a_second_outage_is_reported_though_a_request_still_waits_since_the_first(lines):
+    client = Waiting()
+    first, second = client.request(), client.request()
+    for attempts in (first, second, first, second):
+        client.fail(attempts)
+    first.__exit__(None, None, None)
+    client.fail(second)
+    assert [line.split()[0] for line in lines()] == ["waiting", "http://fake", "waiting"]
+
+
+def test_a_busy_server_is_reported_once_while_requests_take_turns(lines):
+    client = Waiting()
+    first, second = client.request(), client.request()
+    for attempts in (first, second, first, second):
+        client.fail(attempts, status=429)
+    first.__exit__(None, None, None)
+    client.fail(second, status=429)
+    assert len(lines()) == 2
+
+
+def test_a_request_that_is_given_up_is_no_answer(lines):
+    client = Waiting()
+    attempts = client.request()
+    for _ in range(2):
+        client.fail(attempts)
+    attempts.__exit__(ServerError, ServerError("down", status_code=503), None)
+    assert len(lines()) == 1

@@ -1,0 +1,213 @@
+"""The finished windows of a run in a file that outlives the run, should it be killed.
+
+The file is JSON lines: a header with everything that decides the windows and their numbers, then each window when it is
+finished, in any order. A line is handed to the operating system before anything else is done, so a process that is
+killed leaves at most one torn line, the last.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from scoremode.errors import OutputError
+from scoremode.plan import Plan, WindowNlls, differences, identity
+
+_log = logging.getLogger(__name__)
+
+# The first fields of a header: what tells a journal from any other file.
+_KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 1}
+_BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    index: NonNegativeInt
+    num_scored: int
+    nll_sum: float
+    nlls: list[float]
+    seconds: float
+
+
+class Journal:
+    """The journal of a run: the windows of its earlier sittings, and a place for those of this one.
+
+    Args:
+        path: The file's.
+        file: Open for appending, without a buffer.
+        num_windows: Windows of the whole run.
+    """
+
+    def __init__(self, path: Path, file: FileIO, num_windows: int) -> None:
+        self.path = path
+        self.windows: dict[int, list[float]] = {}
+        """NLLs of the windows of earlier sittings, by the windows' indices."""
+        self.seconds = 0.0
+        """Scoring time of the earlier sittings."""
+        self.num_windows = num_windows
+        self.num_done = 0
+        self._file = file
+        self._failure: OutputError | None = None
+
+    def add(self, window: WindowNlls, seconds: float) -> None:
+        """Write down a finished window, and the scoring time until then over all sittings.
+
+        Raises:
+            OutputError: it cannot be written. Nothing is written after that, so that a torn line stays the last.
+        """
+        self._append({**asdict(window), "seconds": seconds})
+        self.num_done += 1
+
+    def close(self) -> None:
+        """Close the file. One without a window is deleted: there is nothing to go on with."""
+        if not self.num_done:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def start(self, plan: Plan) -> None:
+        """Begin the file anew, with a header."""
+        self._file.truncate(0)
+        self._append(_header(plan))
+
+    def go_on(self, plan: Plan) -> None:
+        """Take the windows that the file has, and cut off a torn line."""
+        size = 0
+        for number, line in enumerate(_whole_lines(self.path), start=1):
+            if number > 1:
+                self._take(number, line, plan)
+            size += len(line)
+        self._file.truncate(size)
+        self.num_done = len(self.windows)
+
+    def _take(self, number: int, text: bytes, plan: Plan) -> None:
+        try:
+            line = _Line.model_validate(json.loads(text))
+            fits = plan.windows[line.index].num_scored == line.num_scored == len(line.nlls)
+        except (ValueError, IndexError):
+            fits = False
+        if not fits or line.index in self.windows:
+            raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh")
+        self.windows[line.index] = line.nlls
+        self.seconds = max(self.seconds, line.seconds)
+
+    def _append(self, record: dict[str, object]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        rest = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
+        try:
+            while rest:
+                # A write without a buffer takes what there is room for.
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._failure = OutputError(f"cannot write {self.path}: {error.strerror}")
+            raise self._failure from error
+
+
+def open_journal(path: Path, plan: Plan) -> Journal:
+    """Open the journal of a run: the one that is there, or a new one.
+
+    Raises:
+        OutputError: it is of another run, damaged, in use, no journal, or cannot be written.
+    """
+    file = _open_locked(path)
+    try:
+        journal = Journal(path, file, len(plan.windows))
+        header = _read_header(path)
+        if header is None:
+            journal.start(plan)
+        elif differing := differences(header, _header(plan)):
+            raise OutputError(
+                f"{path} is of another run: {differing}; give the options of that run, or delete it to start afresh"
+            )
+        else:
+            journal.go_on(plan)
+    except OSError as error:
+        file.close()
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    except BaseException:
+        file.close()
+        raise
+    return journal
+
+
+def count_windows(path: Path) -> tuple[int, int]:
+    """The windows that a journal has, and those of its whole run; both 0 for one that was killed at its header.
+
+    Raises:
+        OutputError: it is in use, or no journal.
+    """
+    with _open_locked(path):
+        header = _read_header(path)
+        if header is None:
+            return 0, 0
+        return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
+
+
+def _header(plan: Plan) -> dict[str, object]:
+    """Everything that decides the windows and their numbers; flat, so that each difference has a name."""
+    return {
+        **_KIND,
+        "sha256": plan.corpus.fingerprint,
+        "method": plan.method,
+        "context_length": plan.context_length,
+        "stride": plan.stride,
+        "max_tokens": plan.max_tokens,
+        "add_special_tokens": plan.add_special_tokens,
+        "model": plan.model,
+        **{f"server.{name}": value for name, value in identity(plan.server).items()},
+        "num_tokens": len(plan.tokens),
+        "tokens_sha256": hashlib.sha256(" ".join(map(str, plan.tokens)).encode()).hexdigest(),
+        "num_windows": len(plan.windows),
+    }
+
+
+def _read_header(path: Path) -> dict[str, Any] | None:
+    """The header, or None where a process was killed before it was whole."""
+    with path.open("rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+        return None
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or not _KIND.items() <= header.items():
+        raise OutputError(f"{path} is no journal of this version of ppl-client; move it away")
+    return header
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _open_locked(path: Path) -> FileIO:
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path} is no file")
+    try:
+        file = FileIO(path, "a")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise OutputError(f"{path} is in use: another ppl-client is at work on the same output") from error
+    except OSError as error:
+        _log.debug("%s cannot be locked, as on some network file systems: %s", path, error)
+    return file

@@ -1,0 +1,124 @@
+"""What an evaluation is to score, worked out before the first window is scored, and what a window comes to."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scoremode.client import AsyncScoreClient
+from scoremode.corpora import Corpus
+from scoremode.metrics import count_words
+from scoremode.protocol import PerplexityRequest, ServerInfo
+from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+
+_FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs"}
+
+
+@dataclass(frozen=True, slots=True)
+class WindowNlls:
+    """What one window came to, in nats."""
+
+    index: int
+    num_scored: int
+    nll_sum: float
+    nlls: list[float] | None
+    """NLL of each target, in order; None where the server cut the windows and kept them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tokens and windows of an evaluation, and the settings that they follow from, all resolved."""
+
+    corpus: Corpus
+    server: ServerInfo
+    model: str
+    method: Method
+    context_length: int
+    stride: int
+    max_tokens: int | None
+    add_special_tokens: bool
+    tokens: list[int]
+    """Of the text used, with any special tokens that the tokenizer added."""
+    num_bytes: int
+    """UTF-8 bytes of the text used."""
+    num_words: int
+    windows: list[Window]
+
+
+async def make_plan(
+    client: AsyncScoreClient,
+    server: ServerInfo,
+    corpus: Corpus,
+    *,
+    method: Method,
+    context_length: int | None,
+    stride: int | None,
+    max_tokens: int | None,
+    add_special_tokens: bool | None,
+) -> Plan:
+    """Tokenize a corpus on the server and cut it into windows.
+
+    Raises:
+        WindowError: windows that cannot be cut, or a text too short for one.
+        ScoremodeError: the server fails.
+    """
+    context_length = resolve_context_length(method, context_length, server.max_model_len)
+    stride = resolve_stride(method, context_length, stride)
+    add_special_tokens = adds_special_tokens(method, add_special_tokens)
+    tokens = await client.tokenize(corpus.text, add_special_tokens)
+    text = corpus.text
+    if max_tokens is not None and len(tokens) > max_tokens:
+        tokens = tokens[:max_tokens]
+        text = await _text_of(client, tokens, server.bos_token_id if add_special_tokens and server.adds_bos else None)
+    windows = cut_windows(
+        len(tokens),
+        method,
+        context_length,
+        stride,
+        prefix_token_id=server.prefix_token_id,
+        bos_token_id=server.chunk_token_id,
+    )
+    if not windows:
+        raise WindowError(
+            f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}",
+            "context_length",
+        )
+    return Plan(
+        corpus=corpus,
+        server=server,
+        model=client.model or server.model,
+        method=method,
+        context_length=context_length,
+        stride=stride,
+        max_tokens=max_tokens,
+        add_special_tokens=add_special_tokens,
+        tokens=tokens,
+        num_bytes=len(text.encode()),
+        num_words=count_words(text),
+        windows=windows,
+    )
+
+
+def adds_special_tokens(method: Method, add_special_tokens: bool | None) -> bool:
+    """The given choice, or the default of the method."""
+    fields = {"method": method, "add_special_tokens": add_special_tokens}
+    return PerplexityRequest.model_validate(fields).adds_special_tokens
+
+
+def identity(server: ServerInfo) -> dict[str, object]:
+    """What decides the numbers that a server gives: two servers with the same can share a run."""
+    return server.model_dump(exclude=_FIELDS_WITHOUT_INFLUENCE)
+
+
+def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """The fields whose values differ, in words; empty where none do."""
+    return ", ".join(
+        f"{name} is {found.get(name)!r} instead of {wanted.get(name)!r}"
+        for name in dict.fromkeys([*wanted, *found])
+        if found.get(name) != wanted.get(name)
+    )
+
+
+async def _text_of(client: AsyncScoreClient, tokens: Sequence[int], added_bos: int | None) -> str:
+    """The text of truncated tokens, without a BOS that the tokenizer put before it."""
+    if added_bos is not None and tokens[0] == added_bos:
+        tokens = tokens[1:]
+    return await client.detokenize(tokens) if tokens else ""

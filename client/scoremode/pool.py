@@ -1,0 +1,134 @@
+"""The servers of one run, over which its windows are spread."""
+
+import logging
+from asyncio import TaskGroup
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from scoremode.client import AsyncScoreClient
+from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
+from scoremode.plan import differences, identity
+from scoremode.protocol import ServerInfo
+from scoremode.windows import Window
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_CONCURRENCY = 8
+"""Windows in flight at a server that does not say how many sequences it runs at once."""
+MAX_CONCURRENCY = 64
+"""Windows in flight at a server that runs more at once: more would not keep the engine busier."""
+GRACE = 20.0
+"""Seconds for which a server that is down is waited for while there are others."""
+
+Job = tuple[int, Window]
+"""A window and its index."""
+ScoreWindow = Callable[[AsyncScoreClient, Window], Awaitable[list[float]]]
+KeepWindow = Callable[[int, list[float]], object]
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    client: AsyncScoreClient
+    concurrency: int
+    failures_seen: int
+    """`client.retries.num_failures` when the server's identity was last checked."""
+
+
+class Pool:
+    """Servers that serve the same, each with windows of its own in flight."""
+
+    def __init__(
+        self, clients: Sequence[AsyncScoreClient], infos: Sequence[ServerInfo], concurrency: int | None
+    ) -> None:
+        self.info = infos[0]
+        for client, info in zip(clients, infos, strict=True):
+            self._check_identity(info, f"{client.address} does not serve the same as {clients[0].address}")
+        self._servers = [
+            _Server(client, concurrency or _concurrency(info), client.retries.num_failures)
+            for client, info in zip(clients, infos, strict=True)
+        ]
+        self.concurrency = sum(server.concurrency for server in self._servers)
+        """Windows in flight at once, of all servers together."""
+
+    @classmethod
+    async def connect(cls, clients: Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
+        """Ask every server what it serves.
+
+        `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at once.
+
+        Raises:
+            ServersDifferError: they do not serve the same.
+            ScoremodeError: a server fails.
+        """
+        return cls(clients, [await client.info() for client in clients], concurrency)
+
+    async def score(self, jobs: Iterable[Job], score: ScoreWindow, keep: KeepWindow) -> None:
+        """Score windows at whichever server has room, and hand each to `keep` with its index, in any order.
+
+        A server that fails is dropped, as long as there is another, which takes over its windows.
+
+        Raises:
+            ScoremodeError: the last server failed, or a request is at fault.
+        """
+        self._set_grace()
+        try:
+            while lost := await self._score_round(iter(jobs), score, keep):
+                jobs = lost
+        finally:
+            for server in self._servers:
+                server.client.retries.grace = None
+
+    async def _score_round(self, jobs: Iterator[Job], score: ScoreWindow, keep: KeepWindow) -> deque[Job]:
+        """Score windows until none is left; returns those of a server that failed when the others had finished."""
+        lost: deque[Job] = deque()
+
+        async def work(server: _Server) -> None:
+            while server in self._servers and (job := lost.popleft() if lost else next(jobs, None)):
+                index, window = job
+                try:
+                    nlls = await score(server.client, window)
+                    await self._check_still_the_same(server)
+                except (TransportError, ServerError, RateLimitError) as error:
+                    if server in self._servers:
+                        self._drop(server, error)
+                    lost.append(job)
+                else:
+                    keep(index, nlls)
+
+        try:
+            async with TaskGroup() as workers:
+                for server in self._servers:
+                    for _ in range(server.concurrency):
+                        workers.create_task(work(server))
+        except ExceptionGroup as failures:
+            # The first failure says what is wrong; its group would only hide its type from the caller.
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        return lost
+
+    def _drop(self, server: _Server, error: ScoremodeError) -> None:
+        if len(self._servers) == 1:
+            raise error
+        self._servers.remove(server)
+        _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
+        self._set_grace()
+
+    def _set_grace(self) -> None:
+        for server in self._servers:
+            server.client.retries.grace = GRACE if len(self._servers) > 1 else None
+
+    async def _check_still_the_same(self, server: _Server) -> None:
+        """A server that was down may have come back with another model."""
+        if (num_failures := server.client.retries.num_failures) != server.failures_seen:
+            self._check_identity(await server.client.info(), f"{server.client.address} came back as another")
+            server.failures_seen = num_failures
+
+    def _check_identity(self, info: ServerInfo, complaint: str) -> None:
+        if differing := differences(identity(info), identity(self.info)):
+            raise ServersDifferError(f"{complaint}: {differing}")
+
+
+def _concurrency(info: ServerInfo) -> int:
+    return DEFAULT_CONCURRENCY if info.max_num_seqs is None else min(info.max_num_seqs, MAX_CONCURRENCY)
