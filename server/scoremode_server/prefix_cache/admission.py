@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, TypeVar
 
 from vllm.logger import init_logger
@@ -253,10 +254,16 @@ class RequestQueue:
         A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM walks
         through its queue for each call.
         """
+        coroutines = iter(coroutines)
+        first, second = next(coroutines, None), next(coroutines, None)
+        if first is not None and second is None:
+            # Most requests are one sequence, which needs no task of its own.
+            yield await first
+            return
         most = STEPS * self._admission.size.step_sequences
         tasks: deque[asyncio.Task[T]] = deque()
         try:
-            for coroutine in coroutines:
+            for coroutine in chain(filter(None, (first, second)), coroutines):
                 tasks.append(asyncio.create_task(coroutine))
                 if len(tasks) == most:
                     yield await self._first(tasks)

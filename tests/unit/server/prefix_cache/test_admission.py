@@ -111,6 +111,7 @@ async def test_requests_take_turns_whatever_their_size():
 async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
     engine = Engine(step_sequences=4)
     leaves = asyncio.create_task(engine.request(names("a", 1000)))
+    await settle()
     stays = asyncio.create_task(engine.request(["b"]))
     await settle()
     assert list(engine.inside) == names("a", 8)
