@@ -55,12 +55,12 @@ SERVERS = {
         ("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
         (*_STOCK_BESIDE, "scoremode"),
     ),
-    # Quantized weights and activations, and no cache of logprobs.
+    # Quantized weights and activations, no cache of logprobs, and small bounds.
     "int8_server": Server(
         "int8_smollm2",
         (
             *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-            *("--score-cache-bytes", "0"),
+            *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
         ),
     ),
 }

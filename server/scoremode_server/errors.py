@@ -12,6 +12,16 @@ class RequestError(Exception):
         self.status = status
 
 
+def engine_has_died() -> RequestError:
+    """The error of requests that were with an engine which died, or came after it did."""
+    return RequestError("the engine has died", None, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def stopping() -> RequestError:
+    """The error of requests that a server which is about to stop does not answer."""
+    return RequestError("the server is shutting down", None, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
 class EngineOutputError(RuntimeError):
     """The engine returned something that is not the score of what was asked. Reported as 500, never as a number."""
 

@@ -24,7 +24,8 @@ class Metrics:
         )
         self._waiting = Histogram(
             "scoremode_request_waiting_seconds",
-            "From a scoring request's arrival until the engine first schedules it. Nothing with --disable-log-stats. "
+            "From when a sequence may go to the engine until the engine first schedules it. Nothing with "
+            "--disable-log-stats. "
             "Where the engine runs on another host, its own queue alone.",
             registry=registry,
             buckets=SECONDS,

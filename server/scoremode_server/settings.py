@@ -46,15 +46,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=positive,
         default=None,
         metavar="TOKENS",
-        help="Tokens that may wait to be scored or be scored at once, of all requests; more are answered 429. "
-        "Default: 16 times what the KV cache holds.",
+        help="Tokens that may wait to be scored or be scored at once, of all requests to an API server process; more "
+        "are answered 429. Default: 16 times what the KV cache holds.",
     )
     group.add_argument(
         "--max-request-sequences",
         type=positive,
         default=MAX_SEQUENCES,
         metavar="N",
-        help="Sequences of one scoring request: prompts, or prompts times continuations. Default: %(default)s.",
+        help="Sequences of one scoring request: prompts, prompts times continuations, or windows. "
+        "Default: %(default)s.",
     )
     group.add_argument(
         "--request-timeout",

@@ -14,6 +14,7 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import CompletionReader, is_scoring
+from scoremode_server.scoring.tokenizer import as_prompts
 
 
 class CompletionsRoute(APIRoute):
@@ -57,6 +58,8 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
+    if request.prompt:
+        state.limits.check_num_sequences(len(as_prompts(request.prompt)), None)
     result = await state.completions.create_completion(request, raw_request, state.owner(raw_request))
     if isinstance(result, ErrorResponse):
         return JSONResponse(result.model_dump(), status_code=result.error.code)

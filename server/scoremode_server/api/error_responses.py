@@ -11,9 +11,10 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from vllm.entrypoints.serve import create_error_response
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import RequestError, engine_has_died
 
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -71,6 +72,8 @@ def with_error_responses(handle: RouteHandler) -> RouteHandler:
             failure = RequestError("; ".join(map(str, error.errors())), None)
         except ValidationError as error:
             failure = from_validation(error)
+        except EngineDeadError:
+            failure = engine_has_died()
         except RequestError as error:
             failure = error
         return error_response(failure)

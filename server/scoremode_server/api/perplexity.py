@@ -87,7 +87,9 @@ async def prepare(request: PerplexityRequest, raw_request: Request, state: Score
         context_length = resolve_context_length(request.method, request.context_length, state.limits.max_model_len)
         stride = resolve_stride(request.method, context_length, request.stride)
         documents = await _documents(request, state)
-        # In a thread: a long text with a short stride has windows by the hundred thousand.
+        num_windows = sum(len(document.token_ids) // stride + 1 for document in documents)
+        state.limits.check_num_windows(num_windows, stride)
+        # In a thread: a long text with a short stride has windows by the ten thousand.
         windows = await asyncio.to_thread(_plan, request, documents, context_length, stride, state.info)
     except WindowError as error:
         raise RequestError(str(error), error.field) from None
@@ -172,6 +174,7 @@ async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.
             request_id=unique(job.request_id),
             queue=queue,
             cache_salt=job.request.cache_salt,
+            makes_room=False,
             owner=job.owner,
             options=job.options,
         )

@@ -30,6 +30,7 @@ from scoremode_server.rows import read_columns
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request that are decoded, to echo their text, on the event loop: some two milliseconds. vLLM decodes all
@@ -69,7 +70,8 @@ class ScoringCompletions:
         self, request: CompletionRequest, raw_request: Request, owner: str
     ) -> bytes | ErrorResponse:
         stock = self._stock
-        inputs = await self._render(request)
+        with exempt_from_queue_bounds():
+            inputs = await self._render(request)
         if isinstance(inputs, ErrorResponse):
             return inputs
         metadata = RequestResponseMetadata(request_id=f"cmpl-{stock._base_request_id(raw_request, request.request_id)}")
@@ -148,7 +150,8 @@ class ScoringCompletions:
             params,
             use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
             options=options,
-            owner=owner,
+            # The engine that it is moved to or from must find its keys and values.
+            owner="" if moved_between_engines else owner,
         )
 
     def _log_outputs(self, answers: list[Answer], request_id: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from vllm.logger import init_logger
 
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import RequestError, stopping
 
 # vLLM writes what comes below its own name.
 logger = init_logger("vllm.scoremode")
@@ -54,7 +54,7 @@ class Admission:
         num_sequences: accepted, and without an answer yet.
         num_tokens: of these sequences.
         num_running: those of them that are in the engine.
-        num_running_tokens: tokens of these that the engine must compute, as far as is known here.
+        num_running_tokens: tokens of these.
     """
 
     def __init__(
@@ -62,6 +62,8 @@ class Admission:
     ) -> None:
         self.size = size
         self.num_sequences = self.num_tokens = self.num_running = self.num_running_tokens = 0
+        self._num_computing = 0
+        """Tokens that the engine must compute, as far as is known here."""
         self.abort = abort
         self._show = show
         self._turns: OrderedDict[RequestQueue, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
@@ -192,10 +194,10 @@ class Admission:
 
     def _has_room(self) -> bool:
         few = self.num_running < STEPS * self.size.step_sequences
-        return few and self.num_running_tokens < STEPS * self.size.step_tokens
+        return few and self._num_computing < STEPS * self.size.step_tokens
 
     def _count(self, num_tokens: int, num_running: int) -> None:
-        self.num_running_tokens += num_tokens
+        self._num_computing += num_tokens
         self.num_running += num_running
         self.show()
 
@@ -287,18 +289,19 @@ class RequestQueue:
         return self._admission.is_stopped
 
     @asynccontextmanager
-    async def in_engine(self, request_id: str, num_tokens: int) -> AsyncGenerator[None, None]:
-        """Wait for a turn, and be counted as running: see `Admission.enter`."""
-        await self._admission.enter(self, num_tokens)
+    async def in_engine(self, request_id: str, num_tokens: int, num_known: int = 0) -> AsyncGenerator[None, None]:
+        """Wait for a turn to have a sequence in the engine, of whose tokens `num_known` need not be computed.
+
+        Raises:
+            RequestError: the server stops (503).
+        """
+        await self._admission.enter(self, num_tokens - num_known)
         self._entered = self._entered or time.monotonic()
+        self._admission.num_running_tokens += num_tokens
         self.running.add(request_id)
         try:
             yield
         finally:
             self.running.remove(request_id)
-            self._admission.leave(num_tokens)
-
-
-def stopping() -> RequestError:
-    """The error of requests that a server which is about to stop does not answer."""
-    return RequestError("the server is shutting down", None, HTTPStatus.SERVICE_UNAVAILABLE)
+            self._admission.num_running_tokens -= num_tokens
+            self._admission.leave(num_tokens - num_known)

@@ -98,6 +98,9 @@ class ScoringEngine:
             return None
 
     async def _uncached(self, request: RowsRequest) -> Answer:
+        if request.owner:
+            # Generation reads the prefix cache too, and must not find what another owner has scored.
+            request = replace(request, prompt={**request.prompt, "cache_salt": self._salt(request)})
         run = await run_engine(self._engine, request)
         run.check(request.first_row)
         return Answer(run.rows[request.first_row :], run.output)

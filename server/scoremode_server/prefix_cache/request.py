@@ -155,5 +155,7 @@ class CachedRequest:
         num_left_out = -(-run.first // self._store.block_size)
         rows = run.rows[num_left_out * self._store.block_size :]
         new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)
-        self.num_evicted = self._store.put(self._generation, self._block_hashes, new)
+        self.num_evicted = self._store.put(
+            self._generation, self._block_hashes, new, makes_room=self._request.makes_room
+        )
         self._registered.blocks = self._found | new

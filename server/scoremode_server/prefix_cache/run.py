@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
-from scoremode_server.prefix_cache.admission import RequestQueue, stopping
+from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import Rows, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
@@ -68,6 +67,8 @@ class RowsRequest:
     use_cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
+    makes_room: bool = True
+    """Whether its rows are kept in the place of others; if not, only where there is room."""
     owner: str = ""
     """Whose request it is: rows, keys and values are not shared between owners."""
     queue: RequestQueue | None = None
@@ -84,6 +85,7 @@ class RowsRequest:
         first: int = 1,
         use_cache: bool = True,
         options: Mapping[str, Any] | None = None,
+        makes_room: bool = True,
         owner: str = "",
         queue: RequestQueue | None = None,
     ) -> "RowsRequest":
@@ -97,6 +99,7 @@ class RowsRequest:
             first=first,
             use_cache=use_cache,
             options=options or {},
+            makes_room=makes_room,
             owner=owner,
             queue=queue,
         )
@@ -155,7 +158,7 @@ async def run_engine(
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id = request.request_id + suffix
-    turn = request.queue.in_engine(request_id, request.num_fed - num_known) if request.queue else nullcontext()
+    turn = request.queue.in_engine(request_id, request.num_fed, num_known) if request.queue else nullcontext()
     output = None
     try:
         async with turn:
@@ -166,7 +169,7 @@ async def run_engine(
             raise EngineOutputError("the engine ended a request without an output")
         rows, first = read_rows(request.token_ids, request.num_fed, request.num_columns, output)
     except EngineDeadError:
-        raise RequestError("the engine has died", None, HTTPStatus.SERVICE_UNAVAILABLE) from None
+        raise engine_has_died() from None
     except UnfinishedError:
         if request.queue is not None and request.queue.is_stopped:
             raise stopping() from None

@@ -57,11 +57,20 @@ class RowStore:
                 found[block_hash] = block
         return found
 
-    def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
+    def put(
+        self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes], *, makes_room: bool = True
+    ) -> int:
         """Keep the computed blocks of a sequence, unless they are of an earlier generation. All blocks of the sequence
         that are here become the most recently used, as in `get`. Returns how many blocks were dropped for want of
-        room."""
+        room.
+
+        Blocks that make no room are kept only where there is some, and are the first to go: those of windows of long
+        texts would otherwise take the place of prefixes that come again.
+        """
         if generation != self.generation or not self.enabled:
+            return 0
+        if not makes_room:
+            self._fill_up(blocks)
             return 0
         # What would be dropped for the sequence's own first blocks is not put in at all.
         fitting = self._with_room(block_hashes, blocks)
@@ -73,6 +82,14 @@ class RowStore:
             elif block is not None:
                 num_evicted += self._replace(block_hash, block)
         return num_evicted
+
+    def _fill_up(self, blocks: Mapping[bytes, bytes]) -> None:
+        for block_hash, block in blocks.items():
+            cost = len(block) + ENTRY_BYTES
+            if block_hash not in self._blocks and self.num_bytes + cost <= self.max_bytes:
+                self._blocks[block_hash] = block
+                self._blocks.move_to_end(block_hash, last=False)
+                self.num_bytes += cost
 
     def _with_room(self, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The first hashes of a sequence, as many as have room together."""

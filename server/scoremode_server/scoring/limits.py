@@ -44,6 +44,19 @@ class Limits:
                 "prompt" if num_continuations is None else "continuations",
             )
 
+    def check_num_windows(self, num_windows: int, stride: int) -> None:
+        """Refuse a text with more windows than a request may have sequences, before any is cut.
+
+        Raises:
+            RequestError: their number, which may be one too high for each text, and the bound.
+        """
+        if num_windows > self.max_sequences:
+            raise RequestError(
+                f"with stride {stride} there are {num_windows} windows, and a request may have at most "
+                f"{self.max_sequences} (--max-request-sequences)",
+                "stride",
+            )
+
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
         """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`.
 

@@ -24,6 +24,8 @@ class ScoreSettings:
     top_logprobs: int = 0
     use_cache: bool = True
     cache_salt: str | None = None
+    makes_room: bool = True
+    """Whether rows are kept in the place of others."""
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`."""
@@ -66,6 +68,7 @@ class Scorer:
                 top_logprobs=settings.top_logprobs,
                 use_cache=settings.use_cache,
                 cache_salt=salt,
+                makes_room=settings.makes_room,
                 owner=settings.owner,
                 options=settings.options,
                 queue=settings.queue,

@@ -58,6 +58,16 @@ async def test_owners_and_salts_share_nothing():
     assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
 
 
+async def test_keys_and_values_of_an_owner_have_a_salt_even_where_no_rows_are_kept():
+    made = setup(max_bytes=0)
+    for owner in ("a", "b"):
+        await scored(made, TOKENS, owner=owner)
+    first, second = made.engine.salts
+    assert first
+    assert second
+    assert first != second
+
+
 async def test_a_score_waits_for_its_turn():
     class LateTurns(Turns):
         async def take(self) -> None:

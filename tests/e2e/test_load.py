@@ -1,0 +1,110 @@
+"""A server that is asked for more than it can do at once."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.test_cancellation import requests_in_engine, wait_for
+
+LONGEST_HEALTH_SECONDS = 5
+"""A server that does not answer for so long is restarted by whoever watches it. Usually it takes some milliseconds."""
+
+
+def gauges(server: str) -> tuple[float, float]:
+    """(waiting, running) sequences of scoring requests."""
+    lines = httpx.get(f"{server}/metrics").text.splitlines()
+    waiting, running = (
+        next(float(line.split()[-1]) for line in lines if line.startswith(f"scoremode_{name}_sequences "))
+        for name in ("waiting", "running")
+    )
+    return waiting, running
+
+
+def sequences(count: int, length: int) -> list[list[int]]:
+    return [[random.randrange(49_000) for _ in range(length)] for _ in range(count)]
+
+
+def score(server: str, prompts: list[list[int]], **options: Any) -> httpx.Response:
+    return httpx.post(f"{server}/v1/score", json={"prompt": prompts}, timeout=options.pop("timeout", 300), **options)
+
+
+@pytest.fixture
+def while_healthy(server: str):
+    """Run something while the server's health is asked for all the time."""
+    done, longest = threading.Event(), [0.0]
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            begun = time.monotonic()
+            assert httpx.get(f"{server}/health", timeout=60).status_code == 200
+            longest[0] = max(longest[0], time.monotonic() - begun)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        yield
+        done.set()
+        watching.result()
+    assert longest[0] < LONGEST_HEALTH_SECONDS
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    while not true():
+        time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("while_healthy")
+def test_a_small_request_does_not_wait_for_a_large_one(server: str):
+    with ThreadPoolExecutor() as pool:
+        large = pool.submit(score, server, sequences(300, 32))
+        wait_until(lambda: gauges(server)[0] > 200)
+        waiting, running = gauges(server)
+        assert 0 < running <= 16
+        assert waiting + running <= 300
+        for _ in range(3):
+            assert score(server, sequences(1, 32)).status_code == 200
+            assert not large.done()
+        assert large.result().status_code == 200
+    assert len(large.result().json()["data"]) == 300
+    assert gauges(server) == (0, 0)
+
+
+@pytest.mark.usefixtures("while_healthy")
+def test_a_large_request_whose_client_leaves_is_gone_at_once(server: str):
+    with pytest.raises(httpx.ReadTimeout):
+        score(server, [[5, 6]] * 60_000, timeout=5)
+    assert score(server, sequences(1, 32)).status_code == 200
+    assert wait_for(server, busy=False, seconds=60)
+    assert gauges(server) == (0, 0)
+
+
+def test_more_sequences_than_allowed_are_refused_before_any_is_made(server: str):
+    for body in (
+        {"prompt": [[5, 6]] * 100_000},
+        {"prompt": ["a"] * 10_000, "continuations": ["b"] * 10_000},
+    ):
+        answer = httpx.post(f"{server}/v1/score", json=body, timeout=60)
+        assert answer.status_code == 400
+        assert "at most 65536 (--max-request-sequences)" in answer.json()["error"]["message"]
+    many_windows = {"prompt": [5] * 100_000, "stride": 1, "context_length": 64}
+    answer = httpx.post(f"{server}/v1/perplexity", json=many_windows, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stride")
+    assert requests_in_engine(server) == 0
+
+
+def test_vllms_bound_of_queued_requests_is_for_generation_alone(int8_server: str):
+    """That server has `--max-num-queued-reqs 4`."""
+    assert score(int8_server, sequences(9, 16)).status_code == 200
+    text = {"prompt": sequences(1, 200)[0], "context_length": 16, "stream": True}
+    events = httpx.post(f"{int8_server}/v1/perplexity", json=text, timeout=300).text
+    assert events.endswith("data: [DONE]\n\n")
+    assert '"error"' not in events
+    echo = {"model": "int8", "prompt": sequences(6, 16), "echo": True, "logprobs": 1, "max_tokens": 1}
+    assert httpx.post(f"{int8_server}/v1/completions", json=echo, timeout=300).status_code == 200
+    generation = {"model": "int8", "prompt": "x", "n": 5, "max_tokens": 2, "temperature": 1}
+    assert httpx.post(f"{int8_server}/v1/completions", json=generation, timeout=300).status_code == 503
