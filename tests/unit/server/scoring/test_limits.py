@@ -15,7 +15,7 @@ def test_as_many_sequences_as_allowed_pass(prompts: int, continuations: int | No
 
 @pytest.mark.parametrize(("prompts", "continuations", "field"), [(7, None, "prompt"), (3, 3, "continuations")])
 def test_more_sequences_are_refused_with_their_number(prompts: int, continuations: int | None, field: str):
-    with pytest.raises(RequestError, match="at most 6 .--max-request-sequences") as refused:
+    with pytest.raises(RequestError, match=r"at most 6 \(--max-request-sequences") as refused:
         LIMITS.check_num_sequences(prompts, continuations)
     assert refused.value.param == field
     assert f"{prompts * (continuations or 1)} sequences" in str(refused.value)
