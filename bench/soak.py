@@ -566,7 +566,8 @@ def main() -> None:
     log = options.logs / "soak.log"
     with server_process(options.model, *FLAGS, *flags, log=log) as server:
         outcome = asyncio.run(soak(server, passages, options))
-    outcome.problems.extend(tracebacks(log))
+        # vLLM may log one when it is stopped.
+        outcome.problems.extend(tracebacks(log))
     save(outcome, options.logs / "soak.json")
     print(outcome)
     sys.exit(1 if outcome.problems else 0)
