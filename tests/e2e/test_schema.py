@@ -112,7 +112,7 @@ def run(
 
 
 def bent(body: Any, vocab_size: int) -> Any:
-    """The request made short but not empty, with token ids of the model and fields that go together; the served model's."""
+    """The request made short, not empty, for the served model and its tokens, with fields that go together."""
     body = {name: value for name, value in body.items() if name != "model"}
     for name in ("texts", "continuations"):
         if not body.get(name):
