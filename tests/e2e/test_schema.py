@@ -1,0 +1,181 @@
+"""What schemathesis makes of openapi/openapi.json: no request brings a server error or an undocumented answer.
+
+Most requests are bent so that they can be answered; else only the validator is tested. That file leaves out
+`/v1/completions`, so the server's own account of it is taken, narrowed to the fields of a request that scores.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from scoremode.protocol import PerplexityResponse
+from write_openapi import OPENAPI
+
+POSTS = ("/v1/score", "/v1/perplexity", "/v1/completions")
+LEAST_ANSWERED = 0.4
+LONGEST_TEXT = 6
+"""Characters; such as schemathesis likes are several tokens each."""
+LONGEST_TOKENS = 12
+LONGEST_LIST = 2
+LONGEST_WINDOW = 6
+SCORING_FIELDS = (
+    *("prompt", "model", "temperature", "seed", "user", "stop", "add_special_tokens", "prompt_logprobs", "cache_salt"),
+    *("return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "truncate_prompt_tokens"),
+)
+SCORING = {
+    "echo": {"const": True},
+    "logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
+    "max_tokens": {"type": "integer", "minimum": 0, "maximum": 1},
+}
+
+Bend = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module")
+def schema(server: str) -> schemathesis.BaseSchema:
+    """Scoremode's operations, and the server's own account of `/v1/completions`."""
+    document = json.loads(OPENAPI.read_text())
+    served = httpx.get(f"{server}/openapi.json").json()
+    document["paths"]["/v1/completions"] = served["paths"]["/v1/completions"]
+    schemas = served["components"]["schemas"]
+    fields = schemas["CompletionRequest"]["properties"]
+    schemas["CompletionRequest"] = {
+        "type": "object",
+        "required": ["prompt", *SCORING],
+        "properties": {name: fields[name] for name in SCORING_FIELDS} | SCORING,
+    }
+    document["components"]["schemas"] = schemas | document["components"]["schemas"]
+    return schemathesis.openapi.from_dict(document)
+
+
+@pytest.mark.parametrize("num_cases", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_every_answer_is_documented_and_many_are_scores(server: str, schema: schemathesis.BaseSchema, num_cases: int):
+    vocab_size = httpx.get(f"{server}/v1/score").json()["vocab_size"]
+    statuses = {path: Counter[int]() for path in POSTS}
+    each = num_cases // len(POSTS)
+    # What is valid and left as it is may be long: a few of those take as much time as all others.
+    answerable, valid, invalid = each * 3 // 4, each // 20, each // 5
+    for path, counter in statuses.items():
+
+        def send(case: Case, counter: Counter[int] = counter) -> None:
+            counter[check(server, case)] += 1
+
+        run(schema[path]["POST"], send, answerable, bend=lambda body: bent(body, vocab_size))
+        run(schema[path]["POST"], send, valid)
+        run(schema[path]["POST"], send, invalid, mode=GenerationMode.NEGATIVE)
+    run(schema["/v1/score"]["GET"], lambda case: check(server, case), 1)
+    print(statuses)
+    for path, counter in statuses.items():
+        assert counter.total() >= 0.9 * each, f"{path}: schemathesis ran out of cases: {counter}"
+        assert counter[200] >= LEAST_ANSWERED * counter.total(), f"{path}: {counter}"
+        assert counter[400], f"{path}: nothing was refused"
+
+
+def run(
+    operation: schemathesis.APIOperation,
+    send: Callable[[Case], object],
+    num_cases: int,
+    *,
+    bend: Bend = lambda body: body,
+    mode: GenerationMode = GenerationMode.POSITIVE,
+) -> None:
+    """Make so many cases, the same ones every time, and send them."""
+
+    @settings(
+        max_examples=num_cases,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(mode))
+    def with_cases(case: Case) -> None:
+        case.body = bend(case.body)
+        send(case)
+
+    with_cases()
+
+
+def bent(body: Any, vocab_size: int) -> Any:
+    """The request made short, not empty, for the served model and its tokens, with fields that go together."""
+    body = {name: value for name, value in body.items() if name != "model"}
+    for name in ("texts", "continuations"):
+        if not body.get(name):
+            body.pop(name, None)
+    if "texts" not in body and body.get("prompt") is None:
+        body["prompt"] = ""
+    for name in ("prompt", "texts", "continuations"):
+        if name in body:
+            body[name] = shortened(body[name], vocab_size)
+    for name in ("context_length", "stride", "max_tokens"):
+        if "echo" not in body and body.get(name):
+            body[name] = 2 + int(body[name]) % LONGEST_WINDOW
+    if body.get("prompt") and body.get("texts"):
+        del body["texts"]
+    if body.get("stride") and (body.get("method", "sliding") not in ("sliding", "overlapping")):
+        del body["stride"]
+    if body.get("stride"):
+        body["stride"] = min(body["stride"], body.get("context_length") or body["stride"])
+    return body
+
+
+def shortened(value: Any, vocab_size: int) -> Any:
+    """Texts and lists cut off, token ids within the vocabulary."""
+    if isinstance(value, list):
+        longest = LONGEST_TOKENS if value and isinstance(value[0], (int, float)) else LONGEST_LIST
+        return [shortened(each, vocab_size) for each in value[:longest]] or [0, 1]
+    if isinstance(value, (int, float)):
+        return int(value) % vocab_size
+    return (value[:LONGEST_TEXT] or "a text") if isinstance(value, str) else value
+
+
+def check(server: str, case: Case) -> int:
+    """Send a case; the status of its answer, which is one that the document has."""
+    checks = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+    if case.path != "/v1/completions":
+        # vLLM takes fields that it does not know.
+        checks.append(negative_data_rejection)
+    response = case.call_and_validate(server, checks=checks, timeout=120)
+    if response.status_code == 200:
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            check_stream(response.text)
+        elif case.path == "/v1/completions":
+            check_completion(response.json())
+    return response.status_code
+
+
+def check_completion(answer: dict[str, Any]) -> None:
+    """OpenAPI says nothing of what an answer of `/v1/completions` has: for every token an entry in each list."""
+    assert answer["object"] == "text_completion"
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        lengths = {len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        assert len(lengths) == 1, lengths
+        assert logprobs["token_logprobs"][0] is None
+        assert None not in logprobs["token_logprobs"][1:]
+
+
+def check_stream(text: str) -> None:
+    """An event stream of `/v1/perplexity` ends with a result, or with an error that is the request's."""
+    *_, last, done = text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    result = json.loads(last.removeprefix("data: "))
+    if "error" in result:
+        assert result["error"]["code"] < 500, result
+    else:
+        PerplexityResponse.model_validate(result)
