@@ -2,7 +2,7 @@
 
 vLLM's queue is first come, first served. Whoever sends thousands of sequences at once would make all others wait for
 all of them, and vLLM walks through its whole queue for each one that is aborted. So at most one step's tokens wait in
-the engine besides the step that runs. Here HTTP requests take turns, a sequence each: a request's size is its own
+the engine besides those that it is at. Here HTTP requests take turns, a sequence each: a request's size is its own
 problem.
 """
 
@@ -25,8 +25,8 @@ logger = init_logger("vllm.scoremode")
 
 T = TypeVar("T")
 
-STEPS = 2
-"""Steps' worth of sequences in the engine: the step that runs, and one that waits."""
+STEPS = 3
+"""Steps' worth of sequences in the engine: that which runs, that which vLLM schedules meanwhile, and one that waits."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
@@ -288,8 +288,7 @@ class RequestQueue:
         """Whether it is ended without an answer, because the server stops."""
         return self._admission.is_stopped
 
-    @asynccontextmanager
-    async def in_engine(self, request_id: str, num_tokens: int, num_known: int = 0) -> AsyncGenerator[None, None]:
+    async def enter(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
         """Wait for a turn to have a sequence in the engine, of whose tokens `num_known` need not be computed.
 
         Raises:
@@ -299,9 +298,9 @@ class RequestQueue:
         self._entered = self._entered or time.monotonic()
         self._admission.num_running_tokens += num_tokens
         self.running.add(request_id)
-        try:
-            yield
-        finally:
-            self.running.remove(request_id)
-            self._admission.num_running_tokens -= num_tokens
-            self._admission.leave(num_tokens - num_known)
+
+    def leave(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
+        """A sequence that entered is no longer in the engine."""
+        self.running.remove(request_id)
+        self._admission.num_running_tokens -= num_tokens
+        self._admission.leave(num_tokens - num_known)

@@ -6,7 +6,6 @@ as the model's context fits.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,20 +157,23 @@ async def run_engine(
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id = request.request_id + suffix
-    turn = request.queue.in_engine(request_id, request.num_fed, num_known) if request.queue else nullcontext()
-    output = None
+    queue, output = request.queue, None
+    if queue is not None:
+        await queue.enter(request_id, request.num_fed, num_known)
     try:
-        async with turn:
-            with exempt_from_queue_bounds():
-                async for part in engine.generate(request.prompt, params, request_id, **request.options):
-                    output = part
+        with exempt_from_queue_bounds():
+            async for part in engine.generate(request.prompt, params, request_id, **request.options):
+                output = part
         if output is None:
             raise EngineOutputError("the engine ended a request without an output")
         rows, first = read_rows(request.token_ids, request.num_fed, request.num_columns, output)
     except EngineDeadError:
         raise engine_has_died() from None
     except UnfinishedError:
-        if request.queue is not None and request.queue.is_stopped:
+        if queue is not None and queue.is_stopped:
             raise stopping() from None
         raise
+    finally:
+        if queue is not None:
+            queue.leave(request_id, request.num_fed, num_known)
     return Run(output, rows, first)

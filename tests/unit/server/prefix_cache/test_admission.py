@@ -28,12 +28,13 @@ class Engine:
         self.aborted.append(request_ids)
 
     async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10) -> str:
-        async with queue.in_engine(name, num_tokens):
-            self.inside[name] = asyncio.Event()
-            try:
-                await self.inside[name].wait()
-            finally:
-                del self.inside[name]
+        await queue.enter(name, num_tokens)
+        self.inside[name] = asyncio.Event()
+        try:
+            await self.inside[name].wait()
+        finally:
+            del self.inside[name]
+            queue.leave(name, num_tokens)
         queue.done(num_tokens, 0)
         return name
 
@@ -70,18 +71,18 @@ def names(letter: str, count: int) -> list[str]:
     return [f"{letter}{index}" for index in range(count)]
 
 
-async def test_the_engine_gets_two_steps_of_sequences_and_answers_are_in_order():
+async def test_the_engine_gets_three_steps_of_sequences_and_answers_are_in_order():
     engine = Engine(step_sequences=4)
     answer = asyncio.create_task(engine.request(names("a", 30)))
     steps = []
     while not answer.done():
         steps.append(len(await engine.step()))
-    assert steps[:3] == [STEPS * 4] * 3
+    assert steps[:2] == [STEPS * 4] * 2
     assert await answer == names("a", 30)
     engine.check_nothing_is_left()
 
 
-async def test_the_engine_gets_two_steps_of_tokens_and_a_sequence_of_any_length_when_there_is_room():
+async def test_the_engine_gets_three_steps_of_tokens_and_a_sequence_of_any_length_when_there_is_room():
     engine = Engine(step_tokens=100)
     answer = asyncio.create_task(engine.request(names("a", 5), num_tokens=150))
     assert len(await engine.step()) == 2
@@ -114,10 +115,10 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
     await settle()
     stays = asyncio.create_task(engine.request(["b"]))
     await settle()
-    assert list(engine.inside) == names("a", 8)
+    assert list(engine.inside) == names("a", STEPS * 4)
     leaves.cancel()
     await settle()
-    assert [sorted(call) for call in engine.aborted] == [names("a", 8)]
+    assert [sorted(call) for call in engine.aborted] == [sorted(names("a", STEPS * 4))]
     assert list(engine.inside) == ["b"]
     await engine.step()
     assert await stays == ["b"]
@@ -126,32 +127,33 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
 
 async def test_a_waiting_sequence_that_is_cancelled_blocks_nobody():
     engine = Engine(step_sequences=1)
-    first, second, third = (asyncio.create_task(engine.request([name])) for name in "abc")
+    inside = [asyncio.create_task(engine.request([name])) for name in names("a", STEPS)]
     await settle()
-    fourth = asyncio.create_task(engine.request(["d"]))
+    leaves = asyncio.create_task(engine.request(["b"]))
     await settle()
-    third.cancel()
+    stays = asyncio.create_task(engine.request(["c"]))
+    await settle()
+    leaves.cancel()
     await engine.step()
-    assert list(engine.inside) == ["d"]
+    assert list(engine.inside) == ["c"]
     await engine.step()
-    await asyncio.gather(first, second, fourth)
+    await asyncio.gather(*inside, stays)
     engine.check_nothing_is_left()
 
 
 async def test_a_sequence_that_is_cancelled_in_the_moment_of_its_turn_gives_it_back():
     engine = Engine(step_sequences=1)
-    holders = [asyncio.create_task(engine.request([name])) for name in "ab"]
+    inside = [asyncio.create_task(engine.request([name])) for name in names("a", STEPS)]
     await settle()
-    waiting = asyncio.create_task(engine.request(["c"]))
+    waiting = asyncio.create_task(engine.request(["b"]))
     await settle()
-    engine.inside["a"].set()
-    engine.inside["b"].set()
-    while engine.admission.num_running:
-        await asyncio.sleep(0)
-        if engine.admission._turns or not engine.admission.num_running:
-            continue
-        waiting.cancel()
-    await asyncio.gather(*holders, waiting, return_exceptions=True)
+    (turns,) = engine.admission._turns.values()
+    turn, _ = turns[0]
+    turn.add_done_callback(lambda _: waiting.cancel())
+    while engine.inside:
+        await engine.step()
+    await asyncio.gather(*inside, waiting, return_exceptions=True)
+    assert waiting.cancelled()
     engine.check_nothing_is_left()
 
 
@@ -220,7 +222,7 @@ async def test_after_the_time_of_grace_the_rest_is_ended():
     requests = [asyncio.create_task(engine.request(names(letter, 5))) for letter in "abc"]
     await settle()
     await engine.admission.drain(0)
-    assert sorted(engine.aborted[0]) == ["a0", "a1"]
+    assert sorted(engine.aborted[0]) == names("a", STEPS)
     assert engine.admission.is_stopped
     await engine.step()
     for request in requests:
