@@ -47,8 +47,8 @@ class EngineSize:
 
 
 class Admission:
-    """Hands sequences to the engine in turns. Counts are right at every moment; `show` gets the sequences and
-    the running ones when they change.
+    """Hands sequences to the engine in turns. Counts are right at every moment; `show` gets the number of sequences and
+    of the running ones whenever they change.
 
     Attributes:
         num_sequences: accepted, and without an answer yet.
@@ -150,7 +150,7 @@ class Admission:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._count(-num_tokens, -1)
             # Turns of cancelled tasks must not keep others waiting.
             self._give_turns()
