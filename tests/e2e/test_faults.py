@@ -1,9 +1,13 @@
 """What clients get when an engine dies or a server is stopped under load, and how the server then ends."""
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,7 +27,7 @@ EXIT_SECONDS = 30
 
 @pytest.fixture(scope="module")
 def pair(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
-    """Two servers of one model, started at once; tests may kill them, the second first."""
+    """Two servers of one model, started at once; tests kill the second, then stop the first."""
     folder = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         starts = [server_process(random_model, *FLAGS, log=folder / f"{name}.log") for name in "ab"]
@@ -45,6 +49,12 @@ async def answers_of(server: ServerProcess, bodies: list[dict[str, Any]], meanwh
         return await asyncio.gather(*answers)
 
 
+def engine_of(server: ServerProcess) -> psutil.Process:
+    processes = psutil.Process(server.pid).children(recursive=True)
+    (engine,) = [process for process in processes if "EngineCore" in process.name()]
+    return engine
+
+
 def error_of(response: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -52,10 +62,69 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     return error
 
 
-async def test_when_the_engine_dies_requests_get_503_and_the_server_ends_with_an_error(pair: list[ServerProcess]):
+class PplClient:
+    """Runs of `ppl-client` over the same windows of a text, into files of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, name: str, *servers: ServerProcess, resume: bool = False) -> "subprocess.Popen[str]":
+        urls = [part for server in servers for part in ("--url", server.url)]
+        text = ["--dataset", "pydoc", "--max-tokens", "60000", "--context-length", "512", "--stride", "256"]
+        output = ["--output", str(self.folder / name), "--quiet", *(["--resume"] if resume else [])]
+        command = [sys.executable, "-m", "scoremode.cli", *urls, *text, *output]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def journal(self, name: str) -> Path:
+        return self.folder / f"{name}.journal"
+
+    def windows_begun(self, name: str, count: int) -> None:
+        """Wait until so many windows are in the journal."""
+        while not self.journal(name).exists() or self.journal(name).read_bytes().count(b"\n") <= count:
+            time.sleep(0.02)
+
+    def windows(self, name: str) -> list[dict[str, Any]]:
+        windows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["windows"]
+        return windows
+
+    def check(self, name: str) -> None:
+        """A run has the windows of the undisturbed one, and their numbers to a float32's digits."""
+        assert len(self.windows(name)) == len(self.windows("whole"))
+        for window, expected in zip(self.windows(name), self.windows("whole"), strict=True):
+            assert (window["index"], window["num_scored"]) == (expected["index"], expected["num_scored"])
+            # Windows share the engine's steps with other ones in each run.
+            assert window["nll_sum"] == pytest.approx(expected["nll_sum"], abs=1e-5 * window["num_scored"])
+
+
+@pytest.fixture(scope="module")
+def runs(pair: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> PplClient:
+    """With one run, "whole", that nothing disturbed."""
+    runs = PplClient(tmp_path_factory.mktemp("runs"))
+    assert runs.start("whole", pair[0]).wait(300) == 0
+    return runs
+
+
+def test_a_run_whose_client_was_killed_goes_on(pair: list[ServerProcess], runs: PplClient):
+    killed = runs.start("resumed", pair[0])
+    runs.windows_begun("resumed", 5)
+    killed.kill()
+    killed.communicate()
+    kept = runs.journal("resumed").read_bytes().splitlines(keepends=True)[1:-1]
+    resumed = runs.start("resumed", pair[0], resume=True)
+    runs.windows_begun("resumed", len(kept) + 5)
+    assert runs.journal("resumed").read_bytes().splitlines(keepends=True)[1 : 1 + len(kept)] == kept
+    assert resumed.wait(300) == 0
+    runs.check("resumed")
+
+
+async def test_when_the_engine_dies_requests_get_503_the_server_ends_and_a_run_goes_on_with_the_other_one(
+    pair: list[ServerProcess], runs: PplClient
+):
     server = pair[1]
+    run = runs.start("of two", *pair)
+    await asyncio.to_thread(runs.windows_begun, "of two", 5)
     family = psutil.Process(server.pid).children(recursive=True)
-    (engine,) = [process for process in family if "EngineCore" in process.name()]
+    engine = engine_of(server)
     health = []
 
     async def kill(client: httpx.AsyncClient) -> None:
@@ -72,6 +141,10 @@ async def test_when_the_engine_dies_requests_get_503_and_the_server_ends_with_an
     assert server.process.wait(EXIT_SECONDS) != 0
     _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
     assert not left
+    _, said = await asyncio.to_thread(run.communicate)
+    assert run.returncode == 0, said
+    assert server.url in said
+    runs.check("of two")
 
 
 async def test_a_server_that_is_stopped_answers_what_it_has_and_refuses_what_is_new(pair: list[ServerProcess]):
