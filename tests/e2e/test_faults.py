@@ -70,10 +70,16 @@ class PplClient:
 
     def start(self, name: str, *servers: ServerProcess, resume: bool = False) -> "subprocess.Popen[str]":
         urls = [part for server in servers for part in ("--url", server.url)]
-        text = ["--dataset", "pydoc", "--max-tokens", "60000", "--context-length", "512", "--stride", "256"]
+        text = ["--dataset", "pydoc", "--max-tokens", "160000", "--context-length", "512", "--stride", "256"]
         output = ["--output", str(self.folder / name), "--quiet", *(["--resume"] if resume else [])]
         command = [sys.executable, "-m", "scoremode.cli", *urls, *text, *output]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def finish(self, run: "subprocess.Popen[str]") -> str:
+        """What a run said, when it is done."""
+        _, said = run.communicate(timeout=300)
+        assert run.returncode == 0, said
+        return said
 
     def journal(self, name: str) -> Path:
         return self.folder / f"{name}.journal"
@@ -100,7 +106,7 @@ class PplClient:
 def runs(pair: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> PplClient:
     """With one run, "whole", that nothing disturbed."""
     runs = PplClient(tmp_path_factory.mktemp("runs"))
-    assert runs.start("whole", pair[0]).wait(300) == 0
+    runs.finish(runs.start("whole", pair[0]))
     return runs
 
 
@@ -113,7 +119,7 @@ def test_a_run_whose_client_was_killed_goes_on(pair: list[ServerProcess], runs: 
     resumed = runs.start("resumed", pair[0], resume=True)
     runs.windows_begun("resumed", len(kept) + 5)
     assert runs.journal("resumed").read_bytes().splitlines(keepends=True)[1 : 1 + len(kept)] == kept
-    assert resumed.wait(300) == 0
+    runs.finish(resumed)
     runs.check("resumed")
 
 
@@ -141,9 +147,7 @@ async def test_when_the_engine_dies_requests_get_503_the_server_ends_and_a_run_g
     assert server.process.wait(EXIT_SECONDS) != 0
     _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
     assert not left
-    _, said = await asyncio.to_thread(run.communicate)
-    assert run.returncode == 0, said
-    assert server.url in said
+    assert server.url in await asyncio.to_thread(runs.finish, run)
     runs.check("of two")
 
 
