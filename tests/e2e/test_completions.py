@@ -124,9 +124,9 @@ def test_a_field_that_is_no_valid_value_is_named_where_vllm_prints_a_dictionary(
     plugin_server: str, body: dict[str, Any], param: str
 ):
     with connect(plugin_server) as client:
-        (status, answer), (stock_status, stock_answer) = answers(client, body)
+        (status, answer), (stock_status, _) = answers(client, body)
     assert status == stock_status == 400
-    assert (answer["error"]["type"], answer["error"]["param"]) == (stock_answer["error"]["type"], param)
+    assert (answer["error"]["type"], answer["error"]["param"]) == ("BadRequestError", param)
     assert answer["error"]["message"].startswith(param)
 
 

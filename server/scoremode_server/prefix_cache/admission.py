@@ -155,6 +155,9 @@ class Admission:
             # Turns of cancelled tasks must not keep others waiting.
             self._give_turns()
             raise
+        if self._is_stopped:
+            self._count(-num_tokens, -1)
+            raise stopping()
 
     def leave(self, num_tokens: int) -> None:
         """A sequence is no longer in the engine: others go in its place."""
@@ -272,11 +275,13 @@ class RequestQueue:
             while tasks:
                 yield await self._first(tasks)
         finally:
-            if self.running:
-                await self._admission.abort(list(self.running))
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                if self.running:
+                    await self._admission.abort(list(self.running))
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _first(self, tasks: deque[asyncio.Task[T]]) -> T:
         # Not awaited itself: it would be cancelled together with the reader, before the others.
