@@ -104,10 +104,16 @@ def read_anything(raw: msgspec.Raw, field: str) -> Any:
 
 
 def stand_in(value: Any) -> Any:
-    """A value of the same form with at most one item of at most one item, for a model to validate in its place."""
-    if isinstance(value, str):
-        return value[:1]
-    return [stand_in(item) for item in value[:1]] if isinstance(value, list) else value
+    """A value of the same form with at most one item of at most one item, for a model to validate in its place. It is
+    the same for all texts and for all lists of token ids, so that what a model made of it can be used again."""
+    match value:
+        case str():
+            return "x" * bool(value)
+        case [int(), *_]:
+            return [0]
+        case list():
+            return [stand_in(item) for item in value[:1]]
+    return value
 
 
 def is_container(raw: msgspec.Raw) -> bool:

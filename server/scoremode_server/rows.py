@@ -106,6 +106,8 @@ class PromptLogprobs:
         """All rows so far."""
         if not self._parts:
             return np.empty((0, num_columns), np.int32), np.empty((0, num_columns), np.float32), np.empty(0, np.int32)
+        if len(self._parts) == 1:
+            return self._parts[0]
         token_ids, logprobs, ranks = zip(*self._parts, strict=True)
         return np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks)
 

@@ -106,9 +106,10 @@ class ScoringEngine:
         return Answer(run.rows[request.first_row :], run.output)
 
     async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
-        block_hashes = self._hasher.hashes(token_ids, self._identity(request))
-        salt = f"scoremode-{self._process}-{self._store.generation}-{self._salt(request)}"
-        salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": salt})
+        salt = self._salt(request)
+        block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
+        engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
+        salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
         cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes)
         run = await cached.run()
         rows = run.rows[request.first_row :]
@@ -128,11 +129,11 @@ class ScoringEngine:
             num_cached_blocks if cached.is_current else 0,
         )
 
-    def _identity(self, request: RowsRequest) -> str:
+    def _identity(self, request: RowsRequest, salt: str) -> str:
         """All that rows depend on besides the tokens."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        return repr((self._store.generation, adapter, self._salt(request)))
+        return repr((self._store.generation, adapter, salt))
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""

@@ -101,3 +101,9 @@ def test_what_stands_in_for_a_value_is_of_its_form_and_small(value: Any):
     assert bool(small) == bool(value)
     assert len(small) <= 1
     assert [type(item) for item in small] == [type(item) for item in value[:1]]
+
+
+def test_what_stands_in_tells_nothing_of_a_prompt():
+    assert stand_in("a text") == stand_in("the other")
+    assert stand_in([5, 6]) == stand_in([7, 6])
+    assert stand_in([[5, 6], [7]]) == stand_in([[8]])

@@ -94,6 +94,14 @@ def test_requests_of_the_same_settings_share_nothing():
     assert second.stop == reader.read(json.dumps(PLAIN).encode()).stop == []
 
 
+@pytest.mark.parametrize("prompts", [([5, 6], [7, 8, 9]), ("a text", "the other"), ([[5], [6, 7]], [[8], [9]])])
+def test_settings_are_remembered_whatever_the_prompts_are(prompts: tuple[Any, Any]):
+    reader = CompletionReader()
+    for prompt in prompts:
+        assert reader.read(json.dumps({"model": "m", "prompt": prompt, "echo": True}).encode()).prompt == prompt
+    assert reader._remembered.cache_info().hits == 1
+
+
 def test_settings_are_remembered_unless_they_are_large():
     reader = CompletionReader()
     for user in ("a", "a", "a" * 10_000):
