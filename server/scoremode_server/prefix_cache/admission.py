@@ -7,13 +7,13 @@ problem.
 """
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import chain
 from typing import Any, TypeVar
 
 from vllm.logger import init_logger
@@ -99,8 +99,8 @@ class Admission:
     async def request(
         self, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
     ) -> AsyncGenerator["RequestQueue", None]:
-        """Accept an HTTP request with its sequences, until they are scored. It may add more of them later. A line in
-        the log tells what became of it.
+        """Accept an HTTP request with all of its sequences, or with none and it adds each as it begins it, until they
+        are scored. A line in the log tells what became of it.
 
         Raises:
             RequestError: see `check`; or it took longer than it may (504).
@@ -254,23 +254,25 @@ class RequestQueue:
         )
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-        """The results of scoring sequences, in order. As many are started as the engine has use for.
+        """The results of scoring sequences, in order. As many are started as the engine has use for. Of a request that
+        was accepted without any, each counts itself in as it is taken from `coroutines`.
 
         A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM walks
         through its queue for each call.
         """
-        coroutines = iter(coroutines)
-        first, second = next(coroutines, None), next(coroutines, None)
-        if first is not None and second is None:
+        if self.num_sequences == 1:
             # Most requests are one sequence, which needs no task of its own.
-            yield await first
+            for coroutine in coroutines:
+                yield await coroutine
             return
-        most = STEPS * self._admission.size.step_sequences
+        size = self._admission.size
+        # Those that were counted in with the request may all begin; those that count from here on leave room for others.
+        most_tokens = math.inf if self.num_sequences else STEPS * size.step_tokens
         tasks: deque[asyncio.Task[T]] = deque()
         try:
-            for coroutine in chain(filter(None, (first, second)), coroutines):
+            for coroutine in coroutines:
                 tasks.append(asyncio.create_task(coroutine))
-                if len(tasks) == most:
+                while tasks and (len(tasks) == STEPS * size.step_sequences or self.num_tokens > most_tokens):
                     yield await self._first(tasks)
             while tasks:
                 yield await self._first(tasks)

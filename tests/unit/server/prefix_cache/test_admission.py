@@ -41,6 +41,17 @@ class Engine:
     def scores(self, queue: RequestQueue, names: list[str], num_tokens: int = 10) -> Iterator[Coroutine[Any, Any, str]]:
         return (self.score(queue, name, num_tokens) for name in names)
 
+    async def windows(self, names: list[str], num_tokens: int) -> list[str]:
+        """A request that counts each of its sequences when it begins it."""
+
+        def begun(queue: RequestQueue) -> Iterator[Coroutine[Any, Any, str]]:
+            for name in names:
+                queue.add(1, num_tokens)
+                yield self.score(queue, name, num_tokens)
+
+        async with self.admission.request("/v1/perplexity", names[0]) as queue:
+            return [name async for name in queue.in_order(begun(queue))]
+
     async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
         async with self.admission.request("/v1/score", names[0], len(names), len(names) * num_tokens) as queue:
             return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
@@ -92,6 +103,32 @@ async def test_the_engine_gets_three_steps_of_tokens_and_a_sequence_of_any_lengt
     huge = asyncio.create_task(engine.request(["huge"], num_tokens=5000))
     assert await engine.step() == ["huge"]
     await huge
+
+
+async def test_sequences_that_are_counted_as_they_begin_are_few_and_leave_room_for_others():
+    engine = Engine(step_tokens=100, step_sequences=8, max_scoring_tokens=1000)
+    answer = asyncio.create_task(engine.windows(names("a", 30), num_tokens=50))
+    most = 0
+    while not answer.done():
+        await settle()
+        most = max(most, engine.admission.num_tokens)
+        engine.admission.check(600)
+        await engine.step()
+    assert await answer == names("a", 30)
+    assert STEPS * 100 < most <= STEPS * 100 + 50
+    engine.check_nothing_is_left()
+
+
+async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_time():
+    engine = Engine(step_tokens=100)
+    answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
+    steps = []
+    while not answer.done():
+        await settle()
+        assert engine.admission.num_tokens <= 5000
+        steps.append(await engine.step())
+    assert steps == [["a0"], ["a1"], ["a2"], ["a3"]]
+    engine.check_nothing_is_left()
 
 
 async def test_requests_take_turns_whatever_their_size():
