@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.logger import init_logger
 
@@ -20,7 +19,7 @@ from scoremode.windows import WindowError, cut_windows, resolve_context_length, 
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute, error_content
 from scoremode_server.api.request_ids import request_id_of, unique
-from scoremode_server.api.responses import LAST_EVENT, event, json_response
+from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
@@ -67,9 +66,10 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
     state = scoremode_state(raw_request)
     state.admission.check()
-    job = await prepare(request, raw_request, state)
+    with state.admission.until_stopped():
+        job = await prepare(request, raw_request, state)
     if request.stream:
-        return StreamingResponse(_stream(job, state), media_type="text/event-stream")
+        return EventStream(_stream(job, state))
     async with aclosing(_scored_windows(job, state)) as windows:
         async for _ in windows:
             pass

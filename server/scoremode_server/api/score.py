@@ -5,6 +5,7 @@ import base64
 import math
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,9 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
     state.limits.check_top_logprobs(request.top_logprobs)
-    model = await state.models.resolve(request.model)
-    sequences = await read_sequences(request, state.tokenizer, state.limits)
+    with state.admission.until_stopped():
+        model = await state.models.resolve(request.model)
+        sequences = await read_sequences(request, state.tokenizer, state.limits)
     for sequence in sequences:
         state.limits.check_sequence(sequence.token_ids, sequence.name)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
@@ -75,9 +77,11 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         asked = ((sequence.token_ids, sequence.first) for sequence in sequences)
         async with aclosing(state.scorer.scores(asked, settings)) as scores:
             answers = [answer async for answer in scores]
-    if num_tokens > WRITTEN_AT_ONCE:
-        return await asyncio.to_thread(_response, request, request_id, model.name, state.tokenizer, sequences, answers)
-    return _response(request, request_id, model.name, state.tokenizer, sequences, answers)
+        write = partial(
+            _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
+        )
+        # Still within the request, so that a server that stops waits for it.
+        return await asyncio.to_thread(write) if num_tokens > WRITTEN_AT_ONCE else write()
 
 
 def _response(
@@ -87,8 +91,9 @@ def _response(
     tokenizer: Tokenizer,
     sequences: list[RequestedSequence],
     answers: list[Answer],
+    *,
+    num_tokens: int,
 ) -> Response:
-    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     return json_response(
         {
             "id": request_id,

@@ -71,7 +71,7 @@ class ScoringCompletions:
         self, request: CompletionRequest, raw_request: Request, owner: str
     ) -> bytes | ErrorResponse:
         stock = self._stock
-        with exempt_from_queue_bounds():
+        with self._engine.admission.until_stopped(), exempt_from_queue_bounds():
             inputs = await self._render(request)
         if isinstance(inputs, ErrorResponse):
             return inputs

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scoremode_server.api.responses import EventStream
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 from tests.bad_inputs import COMPLETIONS, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import light_app
@@ -58,3 +59,26 @@ async def test_a_client_that_disconnects_ends_its_request(route: str, body: byte
     await app(scope, receive, send)
     await asyncio.wait_for(never_done.cancelled.wait(), 60)
     assert sent[0]["status"] == CLIENT_CLOSED_REQUEST
+
+
+async def test_a_stream_is_closed_as_soon_as_nobody_can_read_it():
+    closed, sending = asyncio.Event(), asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"data: 1\n\n"
+        finally:
+            closed.set()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await asyncio.Event().wait()
+
+    # Kept here, so that the garbage collector does not close it.
+    kept = events()
+    streaming = asyncio.create_task(EventStream(kept).stream_response(send))
+    await sending.wait()
+    streaming.cancel()
+    await asyncio.gather(streaming, return_exceptions=True)
+    assert closed.is_set()

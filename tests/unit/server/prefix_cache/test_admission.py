@@ -41,16 +41,15 @@ class Engine:
     def scores(self, queue: RequestQueue, names: list[str], num_tokens: int = 10) -> Iterator[Coroutine[Any, Any, str]]:
         return (self.score(queue, name, num_tokens) for name in names)
 
+    def begun(self, queue: RequestQueue, names: list[str], num_tokens: int) -> Iterator[Coroutine[Any, Any, str]]:
+        """`scores` that are counted when they are begun."""
+        for name in names:
+            queue.add(1, num_tokens)
+            yield self.score(queue, name, num_tokens)
+
     async def windows(self, names: list[str], num_tokens: int) -> list[str]:
-        """A request that counts each of its sequences when it begins it."""
-
-        def begun(queue: RequestQueue) -> Iterator[Coroutine[Any, Any, str]]:
-            for name in names:
-                queue.add(1, num_tokens)
-                yield self.score(queue, name, num_tokens)
-
         async with self.admission.request("/v1/perplexity", names[0]) as queue:
-            return [name async for name in queue.in_order(begun(queue))]
+            return [name async for name in queue.in_order(self.begun(queue, names, num_tokens))]
 
     async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
         async with self.admission.request("/v1/score", names[0], len(names), len(names) * num_tokens) as queue:
@@ -266,6 +265,56 @@ async def test_after_the_time_of_grace_the_rest_is_ended():
         with pytest.raises(RequestError, match="shutting down"):
             await request
     engine.check_nothing_is_left()
+
+
+async def test_a_shutdown_waits_for_what_was_begun_and_not_for_a_reader_that_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(module, "UNREAD_SECONDS", 0)
+    engine = Engine(step_tokens=100)
+    has_read = asyncio.Event()
+
+    async def read_one() -> None:
+        async with (
+            engine.admission.request("/v1/perplexity", "id") as queue,
+            aclosing(queue.in_order(engine.begun(queue, names("a", 30), 50))) as answers,
+        ):
+            await anext(answers)
+            has_read.set()
+            await asyncio.Event().wait()
+
+    reading = asyncio.create_task(read_one())
+    await settle()
+    engine.inside["a0"].set()
+    await has_read.wait()
+    draining = asyncio.create_task(engine.admission.drain(3600))
+    await asyncio.sleep(3 * module.POLL_SECONDS)
+    assert not draining.done()
+    while engine.inside:
+        await engine.step()
+    await asyncio.wait_for(draining, 60)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    engine.check_nothing_is_left()
+
+
+async def test_what_is_not_accepted_yet_is_refused_when_the_server_stops():
+    held = Engine().admission
+
+    async def tokenize() -> None:
+        with held.until_stopped():
+            await asyncio.Event().wait()
+
+    tokenizing, leaving = asyncio.create_task(tokenize()), asyncio.create_task(tokenize())
+    await settle()
+    leaving.cancel()
+    await held.drain(0)
+    for refused in (tokenizing, tokenize()):
+        with pytest.raises(RequestError, match="shutting down") as error:
+            await refused
+        assert error.value.status == HTTPStatus.SERVICE_UNAVAILABLE
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
 
 
 @pytest.mark.parametrize(
