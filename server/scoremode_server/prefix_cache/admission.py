@@ -59,7 +59,6 @@ class Admission:
         num_sequences: accepted, and without an answer yet.
         num_tokens: of these sequences.
         num_running: those of them that are in the engine.
-        num_running_tokens: tokens of these.
         is_stopped: requests are ended without an answer, because the server stops.
     """
 
@@ -67,7 +66,7 @@ class Admission:
         self, size: EngineSize, abort: Callable[[list[str]], Awaitable[None]], show: Callable[[int, int], None]
     ) -> None:
         self.size = size
-        self.num_sequences = self.num_tokens = self.num_running = self.num_running_tokens = 0
+        self.num_sequences = self.num_tokens = self.num_running = 0
         self._num_computing = 0
         """Tokens that the engine must compute, as far as is known here."""
         self.abort = abort
@@ -343,11 +342,9 @@ class RequestQueue:
         """
         await self._admission.enter(self, num_tokens - num_known)
         self._entered = self._entered or time.monotonic()
-        self._admission.num_running_tokens += num_tokens
         self.running.add(request_id)
 
     def leave(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
         """A sequence that entered is no longer in the engine."""
         self.running.remove(request_id)
-        self._admission.num_running_tokens -= num_tokens
         self._admission.leave(num_tokens - num_known)

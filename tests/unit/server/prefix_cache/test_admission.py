@@ -66,7 +66,7 @@ class Engine:
 
     def check_nothing_is_left(self) -> None:
         held = self.admission
-        assert (held.num_sequences, held.num_tokens, held.num_running, held.num_running_tokens) == (0, 0, 0, 0)
+        assert (held.num_sequences, held.num_tokens, held.num_running) == (0, 0, 0)
         assert self.loads[-1] == (0, 0)
         assert not held._turns
         assert not held._queues
