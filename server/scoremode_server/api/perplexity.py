@@ -18,11 +18,12 @@ from scoremode.protocol import PerplexityRequest, PerplexityResponse, Perplexity
 from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute, error_content
-from scoremode_server.api.request_ids import request_id_of, unique
+from scoremode_server.api.request_ids import request_id_of
 from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
 
@@ -171,7 +172,7 @@ async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.
     """The NLLs of each window's targets in nats, window by window."""
     async with state.admission.request("/v1/perplexity", job.request_id) as queue:
         settings = ScoreSettings(
-            request_id=unique(job.request_id),
+            request_id=engine_id(job.request_id),
             queue=queue,
             cache_salt=job.request.cache_salt,
             makes_room=False,

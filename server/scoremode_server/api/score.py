@@ -16,11 +16,12 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.request_ids import request_id_of, unique
+from scoremode_server.api.request_ids import request_id_of
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.app import scoremode_state
 from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
@@ -66,7 +67,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     request_id = f"score-{request_id_of(raw_request)}"
     async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
-            request_id=unique(request_id),
+            request_id=engine_id(request_id),
             queue=queue,
             top_logprobs=request.top_logprobs,
             use_cache=request.use_cache,
