@@ -267,6 +267,42 @@ async def test_after_the_time_of_grace_the_rest_is_ended():
     engine.check_nothing_is_left()
 
 
+async def test_a_turn_that_is_given_in_the_moment_of_the_end_is_not_taken():
+    engine = Engine(step_sequences=1)
+    async with engine.admission.request("/v1/score", "id", STEPS, 10 * STEPS) as queue:
+        for name in names("a", STEPS):
+            await queue.enter(name, 10)
+        waiting = asyncio.create_task(engine.request(["b"]))
+        await settle()
+        queue.leave("a0", 10)
+        engine.admission.is_stopped = True
+        with pytest.raises(RequestError, match="shutting down"):
+            await asyncio.wait_for(waiting, 10)
+        assert engine.admission.num_running == STEPS - 1
+        for name in names("a", STEPS)[1:]:
+            queue.leave(name, 10)
+    engine.check_nothing_is_left()
+
+
+async def test_a_client_that_leaves_leaves_nothing_though_its_abort_is_cancelled():
+    engine, aborting = Engine(), asyncio.Event()
+
+    async def abort(request_ids: list[str]) -> None:
+        aborting.set()
+        await asyncio.Event().wait()
+
+    engine.admission.abort = abort
+    leaves = asyncio.create_task(engine.request(names("a", 5)))
+    await settle()
+    leaves.cancel()
+    await aborting.wait()
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not engine.inside
+    engine.check_nothing_is_left()
+
+
 async def test_a_shutdown_waits_for_what_was_begun_and_not_for_a_reader_that_has_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ):
