@@ -77,7 +77,7 @@ async def make_state(
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
     engine = ScoringEngine(client, store, Metrics(logprob_bytes()), _engine_size(client.vllm_config, settings))
-    bound_generation_alone(client, lambda: engine.admission.num_running, lambda: engine.admission.num_running_tokens)
+    bound_generation_alone(client)
     _shutdowns.append(Shutdown(client, engine.admission.drain))
     tokenizer = Tokenizer(client.renderer)
     if client.renderer.tokenizer is not None:

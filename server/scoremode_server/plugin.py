@@ -24,12 +24,15 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add the routes, of which `/v1/completions` takes the place of vLLM's, and what all requests pass first."""
+        """Add the routes, of which `/v1/completions` takes the place of vLLM's, what all requests pass first, and an
+        end of waiting for those that are left last."""
         from scoremode_server.api import completions, middleware, perplexity, score
+        from scoremode_server.vllm_patches.shutdown import bound_closing
 
         for routes in (completions, perplexity, score):
             app.include_router(routes.router)
         middleware.surround(app)
+        bound_closing(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""

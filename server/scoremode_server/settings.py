@@ -90,13 +90,8 @@ def server_settings(arguments: Namespace) -> ServerSettings:
     Raises:
         ValueError: the environment has one that is none.
     """
-    return ServerSettings(
-        score_cache_bytes=score_cache_bytes(arguments),
-        max_scoring_tokens=getattr(arguments, "max_scoring_tokens", None),
-        max_request_sequences=getattr(arguments, "max_request_sequences", MAX_SEQUENCES),
-        max_request_bytes=getattr(arguments, "max_request_bytes", MAX_REQUEST_BYTES),
-        request_timeout=getattr(arguments, "request_timeout", None),
-    )
+    given = {name: value for name, value in vars(arguments).items() if name in ServerSettings.__dataclass_fields__}
+    return ServerSettings(**given | {"score_cache_bytes": score_cache_bytes(arguments)})
 
 
 def score_cache_bytes(arguments: Namespace) -> int:

@@ -5,12 +5,13 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,48 @@ async def test_a_server_that_is_stopped_answers_what_it_has_and_refuses_what_is_
         if answer.status_code == 503:
             assert error_of(answer)["message"] == "the server is shutting down"
     assert server.process.wait(2 * EXIT_SECONDS) == 0
+
+
+@contextmanager
+def unread_stream(server: ServerProcess) -> Iterator[None]:
+    """A stream of so many windows that the server waits until its client reads, which it never does."""
+    windows = 60_000
+    body = json.dumps({"prompt": [5] * windows, "context_length": 2, "stride": 1, "stream": True}).encode()
+    url = httpx.URL(server.url)
+    with socket.socket() as client, httpx.Client(base_url=server.url) as http:
+        # Otherwise the kernel takes megabytes of events before the server has to wait.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 500)
+        client.connect((url.host, url.port))
+        headers = f"Host: server\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(f"POST /v1/perplexity HTTP/1.1\r\n{headers}\r\n".encode() + body)
+        readings = [0.0]
+        while readings[-1] == 0 or len(set(readings[-10:])) > 1:
+            time.sleep(0.5)
+            metrics = http.get("/metrics").text
+            readings.append(float(metrics.split("\nscoremode_scored_tokens_total ")[1].split()[0]))
+        assert readings[-1] < windows
+        yield
+
+
+async def test_a_stream_that_nobody_reads_and_texts_that_are_tokenized_do_not_hold_up_the_end(
+    random_model: Path, tmp_path: Path
+):
+    text = "as many words as take some seconds " * 120_000
+    bodies = {
+        "/v1/perplexity": {"prompt": text},
+        "/v1/score": {"prompt": ["a few words"] * 60_000},
+        "/v1/completions": {"prompt": [text[:1000]] * 1000, "echo": True, "logprobs": 0, "max_tokens": 1},
+    }
+    with server_process(random_model, *FLAGS, log=tmp_path / "server.log") as server, unread_stream(server):
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            answers = []
+            for route, body in bodies.items():
+                answers.append(asyncio.create_task(client.post(route, json=body)))
+                await asyncio.sleep(1)
+            assert not any(answer.done() for answer in answers)
+            os.kill(server.pid, signal.SIGTERM)
+            for answer in await asyncio.gather(*answers):
+                assert answer.status_code == 503
+                assert error_of(answer)["message"] == "the server is shutting down"
+        assert server.process.wait(EXIT_SECONDS) == 0

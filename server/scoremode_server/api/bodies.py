@@ -45,7 +45,7 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
     Raises:
         RequestValidationError: the body is not said to be JSON.
-        RequestError: the body is too large, encoded, or cut off; or what `read` raises.
+        RequestError: the body is too large, encoded, or cut off, or the server stops; or what `read` raises.
     """
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
@@ -55,8 +55,10 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
             None,
             HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         )
-    body = await _read_body(request, scoremode_state(request).limits.max_request_bytes)
-    return read(body) if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read, body)
+    state = scoremode_state(request)
+    with state.admission.until_stopped():
+        body = await _read_body(request, state.limits.max_request_bytes)
+        return read(body) if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read, body)
 
 
 async def _read_body(request: Request, limit: int) -> bytes:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.logger import init_logger
 
@@ -19,11 +18,12 @@ from scoremode.protocol import PerplexityRequest, PerplexityResponse, Perplexity
 from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute, error_content
-from scoremode_server.api.request_ids import request_id_of, unique
-from scoremode_server.api.responses import LAST_EVENT, event, json_response
+from scoremode_server.api.request_ids import request_id_of
+from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
 
@@ -67,9 +67,10 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
     state = scoremode_state(raw_request)
     state.admission.check()
-    job = await prepare(request, raw_request, state)
+    with state.admission.until_stopped():
+        job = await prepare(request, raw_request, state)
     if request.stream:
-        return StreamingResponse(_stream(job, state), media_type="text/event-stream")
+        return EventStream(_stream(job, state))
     async with aclosing(_scored_windows(job, state)) as windows:
         async for _ in windows:
             pass
@@ -171,7 +172,7 @@ async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.
     """The NLLs of each window's targets in nats, window by window."""
     async with state.admission.request("/v1/perplexity", job.request_id) as queue:
         settings = ScoreSettings(
-            request_id=unique(job.request_id),
+            request_id=engine_id(job.request_id),
             queue=queue,
             cache_salt=job.request.cache_salt,
             makes_room=False,

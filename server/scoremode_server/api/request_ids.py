@@ -5,7 +5,6 @@ import uuid
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.utils import random_uuid
 
 HEADER = "X-Request-Id"
 LONGEST = 128
@@ -52,8 +51,3 @@ def request_id_of(request: Request) -> str:
     """The id of a request."""
     request_id: str = request.state.request_id
     return request_id
-
-
-def unique(request_id: str) -> str:
-    """The id with which a request's sequences go to the engine: two clients may give the same one at once."""
-    return f"{request_id}-{random_uuid()[:8]}"

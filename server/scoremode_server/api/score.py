@@ -5,6 +5,7 @@ import base64
 import math
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.request_ids import request_id_of, unique
+from scoremode_server.api.request_ids import request_id_of
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.app import scoremode_state
 from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
@@ -56,15 +58,16 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
     state.limits.check_top_logprobs(request.top_logprobs)
-    model = await state.models.resolve(request.model)
-    sequences = await read_sequences(request, state.tokenizer, state.limits)
+    with state.admission.until_stopped():
+        model = await state.models.resolve(request.model)
+        sequences = await read_sequences(request, state.tokenizer, state.limits)
     for sequence in sequences:
         state.limits.check_sequence(sequence.token_ids, sequence.name)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     request_id = f"score-{request_id_of(raw_request)}"
     async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
-            request_id=unique(request_id),
+            request_id=engine_id(request_id),
             queue=queue,
             top_logprobs=request.top_logprobs,
             use_cache=request.use_cache,
@@ -75,9 +78,11 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         asked = ((sequence.token_ids, sequence.first) for sequence in sequences)
         async with aclosing(state.scorer.scores(asked, settings)) as scores:
             answers = [answer async for answer in scores]
-    if num_tokens > WRITTEN_AT_ONCE:
-        return await asyncio.to_thread(_response, request, request_id, model.name, state.tokenizer, sequences, answers)
-    return _response(request, request_id, model.name, state.tokenizer, sequences, answers)
+        write = partial(
+            _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
+        )
+        # Still within the request, so that a server that stops waits for it.
+        return await asyncio.to_thread(write) if num_tokens > WRITTEN_AT_ONCE else write()
 
 
 def _response(
@@ -87,8 +92,9 @@ def _response(
     tokenizer: Tokenizer,
     sequences: list[RequestedSequence],
     answers: list[Answer],
+    *,
+    num_tokens: int,
 ) -> Response:
-    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     return json_response(
         {
             "id": request_id,

@@ -20,13 +20,12 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.outputs import CompletionOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
-from vllm.utils import random_uuid
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, Written, openai_logprobs, prompt_logprobs
 from scoremode_server.completions.prompt_texts import PromptTexts
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
-from scoremode_server.prefix_cache.run import RowsRequest
+from scoremode_server.prefix_cache.run import RowsRequest, engine_id
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.turns import Turns
@@ -71,7 +70,7 @@ class ScoringCompletions:
         self, request: CompletionRequest, raw_request: Request, owner: str
     ) -> bytes | ErrorResponse:
         stock = self._stock
-        with exempt_from_queue_bounds():
+        with self._engine.admission.until_stopped(), exempt_from_queue_bounds():
             inputs = await self._render(request)
         if isinstance(inputs, ErrorResponse):
             return inputs
@@ -85,10 +84,10 @@ class ScoringCompletions:
             "data_parallel_rank": stock._get_data_parallel_rank(raw_request),
             "session_id": stock._get_session_id(request, raw_request),
         }
-        # Another client may have given the same `X-Request-Id`, and aborting one must not abort both.
-        engine_id = f"{metadata.request_id}-{random_uuid()[:8]}"
+        # By its id, engines that a request is moved between know it.
+        name = metadata.request_id if request.kv_transfer_params else engine_id(metadata.request_id)
         asked = [
-            self._rows_request(request, prompt, f"{engine_id}-{index}", owner, options)
+            self._rows_request(request, prompt, f"{name}-{index}", owner, options)
             for index, prompt in enumerate(inputs)
         ]
         try:

@@ -7,13 +7,13 @@ problem.
 """
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import chain
 from typing import Any, TypeVar
 
 from vllm.logger import init_logger
@@ -27,6 +27,11 @@ T = TypeVar("T")
 
 STEPS = 3
 """Steps' worth of sequences in the engine: that which runs, that which vLLM schedules meanwhile, and one that waits."""
+
+UNREAD_SECONDS = 1
+"""A reader that has not come for more after so long is not waited for when the server stops."""
+
+POLL_SECONDS = 0.05
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
@@ -54,23 +59,23 @@ class Admission:
         num_sequences: accepted, and without an answer yet.
         num_tokens: of these sequences.
         num_running: those of them that are in the engine.
-        num_running_tokens: tokens of these.
+        is_stopped: requests are ended without an answer, because the server stops.
     """
 
     def __init__(
         self, size: EngineSize, abort: Callable[[list[str]], Awaitable[None]], show: Callable[[int, int], None]
     ) -> None:
         self.size = size
-        self.num_sequences = self.num_tokens = self.num_running = self.num_running_tokens = 0
+        self.num_sequences = self.num_tokens = self.num_running = 0
         self._num_computing = 0
         """Tokens that the engine must compute, as far as is known here."""
         self.abort = abort
         self._show = show
         self._turns: OrderedDict[RequestQueue, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
         self._queues: set[RequestQueue] = set()
-        self._emptied = asyncio.Event()
-        self._emptied.set()
-        self._is_draining = self._is_stopped = False
+        self._not_accepted: set[asyncio.Task[Any]] = set()
+        """Tasks that read and tokenize requests."""
+        self._is_draining = self.is_stopped = False
 
     def check(self, num_tokens: int = 0) -> None:
         """Refuse a request of so many tokens that the server has no room for, before anything is done for it.
@@ -99,8 +104,8 @@ class Admission:
     async def request(
         self, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
     ) -> AsyncGenerator["RequestQueue", None]:
-        """Accept an HTTP request with its sequences, until they are scored. It may add more of them later. A line in
-        the log tells what became of it.
+        """Accept an HTTP request with all of its sequences, or with none and it adds each as it begins it, until they
+        are scored. A line in the log tells what became of it.
 
         Raises:
             RequestError: see `check`; or it took longer than it may (504).
@@ -108,7 +113,6 @@ class Admission:
         self.check(num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
-        self._emptied.clear()
         queue.add(num_sequences, num_tokens)
         status = HTTPStatus.OK.value
         try:
@@ -129,10 +133,31 @@ class Admission:
             raise
         finally:
             self._queues.remove(queue)
-            if not self._queues:
-                self._emptied.set()
             queue.add(-queue.num_sequences, -queue.num_tokens)
             queue.log(route, request_id, status)
+
+    @contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """Let this task do something for a request that is not accepted yet, such as tokenizing it, unless the server
+        stops first.
+
+        Raises:
+            RequestError: it does (503).
+        """
+        if self.is_stopped:
+            raise stopping()
+        task = asyncio.current_task()
+        assert task is not None
+        self._not_accepted.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Unless its client has left as well.
+            if self.is_stopped and not task.uncancel():
+                raise stopping() from None
+            raise
+        finally:
+            self._not_accepted.remove(task)
 
     async def enter(self, queue: "RequestQueue", num_tokens: int) -> None:
         """Wait for a request's turn to have a sequence in the engine, of which so many tokens must be computed.
@@ -140,7 +165,7 @@ class Admission:
         Raises:
             RequestError: the server stops (503).
         """
-        if self._is_stopped:
+        if self.is_stopped:
             raise stopping()
         if not self._turns and self._has_room():
             self._count(num_tokens, 1)
@@ -155,7 +180,7 @@ class Admission:
             # Turns of cancelled tasks must not keep others waiting.
             self._give_turns()
             raise
-        if self._is_stopped:
+        if self.is_stopped:
             self._count(-num_tokens, -1)
             raise stopping()
 
@@ -183,17 +208,16 @@ class Admission:
         self._is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._emptied.wait()
-        self._is_stopped = True
+                # Time alone makes the last ones unread.
+                while not all(queue.is_unread for queue in self._queues):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
+        self.is_stopped = True
+        for task in self._not_accepted:
+            task.cancel()
         for turn in [turn for turns in self._turns.values() for turn, _ in turns if not turn.done()]:
             turn.set_exception(stopping())
         self._turns.clear()
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether requests are ended without an answer, because the server stops."""
-        return self._is_stopped
 
     def _has_room(self) -> bool:
         few = self.num_running < STEPS * self.size.step_sequences
@@ -220,6 +244,10 @@ class RequestQueue:
         self._admission = admission
         self._accepted = time.monotonic()
         self._entered: float | None = None
+        self._tasks: deque[asyncio.Task[Any]] = deque()
+        """Those that were begun, and whose results the reader has not taken."""
+        self._taken: float | None = None
+        """When the reader took a result, unless it waits for the next one."""
         self._num_scored = self._num_scored_tokens = self._num_cached_tokens = 0
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
@@ -254,39 +282,52 @@ class RequestQueue:
         )
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-        """The results of scoring sequences, in order. As many are started as the engine has use for.
+        """The results of scoring sequences, in order. As many are started as the engine has use for. Of a request that
+        was accepted without any, each counts itself in as it is taken from `coroutines`.
 
         A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM walks
         through its queue for each call.
         """
-        coroutines = iter(coroutines)
-        first, second = next(coroutines, None), next(coroutines, None)
-        if first is not None and second is None:
+        if self.num_sequences == 1:
             # Most requests are one sequence, which needs no task of its own.
-            yield await first
+            for coroutine in coroutines:
+                yield await coroutine
             return
-        most = STEPS * self._admission.size.step_sequences
-        tasks: deque[asyncio.Task[T]] = deque()
+        size = self._admission.size
+        # Those that were counted in with the request may all begin; those that count from now on leave room for others.
+        most_tokens = math.inf if self.num_sequences else STEPS * size.step_tokens
         try:
-            for coroutine in chain(filter(None, (first, second)), coroutines):
-                tasks.append(asyncio.create_task(coroutine))
-                if len(tasks) == most:
-                    yield await self._first(tasks)
-            while tasks:
-                yield await self._first(tasks)
+            for coroutine in coroutines:
+                self._tasks.append(asyncio.create_task(coroutine))
+                while self._tasks and (
+                    len(self._tasks) == STEPS * size.step_sequences or self.num_tokens > most_tokens
+                ):
+                    yield await self._first()
+            while self._tasks:
+                yield await self._first()
         finally:
+            self._taken = None
             try:
                 if self.running:
                     await self._admission.abort(list(self.running))
             finally:
-                for task in tasks:
+                for task in self._tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _first(self, tasks: deque[asyncio.Task[T]]) -> T:
+    async def _first(self) -> Any:
+        self._taken = None
         # Not awaited itself: it would be cancelled together with the reader, before the others.
-        await asyncio.wait((tasks[0],))
-        return tasks.popleft().result()
+        await asyncio.wait((self._tasks[0],))
+        result = self._tasks.popleft().result()
+        self._taken = time.monotonic()
+        return result
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether all that was begun is scored, and the reader has not come for it for some time."""
+        has_stopped = self._taken is not None and time.monotonic() - self._taken > UNREAD_SECONDS
+        return has_stopped and all(task.done() for task in self._tasks)
 
     @property
     def is_stopped(self) -> bool:
@@ -301,11 +342,9 @@ class RequestQueue:
         """
         await self._admission.enter(self, num_tokens - num_known)
         self._entered = self._entered or time.monotonic()
-        self._admission.num_running_tokens += num_tokens
         self.running.add(request_id)
 
     def leave(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
         """A sequence that entered is no longer in the engine."""
         self.running.remove(request_id)
-        self._admission.num_running_tokens -= num_tokens
         self._admission.leave(num_tokens - num_known)

@@ -15,6 +15,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils import random_uuid
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
@@ -22,6 +23,14 @@ from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import Rows, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
+
+
+def engine_id(request_id: str) -> str:
+    """An id for the engine that begins with a request's own.
+
+    Two clients may give the same one at once, and aborting the request of one must not abort both.
+    """
+    return f"{request_id}-{random_uuid()[:8]}"
 
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:

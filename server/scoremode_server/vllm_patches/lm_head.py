@@ -18,7 +18,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from scoremode_server.kernels.tensor_parallel import Shard, all_ranks_agree
 
-# vLLM writes what comes below its own name.
 logger = init_logger(f"vllm.{__name__}")
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]

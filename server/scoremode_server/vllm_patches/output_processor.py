@@ -42,6 +42,12 @@ class ScoringParams(SamplingParams):
         return cls(**{name: getattr(params, name) for name in params.__struct_fields__})
 
 
+def is_scoring(state: Any) -> bool:
+    """Whether a request that vLLM's output processor holds was made with `ScoringParams`."""
+    processor = state.logprobs_processor
+    return processor is not None and isinstance(processor.prompt_logprobs, PromptLogprobs)
+
+
 def decode_within_character(tokenizer: TokenizerLike, token_id: int, context: Sequence[int]) -> str:
     """Text of a token that ends within a character, by vLLM's own rule: what it completes with the tokens before it."""
     processor = LogprobsProcessor(tokenizer, None, None, None, None, None)

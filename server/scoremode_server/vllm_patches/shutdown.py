@@ -1,14 +1,19 @@
-"""A time of grace for scoring requests when the server is told to stop, and whether it was told.
+"""A time of grace for scoring requests when the server is told to stop, whether it was told, and an end of all waiting.
 
 On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine go on, but
 the API server stops reading what it computes. vLLM calls `shutdown` of the engine client from a thread, so there
-scoring requests can be waited for while the event loop still answers them.
+scoring requests can be waited for while the event loop still answers them. Then uvicorn waits for every connection to
+close, which one whose client reads nothing never does.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
+
+CLOSE_SECONDS = 5
+"""In which clients may read their last answers, when the engine is gone."""
 
 
 class Shutdown:
@@ -46,3 +51,20 @@ class Shutdown:
         except RuntimeError:
             return self._loop.is_running()
         return False
+
+
+def bound_closing(app: Any) -> None:
+    """Have the HTTP server of an app cut off connections that are not closed `CLOSE_SECONDS` after its end began.
+
+    It must be called before the app is served.
+    """
+    run = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: Any) -> AsyncGenerator[Any, None]:
+        # vLLM makes the server when the app is finished, and has no flag for this.
+        app.state.server.config.timeout_graceful_shutdown = CLOSE_SECONDS
+        async with run(app) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan

@@ -27,19 +27,18 @@ BLOCK_SIZE = 16
 MODEL = SimpleNamespace(max_model_len=2048)
 
 
-def light_app(max_request_bytes: int = MAX_REQUEST_BYTES) -> FastAPI:
+def light_app(max_request_bytes: int = MAX_REQUEST_BYTES, engine: FakeEngine | None = None) -> FastAPI:
     """The app; a request that vLLM would have to answer fails with 500."""
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False, api_key=None)
     ScoremodeEndpoints().attach_router(app)
     init_exception_handler(app)
-    app.state.scoremode = _state(max_request_bytes)
+    app.state.scoremode = _state(max_request_bytes, engine or FakeEngine(BLOCK_SIZE, "v2"))
     return app
 
 
-def _state(max_request_bytes: int) -> Any:
+def _state(max_request_bytes: int, engine: FakeEngine) -> Any:
     renderer = SimpleNamespace(tokenizer=None)
-    engine = FakeEngine(BLOCK_SIZE, "v2")
     scoring = ScoringEngine(engine, RowStore(BLOCK_SIZE, 1 << 20), Metrics(0, CollectorRegistry()), LARGE)
     client = SimpleNamespace(model_config=MODEL, renderer=renderer, input_processor=None)
     models = OpenAIServingModels(client, [BaseModelPath("m", "m")])

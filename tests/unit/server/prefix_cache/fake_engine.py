@@ -282,3 +282,23 @@ class FakeEngine:
     async def start_weight_update(self) -> None: ...
     async def finish_weight_update(self) -> None: ...
     async def update_weight_version(self, new_version: str) -> None: ...
+
+
+class HeldEngine(FakeEngine):
+    """An engine that answers nothing until it is let go."""
+
+    def __init__(self, block_size: int, runner: str) -> None:
+        super().__init__(block_size, runner)
+        self.has_any, self.let_go = asyncio.Event(), asyncio.Event()
+        self.inside: list[str] = []
+        """Ids of the requests that came."""
+
+    async def _pause(self) -> None:
+        await self.let_go.wait()
+
+    def generate(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.inside.append(request_id)
+        self.has_any.set()
+        return super().generate(prompt, params, request_id, **options)

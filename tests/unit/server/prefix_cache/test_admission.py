@@ -41,6 +41,16 @@ class Engine:
     def scores(self, queue: RequestQueue, names: list[str], num_tokens: int = 10) -> Iterator[Coroutine[Any, Any, str]]:
         return (self.score(queue, name, num_tokens) for name in names)
 
+    def begun(self, queue: RequestQueue, names: list[str], num_tokens: int) -> Iterator[Coroutine[Any, Any, str]]:
+        """`scores` that are counted when they are begun."""
+        for name in names:
+            queue.add(1, num_tokens)
+            yield self.score(queue, name, num_tokens)
+
+    async def windows(self, names: list[str], num_tokens: int) -> list[str]:
+        async with self.admission.request("/v1/perplexity", names[0]) as queue:
+            return [name async for name in queue.in_order(self.begun(queue, names, num_tokens))]
+
     async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
         async with self.admission.request("/v1/score", names[0], len(names), len(names) * num_tokens) as queue:
             return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
@@ -56,7 +66,7 @@ class Engine:
 
     def check_nothing_is_left(self) -> None:
         held = self.admission
-        assert (held.num_sequences, held.num_tokens, held.num_running, held.num_running_tokens) == (0, 0, 0, 0)
+        assert (held.num_sequences, held.num_tokens, held.num_running) == (0, 0, 0)
         assert self.loads[-1] == (0, 0)
         assert not held._turns
         assert not held._queues
@@ -92,6 +102,32 @@ async def test_the_engine_gets_three_steps_of_tokens_and_a_sequence_of_any_lengt
     huge = asyncio.create_task(engine.request(["huge"], num_tokens=5000))
     assert await engine.step() == ["huge"]
     await huge
+
+
+async def test_sequences_that_are_counted_as_they_begin_are_few_and_leave_room_for_others():
+    engine = Engine(step_tokens=100, step_sequences=8, max_scoring_tokens=1000)
+    answer = asyncio.create_task(engine.windows(names("a", 30), num_tokens=50))
+    most = 0
+    while not answer.done():
+        await settle()
+        most = max(most, engine.admission.num_tokens)
+        engine.admission.check(600)
+        await engine.step()
+    assert await answer == names("a", 30)
+    assert STEPS * 100 < most <= STEPS * 100 + 50
+    engine.check_nothing_is_left()
+
+
+async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_time():
+    engine = Engine(step_tokens=100)
+    answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
+    steps = []
+    while not answer.done():
+        await settle()
+        assert engine.admission.num_tokens <= 5000
+        steps.append(await engine.step())
+    assert steps == [["a0"], ["a1"], ["a2"], ["a3"]]
+    engine.check_nothing_is_left()
 
 
 async def test_requests_take_turns_whatever_their_size():
@@ -229,6 +265,92 @@ async def test_after_the_time_of_grace_the_rest_is_ended():
         with pytest.raises(RequestError, match="shutting down"):
             await request
     engine.check_nothing_is_left()
+
+
+async def test_a_turn_that_is_given_in_the_moment_of_the_end_is_not_taken():
+    engine = Engine(step_sequences=1)
+    async with engine.admission.request("/v1/score", "id", STEPS, 10 * STEPS) as queue:
+        for name in names("a", STEPS):
+            await queue.enter(name, 10)
+        waiting = asyncio.create_task(engine.request(["b"]))
+        await settle()
+        queue.leave("a0", 10)
+        engine.admission.is_stopped = True
+        with pytest.raises(RequestError, match="shutting down"):
+            await asyncio.wait_for(waiting, 10)
+        assert engine.admission.num_running == STEPS - 1
+        for name in names("a", STEPS)[1:]:
+            queue.leave(name, 10)
+    engine.check_nothing_is_left()
+
+
+async def test_a_client_that_leaves_leaves_nothing_though_its_abort_is_cancelled():
+    engine, aborting = Engine(), asyncio.Event()
+
+    async def abort(request_ids: list[str]) -> None:
+        aborting.set()
+        await asyncio.Event().wait()
+
+    engine.admission.abort = abort
+    leaves = asyncio.create_task(engine.request(names("a", 5)))
+    await settle()
+    leaves.cancel()
+    await aborting.wait()
+    leaves.cancel()
+    await asyncio.gather(leaves, return_exceptions=True)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert not engine.inside
+    engine.check_nothing_is_left()
+
+
+async def test_a_shutdown_waits_for_what_was_begun_and_not_for_a_reader_that_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(module, "UNREAD_SECONDS", 0)
+    engine = Engine(step_tokens=100)
+    has_read = asyncio.Event()
+
+    async def read_one() -> None:
+        async with (
+            engine.admission.request("/v1/perplexity", "id") as queue,
+            aclosing(queue.in_order(engine.begun(queue, names("a", 30), 50))) as answers,
+        ):
+            await anext(answers)
+            has_read.set()
+            await asyncio.Event().wait()
+
+    reading = asyncio.create_task(read_one())
+    await settle()
+    engine.inside["a0"].set()
+    await has_read.wait()
+    draining = asyncio.create_task(engine.admission.drain(3600))
+    await asyncio.sleep(3 * module.POLL_SECONDS)
+    assert not draining.done()
+    while engine.inside:
+        await engine.step()
+    await asyncio.wait_for(draining, 60)
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    engine.check_nothing_is_left()
+
+
+async def test_what_is_not_accepted_yet_is_refused_when_the_server_stops():
+    held = Engine().admission
+
+    async def tokenize() -> None:
+        with held.until_stopped():
+            await asyncio.Event().wait()
+
+    tokenizing, leaving = asyncio.create_task(tokenize()), asyncio.create_task(tokenize())
+    await settle()
+    leaving.cancel()
+    await held.drain(0)
+    for refused in (tokenizing, tokenize()):
+        with pytest.raises(RequestError, match="shutting down") as error:
+            await refused
+        assert error.value.status == HTTPStatus.SERVICE_UNAVAILABLE
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
 
 
 @pytest.mark.parametrize(

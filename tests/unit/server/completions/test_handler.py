@@ -1,0 +1,95 @@
+"""Our handler of completions around vLLM's, on the fake engine."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from vllm.config import ModelConfig, VllmConfig
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.renderers import renderer_from_config
+
+from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.engine import ScoringEngine
+from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.scoring.token_strings import TokenStrings
+from scoremode_server.scoring.turns import Turns
+from tests.unit.server.prefix_cache.cache_setup import LARGE
+from tests.unit.server.prefix_cache.fake_engine import HeldEngine
+
+SCORING = {"prompt": [[5, 6, 7], [8, 9]], "echo": True, "logprobs": 1, "max_tokens": 1}
+
+
+class Engine(HeldEngine):
+    """Also what vLLM's handler asks of an engine client."""
+
+    errored, is_running = False, True
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(16, "v2")
+        self.vllm_config, self.model_config, self.input_processor = config, config.model_config, None
+        self.renderer = renderer_from_config(config)
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None: ...
+
+    async def is_tracing_enabled(self) -> bool:
+        return False
+
+
+@pytest.fixture(scope="module")
+def config(random_model: Path) -> VllmConfig:
+    return VllmConfig(model_config=ModelConfig(str(random_model), dtype="float32"))
+
+
+class Completions:
+    """The handler; each request has the `X-Request-Id` "the same"."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.engine = Engine(config)
+        models = OpenAIServingModels(self.engine, [BaseModelPath("m", "m")])
+        stock = OpenAIServingCompletion(self.engine, models, online_renderer=SimpleNamespace(), request_logger=None)
+        scoring = ScoringEngine(self.engine, RowStore(16, 0), Metrics(0, CollectorRegistry()), LARGE)
+        strings = TokenStrings(lambda: self.engine.renderer.tokenizer)
+        self._handler = ScoringCompletions(stock, scoring, strings, Turns())
+
+    async def create(self, **fields: Any) -> Any:
+        scope = {"type": "http", "headers": [(b"x-request-id", b"the same")], "state": {}}
+        answer = await self._handler.create_completion(CompletionRequest(**SCORING | fields), Request(scope), "")
+        return orjson.loads(answer)
+
+
+async def settle() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(config: VllmConfig):
+    completions = Completions(config)
+    leaves = asyncio.create_task(completions.create())
+    await settle()
+    of_leaving = set(completions.engine.inside)
+    stays = asyncio.create_task(completions.create())
+    await settle()
+    leaves.cancel()
+    await settle()
+    assert [set(call) for call in completions.engine.aborted] == [of_leaving]
+    assert len(set(completions.engine.inside)) == 4
+    completions.engine.let_go.set()
+    answer = await stays
+    assert answer["id"] == "cmpl-the same"
+    assert [len(choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]] == [4, 3]
+
+
+async def test_a_request_that_is_moved_between_engines_has_the_id_by_which_they_know_it(config: VllmConfig):
+    completions = Completions(config)
+    completions.engine.let_go.set()
+    await completions.create(kv_transfer_params={"do_remote_decode": True})
+    assert completions.engine.inside == ["cmpl-the same-0", "cmpl-the same-1"]

@@ -1,0 +1,116 @@
+"""vLLM's bounds of queued requests and tokens are for generation, however many API servers share them."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.admission_control import SharedAdmissionStats
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone, exempt_from_queue_bounds
+
+pytestmark = pytest.mark.usefixtures("patched")
+
+
+class Client:
+    """The part of vLLM's engine client that keeps the bounds, in one of several API servers."""
+
+    check_admission = AsyncLLM.check_admission
+    get_num_unfinished_requests = AsyncLLM.get_num_unfinished_requests
+    get_num_queued_tokens = AsyncLLM.get_num_queued_tokens
+    _record_admission_rejection = AsyncLLM._record_admission_rejection
+    logger_manager = None
+
+    def __init__(
+        self, stats: SharedAdmissionStats | None = None, requests: int | None = None, tokens: int | None = None
+    ) -> None:
+        self.scheduler_config = SimpleNamespace(max_num_queued_reqs=requests, max_num_queued_tokens=tokens)
+        self.admission_stats = stats
+        self.output_processor = OutputProcessor(None, log_stats=False, admission_stats=stats)
+        bound_generation_alone(self)
+
+    def add(self, request_id: str, params: SamplingParams, num_tokens: int = 10) -> None:
+        request = EngineCoreRequest(
+            request_id=request_id,
+            external_req_id=request_id,
+            prompt_token_ids=[5] * num_tokens,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self.output_processor.add_request(request, None)
+
+    def score(self, count: int) -> None:
+        for number in range(count):
+            self.add(f"score-{number}", score_params([5, 6]))
+
+    def generate(self, count: int) -> None:
+        for number in range(count):
+            self.add(f"cmpl-{number}", SamplingParams(max_tokens=1, detokenize=False))
+
+    def end(self, *request_ids: str) -> None:
+        self.output_processor.abort_requests(request_ids, internal=True)
+
+
+def servers(count: int, **bounds: Any) -> list[Client]:
+    """As many API servers of one engine."""
+    counters = [0] * SharedAdmissionStats.num_counters(count)
+    shared: list[dict[str, Any]] = [{"mp_admission_counters": counters} for _ in range(count)]
+    return [Client(SharedAdmissionStats(shared[index], count, index), **bounds) for index in range(count)]
+
+
+def test_scoring_takes_nothing_of_the_bound_of_requests():
+    client = Client(requests=3)
+    client.score(50)
+    client.generate(2)
+    client.check_admission()
+    with pytest.raises(QueueOverflowError):
+        client.check_admission(2)
+
+
+def test_scoring_takes_nothing_of_the_bound_of_tokens():
+    client = Client(tokens=20)
+    client.score(50)
+    client.generate(1)
+    client.check_admission()
+    client.add("cmpl-of-ten-more-tokens", SamplingParams(max_tokens=1, detokenize=False))
+    with pytest.raises(MaxQueuedTokensError):
+        client.check_admission()
+
+
+def test_scoring_is_not_refused_by_either():
+    client = Client(requests=0, tokens=0)
+    with exempt_from_queue_bounds():
+        client.check_admission(9)
+    with pytest.raises(QueueOverflowError):
+        client.check_admission()
+
+
+def test_scores_of_one_server_take_nothing_of_a_bound_that_it_shares_with_another():
+    scoring, generating = servers(2, requests=3)
+    scoring.score(50)
+    scoring.generate(1)
+    generating.generate(1)
+    generating.check_admission()
+    with pytest.raises(QueueOverflowError):
+        generating.check_admission(2)
+
+
+def test_scores_that_end_leave_no_room_for_more_generation_than_the_bound_allows():
+    scoring, generating = servers(2, requests=3)
+    scoring.generate(3)
+    scoring.score(50)
+    scoring.end(*(f"score-{number}" for number in range(50)))
+    with pytest.raises(QueueOverflowError):
+        generating.check_admission()
+    scoring.end("cmpl-0")
+    generating.check_admission()
