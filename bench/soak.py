@@ -4,8 +4,8 @@
 
 MODEL is a model folder, LOGS a folder for the server's log and for all figures (soak.json). The right logprobs are
 computed first, by transformers in float32. Then a server starts with a KV cache of 4,096 tokens and 8 MiB for rows;
-flags given here go after `FLAGS` and win. A warm-up touches all of the one and fills the other, and goes on with the
-load itself for a tenth of its minutes.
+flags given here go after `FLAGS` and win. A warm-up touches all of the one and fills the other, has a CPU engine make
+as many kernels as it keeps, and goes on with the load itself for a tenth of its minutes.
 
 The load: clients that each have one request in flight, `/v1/score` of every kind, `/v1/completions` with `echo` and
 `logprobs`, and streams of `/v1/perplexity`, over sequences of which four share each beginning; one request in ten hangs
@@ -56,6 +56,8 @@ IDLE_GAUGES = (
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
 )
 PATHS = ("/v1/score", "/v1/completions", "/v1/perplexity")
+BATCH_SIZES = 208
+"""oneDNN keeps 1,024 kernels, one for each of a model's matrix shapes (Llama's are five) and each size of batch."""
 WARM_UP_SHARE = 0.1
 LEAST_WARM_UP_SECONDS = 30
 PROBLEMS_SHOWN = 20
@@ -147,6 +149,15 @@ def fill_caches(url: str) -> None:
     print(f"  {sent:,} tokens filled both caches; the KV cache holds {cache_tokens:,}", flush=True)
 
 
+def see_batch_sizes(url: str) -> None:
+    """Score a prompt of each of the lengths up to `BATCH_SIZES`, so that a CPU engine keeps as many kernels as it ever
+    does."""
+    rng, vocab_size = random.Random(0), httpx.get(f"{url}/v1/score").json()["vocab_size"]
+    for length in range(1, BATCH_SIZES + 1):
+        body = {"prompt": [rng.randrange(vocab_size) for _ in range(length + 1)], "use_cache": False}
+        httpx.post(f"{url}/v1/score", json=body, timeout=ANSWER_SECONDS).raise_for_status()
+
+
 def metric(text: str, name: str) -> float:
     """A metric of `/metrics`, summed over its labels.
 
@@ -198,6 +209,7 @@ class Outcome:
 async def soak(server: ServerProcess, passages: Sequence[Passage], options: argparse.Namespace) -> Outcome:
     """Warm up, put the load on, wait until the server is idle, and look at what is left."""
     await asyncio.to_thread(fill_caches, server.url)
+    await asyncio.to_thread(see_batch_sizes, server.url)
     seconds = 60 * options.minutes
     warm_up, load = Load(server.url, passages), Load(server.url, passages)
     await warm_up.run(options.clients, max(LEAST_WARM_UP_SECONDS, WARM_UP_SHARE * seconds), seed="warm-up")
