@@ -4,8 +4,8 @@
 
 MODEL is a model folder, LOGS a folder for the server's log and for all figures (soak.json). The right logprobs are
 computed first, by transformers in float32. Then a server starts with a KV cache of 4,096 tokens and 8 MiB for rows;
-flags given here go after `FLAGS` and win. A warm-up touches all of the one and fills the other, and goes on with the
-load itself for a tenth of its minutes.
+flags given here go after `FLAGS` and win. A warm-up touches all of the one and fills the other, has a CPU engine make
+as many kernels as it keeps, and goes on with the load itself for a tenth of its minutes.
 
 The load: clients that each have one request in flight, `/v1/score` of every kind, `/v1/completions` with `echo` and
 `logprobs`, and streams of `/v1/perplexity`, over sequences of which four share each beginning; one request in ten hangs
@@ -19,49 +19,34 @@ the proportional set size without pages of files, which other processes on the m
 
 import argparse
 import asyncio
-import base64
 import json
-import os
 import random
 import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import aiohttp
 import httpx
-import numpy as np
-from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "bench"), str(ROOT)]
+sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
+from process_usage import Growth, Usage, growths, left_over, sampled_usage, usage  # noqa: E402
+from soak_asks import Ask, Passage, WrongAnswerError, check, draw_ask, make_passages  # noqa: E402
 from tables import table  # noqa: E402
 
 from local_server import ServerProcess, server_process  # noqa: E402
-from scoremode.corpora import load_corpus  # noqa: E402
-from scoremode.windows import Window, cut_windows  # noqa: E402
-from tests import oracle  # noqa: E402
 
 FLAGS = (
     *("--served-model-name", "soak", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
     *("--block-size", "32", "--num-gpu-blocks-override", "128", "--score-cache-bytes", "8M"),
 )
-BAR = 2e-3
-"""Nats by which a token's logprob may differ from the oracle's, in float32."""
-SHARED_BY = 4
-"""Sequences with one beginning."""
-LARGEST_TEXT = 1500
-"""Characters, fewer than 1,024 tokens."""
-WINDOWS = {"method": "sliding", "context_length": 128, "stride": 64}
 HANG_UP_SHARE = 0.1
-SAMPLE_SECONDS = 2.0
 ANSWER_SECONDS = 300
 """A request without an answer for so long has failed."""
 IDLE_SECONDS = 60
@@ -71,190 +56,11 @@ IDLE_GAUGES = (
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
 )
 PATHS = ("/v1/score", "/v1/completions", "/v1/perplexity")
+BATCH_SIZES = 208
+"""oneDNN keeps 1,024 kernels, one for each of a model's matrix shapes (Llama's are five) and each size of batch."""
 WARM_UP_SHARE = 0.1
 LEAST_WARM_UP_SECONDS = 30
 PROBLEMS_SHOWN = 20
-MIB = 1024**2
-
-
-class WrongAnswerError(Exception):
-    """An answer of status 200 that is not what was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A text, and what its tokens should score."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: np.ndarray
-    """[tokens] in nats; the first, which has no context, is NaN."""
-    window_nlls: list[tuple[int, float]]
-    """Of each of `WINDOWS`: tokens scored, and the sum of their NLLs in nats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request, and what reads its answer: the largest difference from the oracle, in nats a token.
-
-    `difference` raises `WrongAnswerError`.
-    """
-
-    path: str
-    body: dict[str, Any]
-    difference: Callable[[bytes], float]
-
-
-def make_passages(model: Path, count: int, rng: random.Random) -> list[Passage]:
-    """Pieces of the Python language reference."""
-    text, tokenizer = load_corpus("pydoc").text, AutoTokenizer.from_pretrained(model)
-    starts = [rng.randrange(len(text) - LARGEST_TEXT) for _ in range(-(-count // SHARED_BY))]
-    passages = []
-    for index in range(count):
-        start = starts[index // SHARED_BY]
-        piece = text[start : start + rng.randrange(20, LARGEST_TEXT)]
-        passages.append(make_passage(piece, tokenizer(piece)["input_ids"], lambda tokens: _logprobs(model, tokens)))
-    return passages
-
-
-def make_passage(text: str, token_ids: list[int], logprobs: Callable[[list[int]], np.ndarray]) -> Passage:
-    """`logprobs` gives those of all tokens of a sequence but the first."""
-    windows = cut_windows(len(token_ids), **WINDOWS)
-    return Passage(
-        text,
-        token_ids,
-        np.concatenate([[np.nan], logprobs(token_ids)]),
-        [(window.num_scored, _window_nll(window, token_ids, logprobs)) for window in windows],
-    )
-
-
-def _window_nll(window: Window, token_ids: list[int], logprobs: Callable[[list[int]], np.ndarray]) -> float:
-    return -float(logprobs(window.token_ids(token_ids))[window.first_scored - 1 :].sum(dtype=np.float64))
-
-
-def _logprobs(model: Path, token_ids: list[int]) -> np.ndarray:
-    (result,) = oracle.logprobs(model, [token_ids])
-    return result
-
-
-def draw_ask(passages: Sequence[Passage], rng: random.Random) -> Ask:
-    """Any request of the load."""
-    draw = rng.choices((draw_score, draw_continuations, draw_completion, draw_perplexity), (3, 2, 3, 2))[0]
-    return draw(passages, rng)
-
-
-def draw_score(passages: Sequence[Passage], rng: random.Random) -> Ask:
-    """One prompt or several to `/v1/score`, as texts or as token ids."""
-    prompt, expected = draw_prompt(passages, rng)
-    return score_ask({"prompt": prompt}, expected, rng)
-
-
-def draw_continuations(passages: Sequence[Passage], rng: random.Random) -> Ask:
-    """The rest of a passage after a prompt, and the beginning of that rest."""
-    passage = rng.choice(passages)
-    split = rng.randrange(1, len(passage.token_ids))
-    end = rng.randrange(split, len(passage.token_ids)) + 1
-    continuations = [passage.token_ids[split:], passage.token_ids[split:end]]
-    body = {"prompt": passage.token_ids[:split], "continuations": continuations}
-    return score_ask(body, [passage.logprobs[split:], passage.logprobs[split:end]], rng)
-
-
-def score_ask(body: dict[str, Any], expected: Sequence[np.ndarray], rng: random.Random) -> Ask:
-    """`body` with any options."""
-    options = {
-        "top_logprobs": rng.choice((0, 0, 1, 5, 20)),
-        "return_ranks": rng.random() < 0.3,
-        "return_tokens": rng.random() < 0.3,
-        "encoding_format": rng.choice(("float", "base64")),
-        "use_cache": rng.random() < 0.8,
-        # Salts make several copies of a prefix, so that the caches go on dropping what they have.
-        "cache_salt": rng.choice((None, None, "a", "b", "c")),
-    }
-    return Ask("/v1/score", body | options, lambda answer: score_difference(answer, expected))
-
-
-def draw_completion(passages: Sequence[Passage], rng: random.Random) -> Ask:
-    """One prompt or several to `/v1/completions`, echoed."""
-    prompt, expected = draw_prompt(passages, rng)
-    generated = rng.choice((0, 1))
-    options = {"echo": True, "logprobs": rng.choice((0, 1, 5)), "max_tokens": generated, "temperature": 0}
-    body = {"prompt": prompt} | options
-    return Ask("/v1/completions", body, lambda answer: echo_difference(answer, expected, generated))
-
-
-def draw_perplexity(passages: Sequence[Passage], rng: random.Random) -> Ask:
-    """A stream of a passage's windows."""
-    passage = rng.choice(passages)
-    body = {"prompt": passage.token_ids, "stream": True, **WINDOWS}
-    return Ask("/v1/perplexity", body, lambda answer: stream_difference(answer, passage.window_nlls))
-
-
-def draw_prompt(passages: Sequence[Passage], rng: random.Random) -> tuple[Any, list[np.ndarray]]:
-    """Any of the four shapes of a prompt, and the logprobs of each sequence."""
-    chosen = rng.sample(passages, rng.choice((1, 1, 2, 4)))
-    prompts = [passage.text for passage in chosen] if rng.random() < 0.5 else [each.token_ids for each in chosen]
-    return prompts if len(chosen) > 1 else prompts[0], [passage.logprobs for passage in chosen]
-
-
-def score_difference(answer: bytes, expected: Sequence[np.ndarray]) -> float:
-    """Of an answer of `/v1/score`.
-
-    Raises:
-        WrongAnswerError: it is about other tokens than asked for.
-    """
-    results = [result["logprobs"] for result in json.loads(answer)["data"]]
-    return largest_difference([decoded(logprobs) for logprobs in results], expected)
-
-
-def echo_difference(answer: bytes, expected: Sequence[np.ndarray], generated: int) -> float:
-    """Of an answer of `/v1/completions`, without so many generated tokens of each sequence.
-
-    Raises:
-        WrongAnswerError: it is about other tokens than asked for.
-    """
-    choices = [decoded(choice["logprobs"]["token_logprobs"]) for choice in json.loads(answer)["choices"]]
-    return largest_difference([choice[: len(choice) - generated] for choice in choices], expected)
-
-
-def decoded(logprobs: list[float | None] | str) -> np.ndarray:
-    """Logprobs in either encoding, NaN where there is none."""
-    if isinstance(logprobs, str):
-        return np.frombuffer(base64.b64decode(logprobs), dtype="<f4")
-    return np.array(logprobs, dtype=np.float64)
-
-
-def largest_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
-    """Of any token, in nats.
-
-    Raises:
-        WrongAnswerError: the numbers of sequences or tokens differ, or what has a logprob.
-    """
-    if [len(each) for each in found] != [len(each) for each in expected]:
-        raise WrongAnswerError(f"{[len(each) for each in found]} tokens in place of {[len(each) for each in expected]}")
-    one, other = np.concatenate(found), np.concatenate(expected)
-    if not np.array_equal(np.isnan(one), np.isnan(other)):
-        raise WrongAnswerError(
-            f"no logprob at {np.flatnonzero(np.isnan(one))}, expected at {np.flatnonzero(np.isnan(other))}"
-        )
-    return float(np.nanmax(np.abs(one - other), initial=0))
-
-
-def stream_difference(answer: bytes, window_nlls: Sequence[tuple[int, float]]) -> float:
-    """Of the windows of an event stream of `/v1/perplexity`, and of the result after them.
-
-    Raises:
-        WrongAnswerError: the stream ends early, has an error in it, or its windows are not these.
-    """
-    events = answer.decode().removesuffix("\n\n").split("\n\n")
-    if events.pop() != "data: [DONE]":
-        raise WrongAnswerError(f"a stream that ends with {answer[-200:]!r}")
-    found = [json.loads(event.removeprefix("data: ")) for event in events]
-    if failed := [event for event in found if "error" in event]:
-        raise WrongAnswerError(f"an error in a stream: {failed[0]}")
-    expected = [*window_nlls, (sum(scored for scored, _ in window_nlls), sum(nll for _, nll in window_nlls))]
-    if [event["num_scored"] for event in found] != [scored for scored, _ in expected]:
-        raise WrongAnswerError(f"windows of {[event['num_scored'] for event in found]} tokens in place of {expected}")
-    return max(abs(event["nll_sum"] - nll) / scored for event, (scored, nll) in zip(found, expected, strict=True))
 
 
 @dataclass(slots=True)
@@ -328,23 +134,6 @@ class Load:
                 yield f"{path}: {self.tallies[path].right} right answers, {self.tallies[path].hung_up} hung up"
 
 
-def check(ask: Ask, status: int, answer: bytes) -> float:
-    """The largest difference of a token's logprob from the oracle's, in nats.
-
-    Raises:
-        WrongAnswerError: it is no answer, not the one that was asked for, or beyond `BAR`.
-    """
-    if status != 200:
-        raise WrongAnswerError(f"{status} {answer[:300]!r}")
-    try:
-        difference = ask.difference(answer)
-    except (ValueError, LookupError, TypeError) as error:
-        raise WrongAnswerError(f"{error!r}, reading {answer[:300]!r}") from error
-    if not difference <= BAR:
-        raise WrongAnswerError(f"{difference:.2g} nats beside the oracle")
-    return difference
-
-
 def fill_caches(url: str) -> None:
     """Score fresh prompts until they touched the KV cache twice over and the row cache dropped something."""
     rng, text = random.Random(0), httpx.get(f"{url}/metrics").text
@@ -360,6 +149,15 @@ def fill_caches(url: str) -> None:
     print(f"  {sent:,} tokens filled both caches; the KV cache holds {cache_tokens:,}", flush=True)
 
 
+def see_batch_sizes(url: str) -> None:
+    """Score a prompt of each of the lengths up to `BATCH_SIZES`, so that a CPU engine keeps as many kernels as it ever
+    does."""
+    rng, vocab_size = random.Random(0), httpx.get(f"{url}/v1/score").json()["vocab_size"]
+    for length in range(1, BATCH_SIZES + 1):
+        body = {"prompt": [rng.randrange(vocab_size) for _ in range(length + 1)], "use_cache": False}
+        httpx.post(f"{url}/v1/score", json=body, timeout=ANSWER_SECONDS).raise_for_status()
+
+
 def metric(text: str, name: str) -> float:
     """A metric of `/metrics`, summed over its labels.
 
@@ -370,96 +168,6 @@ def metric(text: str, name: str) -> float:
     if not values:
         raise ValueError(f"/metrics has no {name}")
     return sum(map(float, values))
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Of one process."""
-
-    name: str
-    num_bytes: int
-    """Its share of memory that is not of files, swapped out or not."""
-    open_files: int
-
-
-def usage(server: int) -> dict[int, Usage]:
-    """Process id -> usage, for every process of the session that a server leads."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        # A process may end between the listing and the reading.
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if os.getsid(int(folder.name)) == server:
-                found[int(folder.name)] = Usage(
-                    (folder / "comm").read_text().strip(),
-                    own_bytes((folder / "smaps_rollup").read_text()),
-                    len(list((folder / "fd").iterdir())),
-                )
-    return found
-
-
-def own_bytes(smaps_rollup: str) -> int:
-    """Of /proc/PID/smaps_rollup, the proportional set size of all but files."""
-    kilobytes = {name: int(value) for name, value in re.findall(r"^(\w+): +(\d+) kB$", smaps_rollup, re.MULTILINE)}
-    return 1024 * sum(kilobytes[name] for name in ("Pss_Anon", "Pss_Shmem", "SwapPss"))
-
-
-class Processes:
-    """A server's processes, looked at again and again."""
-
-    def __init__(self, server: int) -> None:
-        self.server = server
-        self.samples = [usage(server)]
-
-    async def watch(self) -> None:
-        """Take samples until cancelled."""
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
-            self.samples.append(await asyncio.to_thread(usage, self.server))
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """Of one process's memory, in bytes: means of the first and of the last tenth of the samples."""
-
-    HEADER: ClassVar = ("process", "first tenth, MiB", "last tenth, MiB", "growth")
-
-    name: str
-    first: float
-    last: float
-
-    @property
-    def share(self) -> float:
-        return self.last / self.first - 1
-
-    def row(self) -> tuple[str, ...]:
-        """A line of the table."""
-        return self.name, f"{self.first / MIB:,.1f}", f"{self.last / MIB:,.1f}", f"{self.share:+.2%}"
-
-    def __str__(self) -> str:
-        return f"{self.name} grew from {self.first / MIB:,.1f} to {self.last / MIB:,.1f} MiB, {self.share:+.2%}"
-
-
-def growths(samples: Sequence[Mapping[int, Usage]]) -> list[Growth]:
-    """Of every process that is in all samples."""
-    tenth = max(1, len(samples) // 10)
-
-    def mean(pid: int, some: Sequence[Mapping[int, Usage]]) -> float:
-        return fmean(sample[pid].num_bytes for sample in some)
-
-    lasting = set.intersection(*map(set, samples))
-    return [
-        Growth(f"{samples[0][pid].name} ({pid})", mean(pid, samples[:tenth]), mean(pid, samples[-tenth:]))
-        for pid in sorted(lasting)
-    ]
-
-
-def left_over(before: Mapping[int, Usage], after: Mapping[int, Usage], clients: int) -> Iterator[str]:
-    """Processes and open files of an idle server that were not there before the load; processes that are gone."""
-    for pid in sorted(before.keys() ^ after.keys()):
-        yield f"{'a process is gone' if pid in before else 'a process is new'}: {(before | after)[pid].name} ({pid})"
-    for pid in sorted(before.keys() & after.keys()):
-        if (more := after[pid].open_files - before[pid].open_files) >= clients:
-            yield f"{after[pid].name} ({pid}) has {more} more open files"
 
 
 async def until_idle(url: str) -> list[str]:
@@ -478,23 +186,6 @@ def tracebacks(log: Path) -> list[str]:
     """How many a server's log has."""
     count = log.read_text(errors="replace").count("Traceback (most recent call last)")
     return [f"{count} tracebacks in {log}"] if count else []
-
-
-@asynccontextmanager
-async def sampled_usage(server: int) -> AsyncIterator[list[dict[int, Usage]]]:
-    """A list that gets the server's usage every `SAMPLE_SECONDS`."""
-    samples = [usage(server)]
-
-    async def sample() -> None:
-        while True:
-            await asyncio.sleep(SAMPLE_SECONDS)
-            samples.append(await asyncio.to_thread(usage, server))
-
-    sampling = asyncio.create_task(sample())
-    try:
-        yield samples
-    finally:
-        sampling.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,6 +209,7 @@ class Outcome:
 async def soak(server: ServerProcess, passages: Sequence[Passage], options: argparse.Namespace) -> Outcome:
     """Warm up, put the load on, wait until the server is idle, and look at what is left."""
     await asyncio.to_thread(fill_caches, server.url)
+    await asyncio.to_thread(see_batch_sizes, server.url)
     seconds = 60 * options.minutes
     warm_up, load = Load(server.url, passages), Load(server.url, passages)
     await warm_up.run(options.clients, max(LEAST_WARM_UP_SECONDS, WARM_UP_SHARE * seconds), seed="warm-up")

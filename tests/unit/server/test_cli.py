@@ -1,12 +1,55 @@
 """The command `scoremode`."""
 
+import os
+import platform
 import subprocess
 import sys
 
 import pytest
+from vllm.platforms import current_platform
+
+from scoremode_server.cli import MMAP_THRESHOLD_VARIABLE, keep_tensors_off_the_heap
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["--help"], 0), ([], 2), (["score"], 2)])
 def test_exit_status(arguments: list[str], status: int):
     command = [sys.executable, "-c", "from scoremode_server.cli import main; main()", *arguments]
     assert subprocess.run(command, capture_output=True).returncode == status
+
+
+HOLES = """
+import ctypes
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(f"field_{index}", ctypes.c_size_t) for index in range(8)] + [("free", ctypes.c_size_t)]
+    _fields_ += [("top", ctypes.c_size_t)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo2
+bytearray(24 << 20)
+tensor = bytearray(8 << 20)
+stays = bytearray(100_000)
+del tensor
+info = libc.mallinfo2()
+print(info.free - info.top)
+"""
+"""What a process's heap has in holes, in bytes, after something large was freed below something that stays."""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or not current_platform.is_cpu(), reason="for a CPU engine, on glibc"
+)
+def test_tensors_leave_no_holes_in_the_heap_of_an_engine(monkeypatch: pytest.MonkeyPatch):
+    def holes() -> int:
+        return int(subprocess.run([sys.executable, "-c", HOLES], capture_output=True, check=True).stdout)
+
+    monkeypatch.delenv(MMAP_THRESHOLD_VARIABLE, raising=False)
+    assert holes() > 4 * 1024**2
+    keep_tensors_off_the_heap()
+    assert holes() < 1024**2
+
+
+def test_a_threshold_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(MMAP_THRESHOLD_VARIABLE, "4194304")
+    keep_tensors_off_the_heap()
+    assert os.environ[MMAP_THRESHOLD_VARIABLE] == "4194304"

@@ -26,6 +26,7 @@ PUBLIC = {
     "vllm.logger",
     "vllm.logprobs",
     "vllm.outputs",
+    "vllm.platforms",
     "vllm.renderers",
     "vllm.renderers.base",
     "vllm.sampling_params",
