@@ -22,6 +22,9 @@ TOP_K_BYTES = 1
 TILE_ROWS = 128
 """Rows that the projection's kernels compute together; part of a tile costs as much as all of it."""
 
+BLOCK_ENTRIES = 2**18
+"""Entries of logits that `torch_kernels` takes at a time, where a row has no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class LogitsShape:

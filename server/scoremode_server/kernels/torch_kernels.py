@@ -1,0 +1,103 @@
+"""What the Triton kernels do, in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
+
+A block of whole rows at a time is converted to float64, so that what is held beside the logits depends on neither their
+number nor, up to `BLOCK_ENTRIES`, on the vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.working_memory import BLOCK_ENTRIES
+
+LARGEST = torch.finfo(torch.float64).max
+
+
+def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
+    """As `triton_kernels.take_targets`."""
+    column = targets.long() - first
+    held = (column >= 0) & (column < columns)
+    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    out.tokens[:, 0] = targets
+    out.logits[:, 0] = torch.where(held, taken.float(), -math.inf)
+
+
+def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
+    """As `triton_kernels.reduce_rows`."""
+    num_held = min(out.num_top, columns)
+    out.tokens[:, 1 + num_held :] = -1
+    out.logits[:, 1 + num_held :] = -math.inf
+    if columns == 0:
+        out.maxima.fill_(-math.inf)
+        out.sums.zero_()
+        out.ranks.zero_()
+        return
+    for block in _blocks(len(logits), columns):
+        values, rows = logits[block, :columns].double(), out[block]
+        highest, tokens = values.max(1, keepdim=True) if num_held == 1 else values.topk(num_held)
+        rows.tokens[:, 1 : 1 + num_held] = tokens + first
+        rows.logits[:, 1 : 1 + num_held] = highest
+        rows.ranks[:] = (values >= rows.logits[:, :1]).sum(1)
+        rows.maxima[:] = values.amax(1)
+        # Where all is -inf, -inf less -inf would be NaN.
+        base = rows.maxima.masked_fill(rows.maxima == -math.inf, 0.0)
+        rows.sums[:] = values.sub_(base[:, None]).exp_().sum(1)
+
+
+def sum_divergences(
+    logits: torch.Tensor,
+    reference_logits: torch.Tensor,
+    columns: int,
+    served: ReducedRows,
+    reference: ReducedRows,
+    shift: torch.Tensor,
+) -> torch.Tensor:
+    """Add up these columns' shares of the divergences of two distributions, p the reference's and q the served model's.
+
+    Args:
+        logits: [rows, at least `columns`], of a floating dtype.
+        reference_logits: likewise.
+        columns: that count; those after them are padding.
+        served: maxima and sums over the whole vocabulary.
+        reference: likewise.
+        shift: [rows] float64, log Z of the reference less log Z of the served model, in nats; where it is not finite,
+            what is returned means nothing.
+
+    Returns:
+        [rows, 3] float32, sums that are never negative and that add up over the parts of a vocabulary: of
+        p log(p/q) - p + q, which makes KL(p||q); of q log(q/p) - q + p, which makes KL(q||p); of |p - q|.
+    """
+    sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
+    for block in _blocks(len(logits), columns):
+        q_logits, p_logits = logits[block, :columns].double(), reference_logits[block, :columns].double()
+        # Two of -inf are as equal as any others.
+        log_ratios = torch.where(p_logits == q_logits, 0.0, p_logits - q_logits).sub_(shift[block, None])
+        p = _probabilities(p_logits, reference[block])
+        q = _probabilities(q_logits, served[block])
+        sums[block, 0] = _excess(p, q, log_ratios)
+        sums[block, 1] = _excess(q, p, log_ratios.neg_())
+        sums[block, 2] = p.sub_(q).abs_().sum(1)
+    return sums
+
+
+def _blocks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, BLOCK_ENTRIES // max(columns, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _probabilities(logits: torch.Tensor, rows: ReducedRows) -> torch.Tensor:
+    """In the place of the float64 logits."""
+    return logits.sub_(rows.maxima[:, None]).exp_().div_(rows.sums[:, None])
+
+
+def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
+    """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 beside p > 0 infinity.
+
+    Sums of p and of q are 1, so that this is the sum of p log(p/q). But an error of the normalizers, which makes p and q
+    a little too large or too small, cancels to the first order.
+    """
+    # A probability may be too small for any number and yet not 0.
+    terms = torch.where(log_ratios == math.inf, math.inf, p * log_ratios.clamp(-LARGEST, LARGEST))
+    return terms.sub_(p).add_(q).sum(1).clamp_(min=0.0)
