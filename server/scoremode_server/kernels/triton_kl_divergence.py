@@ -40,11 +40,11 @@ def sum_divergences(
         reference_logits,
         reference_logits.stride(0),
         reference.maxima,
-        reference.sums,
+        1 / reference.sums,
         logits,
         logits.stride(0),
         served.maxima,
-        served.sums,
+        1 / served.sums,
         # An error of it, as one of the sums, cancels to the first order.
         shift.float(),
         columns,
@@ -62,11 +62,11 @@ def _sum_divergences(
     p_logits,
     p_stride,
     p_maxima,
-    p_sums,
+    p_scales,
     q_logits,
     q_stride,
     q_maxima,
-    q_sums,
+    q_scales,
     shifts,
     columns,
     LANES: tl.constexpr,
@@ -78,8 +78,8 @@ def _sum_divergences(
     q_start = q_logits + row * q_stride
     p_maximum = tl.load(p_maxima + row)
     q_maximum = tl.load(q_maxima + row)
-    p_sum = tl.load(p_sums + row)
-    q_sum = tl.load(q_sums + row)
+    p_scale = tl.load(p_scales + row)
+    q_scale = tl.load(q_scales + row)
     shift = tl.load(shifts + row)
     tile: tl.constexpr = LANES * WIDTH
     entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -91,8 +91,8 @@ def _sum_divergences(
     for origin in tl.range(0, whole, tile, num_stages=STAGES):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)
-        p = tl.exp(p_seen - p_maximum) / p_sum
-        q = tl.exp(q_seen - q_maximum) / q_sum
+        p = tl.exp(p_seen - p_maximum) * p_scale
+        q = tl.exp(q_seen - q_maximum) * q_scale
         log_ratio = _log_ratio(p_seen, q_seen, shift)
         forward += tl.sum(_excess(p, q, log_ratio), 1)
         backward += tl.sum(_excess(q, p, -log_ratio), 1)
@@ -102,8 +102,8 @@ def _sum_divergences(
         # Entries of -inf on both sides add nothing.
         p_seen = tl.load(p_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
         q_seen = tl.load(q_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
-        p = tl.exp(p_seen - p_maximum) / p_sum
-        q = tl.exp(q_seen - q_maximum) / q_sum
+        p = tl.exp(p_seen - p_maximum) * p_scale
+        q = tl.exp(q_seen - q_maximum) * q_scale
         log_ratio = _log_ratio(p_seen, q_seen, shift)
         forward += tl.sum(_excess(p, q, log_ratio), 1)
         backward += tl.sum(_excess(q, p, -log_ratio), 1)
