@@ -46,7 +46,7 @@ def linear_in(dtype: torch.dtype) -> Linear:
     def linear(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if dtype == torch.float32 and hidden_states.is_cuda:
             logits = torch.mm(hidden_states, weight.t(), out_dtype=dtype)
-            return logits if bias is None else logits + bias.to(dtype)
+            return logits if bias is None else logits.add_(bias.to(dtype))
         wide_bias = None if bias is None else bias.to(dtype)
         return torch.nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), wide_bias)
 

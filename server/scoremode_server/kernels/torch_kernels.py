@@ -35,7 +35,7 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         out.ranks.zero_()
         return
     for block in _blocks(len(logits), columns):
-        values, rows = logits[block, :columns].double(), out[block]
+        values, rows = logits[block, :columns].to(torch.float64, copy=True), out[block]
         highest, tokens = values.max(1, keepdim=True) if num_held == 1 else values.topk(num_held)
         rows.tokens[:, 1 : 1 + num_held] = tokens + first
         rows.logits[:, 1 : 1 + num_held] = highest
@@ -71,25 +71,27 @@ def sum_divergences(
     """
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
     for block in _blocks(len(logits), columns):
-        q_logits, p_logits = logits[block, :columns].double(), reference_logits[block, :columns].double()
-        # Two of -inf are as equal as any others.
-        log_ratios = torch.where(p_logits == q_logits, 0.0, p_logits - q_logits).sub_(shift[block, None])
-        p = _probabilities(p_logits, reference[block])
-        q = _probabilities(q_logits, served[block])
-        sums[block, 0] = _excess(p, q, log_ratios)
-        sums[block, 1] = _excess(q, p, log_ratios.neg_())
-        sums[block, 2] = p.sub_(q).abs_().sum(1)
+        p_logits, q_logits = reference_logits[block, :columns], logits[block, :columns]
+        sums[block] = _sum_block(p_logits, q_logits, reference[block], served[block], shift[block])
     return sums
+
+
+def _sum_block(
+    p_logits: torch.Tensor, q_logits: torch.Tensor, p_rows: ReducedRows, q_rows: ReducedRows, shift: torch.Tensor
+) -> torch.Tensor:
+    p, q = (logits.to(torch.float64, copy=True) for logits in (p_logits, q_logits))
+    # Two logits of -inf are as equal as any others.
+    log_ratios = torch.where(p == q, 0.0, p - q).sub_(shift[:, None])
+    p.sub_(p_rows.maxima[:, None]).exp_().div_(p_rows.sums[:, None])
+    q.sub_(q_rows.maxima[:, None]).exp_().div_(q_rows.sums[:, None])
+    forward = _excess(p, q, log_ratios)
+    backward = _excess(q, p, log_ratios.neg_())
+    return torch.stack((forward, backward, p.sub_(q).abs_().sum(1)), 1)
 
 
 def _blocks(rows: int, columns: int) -> Iterator[slice]:
     step = max(1, BLOCK_ENTRIES // max(columns, 1))
     return (slice(start, start + step) for start in range(0, rows, step))
-
-
-def _probabilities(logits: torch.Tensor, rows: ReducedRows) -> torch.Tensor:
-    """In the place of the float64 logits."""
-    return logits.sub_(rows.maxima[:, None]).exp_().div_(rows.sums[:, None])
 
 
 def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
