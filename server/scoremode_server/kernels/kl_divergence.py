@@ -1,13 +1,14 @@
 """The divergence of a served model from a reference, from the hidden states of both, in chunks of rows.
 
-Let p be the reference's distribution over the vocabulary and q the served model's. Each side's logits are reduced as for
-prompt logprobs, which gives their normalizers too. With these, one more pass over both adds up
+Let p be the reference's distribution over the vocabulary and q the served model's. Each side's logits are reduced as
+for prompt logprobs, to their maximum m, their sum of exponentials s below it, and what is needed of single tokens. With
+these, one more pass over both adds up
 
     KL(p||q) = sum of p log(p/q) - p + q,    KL(q||p) = sum of q log(q/p) - q + p,    sum of |p - q|
 
-where log(p/q) is the difference of two logits less the difference of the normalizers' logarithms. No term is negative, so
-that nothing cancels between terms, and two equal rows give exactly 0. The acceptance, the sum of min(p, q), is 1 less
-half the sum of |p - q|.
+where p = exp(z - m) / s, and log(p/q) is the difference of both sides' z - m less that of their log s. No term is
+negative, so that nothing cancels between terms, and two equal rows give exactly 0. The acceptance, which is the sum of
+min(p, q), is 1 less half the sum of |p - q|.
 
 Under tensor parallelism each rank keeps to its own part of the vocabulary, of both sides. For each chunk ranks exchange
 the logits of the targets and the reduced rows, of both sides together, and at the end the sums of all rows.
@@ -145,15 +146,10 @@ def _compare_chunk(
     if shard:
         both = gather_rows(shard.group, both)
     served, reference = both[:rows], both[rows:]
-    shift = _log_normalizers_difference(reference, served)
-    sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, shift)
-    return served, reference, sums.masked_fill_(~shift.isfinite()[:, None], torch.nan)
-
-
-def _log_normalizers_difference(rows: ReducedRows, others: ReducedRows) -> torch.Tensor:
-    """[rows] float64; not finite where either has a NaN, or nothing but -inf."""
-    ratios = rows.sums.double() / others.sums.double()
-    return ratios.log() + (rows.maxima.double() - others.maxima.double())
+    # Not finite where a side has a NaN, or nothing but -inf.
+    log_sum_ratios = (reference.sums.double() / served.sums.double()).log()
+    sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
+    return served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)
 
 
 def _comparison(served: ReducedRows, reference: ReducedRows, sums: torch.Tensor, shard: Shard | None) -> Comparison:

@@ -52,7 +52,7 @@ def sum_divergences(
     columns: int,
     served: ReducedRows,
     reference: ReducedRows,
-    shift: torch.Tensor,
+    log_sum_ratios: torch.Tensor,
 ) -> torch.Tensor:
     """Add up these columns' shares of the divergences of two distributions, p the reference's and q the served model's.
 
@@ -62,8 +62,8 @@ def sum_divergences(
         columns: that count; those after them are padding.
         served: maxima and sums over the whole vocabulary.
         reference: likewise.
-        shift: [rows] float64, log Z of the reference less log Z of the served model, in nats; where it is not finite,
-            what is returned means nothing.
+        log_sum_ratios: [rows] float64, the logarithm of the reference's sum less that of the served model's; where it
+            is not finite, what is returned means nothing.
 
     Returns:
         [rows, 3] float32, sums that are never negative and that add up over the parts of a vocabulary: of
@@ -72,18 +72,24 @@ def sum_divergences(
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
     for block in _blocks(len(logits), columns):
         p_logits, q_logits = reference_logits[block, :columns], logits[block, :columns]
-        sums[block] = _sum_block(p_logits, q_logits, reference[block], served[block], shift[block])
+        sums[block] = _sum_block(p_logits, q_logits, reference[block], served[block], log_sum_ratios[block])
     return sums
 
 
 def _sum_block(
-    p_logits: torch.Tensor, q_logits: torch.Tensor, p_rows: ReducedRows, q_rows: ReducedRows, shift: torch.Tensor
+    p_logits: torch.Tensor,
+    q_logits: torch.Tensor,
+    p_rows: ReducedRows,
+    q_rows: ReducedRows,
+    log_sum_ratios: torch.Tensor,
 ) -> torch.Tensor:
     p, q = (logits.to(torch.float64, copy=True) for logits in (p_logits, q_logits))
-    # Two logits of -inf are as equal as any others.
-    log_ratios = torch.where(p == q, 0.0, p - q).sub_(shift[:, None])
-    p.sub_(p_rows.maxima[:, None]).exp_().div_(p_rows.sums[:, None])
-    q.sub_(q_rows.maxima[:, None]).exp_().div_(q_rows.sums[:, None])
+    p.sub_(p_rows.maxima[:, None])
+    q.sub_(q_rows.maxima[:, None])
+    # Two of -inf are as equal as any others.
+    log_ratios = torch.where(p == q, 0.0, p - q).sub_(log_sum_ratios[:, None])
+    p.exp_().div_(p_rows.sums[:, None])
+    q.exp_().div_(q_rows.sums[:, None])
     forward = _excess(p, q, log_ratios)
     backward = _excess(q, p, log_ratios.neg_())
     return torch.stack((forward, backward, p.sub_(q).abs_().sum(1)), 1)
@@ -97,8 +103,8 @@ def _blocks(rows: int, columns: int) -> Iterator[slice]:
 def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
     """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 beside p > 0 infinity.
 
-    Sums of p and of q are 1, so that this is the sum of p log(p/q). But an error of the normalizers, which makes p and q
-    a little too large or too small, cancels to the first order.
+    As p and q each add up to 1, this is the sum of p log(p/q). But an error of their normalizers, which makes all of p
+    or q a little too large or too small, cancels to the first order.
     """
     # A probability may be too small for any number and yet not 0.
     terms = torch.where(log_ratios == math.inf, math.inf, p * log_ratios.clamp(-LARGEST, LARGEST))

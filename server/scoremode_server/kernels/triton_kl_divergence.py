@@ -1,8 +1,8 @@
 """The Triton kernel that reads two rows of logits at once and adds up how far their distributions are apart.
 
-A program takes one row of both and walks through them as `triton_kernels` does; each lane adds up its entries in float32,
-and the lanes are added in float64. Where p and q are close, p log(p/q) - p + q is the small difference of large numbers:
-there it is p times a power series in log(p/q), which has no error but that of its rounding.
+A program takes one row of both and walks through them as `triton_kernels` does. Each lane adds up its entries in
+float32, and the lanes are added in float64. Where p and q are close, p log(p/q) - p + q is the small difference of
+large numbers: there it is p times a power series in log(p/q), whose error is but a rounding of itself.
 """
 
 import torch
@@ -24,7 +24,7 @@ def sum_divergences(
     columns: int,
     served: ReducedRows,
     reference: ReducedRows,
-    shift: torch.Tensor,
+    log_sum_ratios: torch.Tensor,
     tiling: Tiling = PAIR_TILING,
 ) -> torch.Tensor:
     """As `torch_kernels.sum_divergences`; of both logits, neighbouring columns lie next to each other in memory.
@@ -46,7 +46,7 @@ def sum_divergences(
         served.maxima,
         1 / served.sums,
         # An error of it, as one of the sums, cancels to the first order.
-        shift.float(),
+        log_sum_ratios.float(),
         columns,
         LANES=tiling.lanes,
         WIDTH=tiling.width,
@@ -67,7 +67,7 @@ def _sum_divergences(
     q_stride,
     q_maxima,
     q_scales,
-    shifts,
+    log_sum_ratios,
     columns,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -80,7 +80,7 @@ def _sum_divergences(
     q_maximum = tl.load(q_maxima + row)
     p_scale = tl.load(p_scales + row)
     q_scale = tl.load(q_scales + row)
-    shift = tl.load(shifts + row)
+    log_sum_ratio = tl.load(log_sum_ratios + row)
     tile: tl.constexpr = LANES * WIDTH
     entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     forward = tl.zeros([LANES], tl.float32)
@@ -91,32 +91,32 @@ def _sum_divergences(
     for origin in tl.range(0, whole, tile, num_stages=STAGES):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)
-        p = tl.exp(p_seen - p_maximum) * p_scale
-        q = tl.exp(q_seen - q_maximum) * q_scale
-        log_ratio = _log_ratio(p_seen, q_seen, shift)
-        forward += tl.sum(_excess(p, q, log_ratio), 1)
-        backward += tl.sum(_excess(q, p, -log_ratio), 1)
-        distances += tl.sum(tl.abs(p - q), 1)
+        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio)
+        forward += tl.sum(terms[0], 1)
+        backward += tl.sum(terms[1], 1)
+        distances += tl.sum(terms[2], 1)
     if whole < columns:
         held = whole + entries < columns
         # Entries of -inf on both sides add nothing.
         p_seen = tl.load(p_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
         q_seen = tl.load(q_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
-        p = tl.exp(p_seen - p_maximum) * p_scale
-        q = tl.exp(q_seen - q_maximum) * q_scale
-        log_ratio = _log_ratio(p_seen, q_seen, shift)
-        forward += tl.sum(_excess(p, q, log_ratio), 1)
-        backward += tl.sum(_excess(q, p, -log_ratio), 1)
-        distances += tl.sum(tl.abs(p - q), 1)
+        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio)
+        forward += tl.sum(terms[0], 1)
+        backward += tl.sum(terms[1], 1)
+        distances += tl.sum(terms[2], 1)
     tl.store(out + row * 3, tl.sum(forward.to(tl.float64), 0).to(tl.float32))
     tl.store(out + row * 3 + 1, tl.sum(backward.to(tl.float64), 0).to(tl.float32))
     tl.store(out + row * 3 + 2, tl.sum(distances.to(tl.float64), 0).to(tl.float32))
 
 
 @triton.jit
-def _log_ratio(p_logit, q_logit, shift):
-    """log(p/q); two logits of -inf are as equal as any others."""
-    return tl.where(p_logit == q_logit, 0.0, p_logit - q_logit) - shift
+def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio):
+    """Of the three sums, from logits less their rows' maxima."""
+    p = tl.exp(p_logit) * p_scale
+    q = tl.exp(q_logit) * q_scale
+    # Two of -inf are as equal as any others.
+    log_ratio = tl.where(p_logit == q_logit, 0.0, p_logit - q_logit) - log_sum_ratio
+    return _excess(p, q, log_ratio), _excess(q, p, -log_ratio), tl.abs(p - q)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Divergences beside float64 formulas over whole rows, from PyTorch here and from Triton in `test_triton_kernels.py`."""
+"""Divergences beside float64 formulas, from PyTorch here and from Triton where `test_triton_kernels.py` runs this."""
 
 import math
 import os
@@ -94,17 +94,15 @@ def test_random_rows(dtype: torch.dtype, reference_dtype: torch.dtype, vocab: in
 
 @pytest.mark.parametrize("vocab", [49_152, 262_144])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0, 40.0])
-@pytest.mark.parametrize("noise", [0.003, 0.3])
-def test_flat_and_peaked_rows_of_large_vocabularies(vocab: int, scale: float, noise: float):
+def test_flat_and_peaked_rows_of_large_vocabularies(vocab: int, scale: float):
     """From nearly uniform to nearly certain."""
     reference = random_logits(2, vocab, vocab, torch.float32, seed=3) * (scale / 4)
-    served = reference + random_logits(2, vocab, vocab, torch.float32, seed=4) * (noise / 4)
+    served = reference + random_logits(2, vocab, vocab, torch.float32, seed=4) * (0.3 / 4)
     check_divergences(served, reference, compared(served, reference))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [3, 8193, 262_144])
-@pytest.mark.parametrize("scale", [0.0, 0.5, 5.0])
+@pytest.mark.parametrize(("vocab", "scale"), [(3, 5.0), (8193, 0.0), (8193, 5.0), (262_144, 0.5)])
 def test_equal_logits_do_not_diverge_at_all(dtype: torch.dtype, vocab: int, scale: float):
     logits = random_logits(2, vocab, vocab, dtype, seed=5) * scale
     logits[1, ::2] = -math.inf
@@ -114,8 +112,8 @@ def test_equal_logits_do_not_diverge_at_all(dtype: torch.dtype, vocab: int, scal
     assert comparison.acceptance.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("noise", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
-@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("noise", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("scale", [0.1, 5.0])
 def test_a_slightly_perturbed_copy(noise: float, scale: float):
     """What float32 arithmetic adds is far below what the perturbation makes: some square of it."""
     reference = random_logits(3, 49_152, 49_152, torch.float32, seed=6) * scale
@@ -130,9 +128,8 @@ def test_a_constant_added_to_all_logits_changes_nothing(offset: float):
     """The logits of both sides are multiples of 1/16, so that float32 holds the sums."""
     reference = (random_logits(3, 5000, 5000, torch.float32, seed=8) * 16).round() / 16
     comparison = compared(reference + offset, reference)
-    # The offset is in the difference of the normalizers too, where float64 leaves nothing of it.
-    assert comparison.kld.max() <= ABSOLUTE
-    assert comparison.acceptance.min() == 1.0
+    assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
+    assert comparison.acceptance.tolist() == [1.0] * 3
 
 
 def test_tokens_that_one_side_excludes():
@@ -149,7 +146,7 @@ def test_tokens_that_one_side_excludes():
 
 
 def test_an_excluded_token_counts_however_unlikely_the_other_side_finds_it():
-    """Its probability is too small for float32; beside it, unlikely tokens that are not excluded add what they should."""
+    """Its probability is too small for float32, as are those of the tokens that no side excludes."""
     reference = torch.tensor([[0.0, -200.0], [0.0, -200.0], [0.0, -200.0]])
     served = torch.tensor([[0.0, -math.inf], [0.0, -300.0], [0.0, torch.finfo(torch.float32).min]])
     comparison = compared(served, reference)
@@ -204,7 +201,7 @@ LOGIT = st.one_of(
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40))
 def test_any_two_rows(pairs: list[tuple[float, float]]):
-    served, reference = torch.tensor([pairs]).unbind(-1)
+    served, reference = (torch.tensor([side]) for side in zip(*pairs, strict=True))
     # The roundings of terms where p and q are not close, and of differences of logits.
     check_divergences(served, reference, compared(served, reference), absolute=1e-6)
 
@@ -231,7 +228,10 @@ def test_chunks_give_the_same_rows(limit: int):
 
 def test_hidden_sizes_may_differ():
     generator = torch.Generator().manual_seed(13)
-    served_weight, reference_weight = torch.randn(300, 8, generator=generator), torch.randn(300, 16, generator=generator)
+    served_weight, reference_weight = (
+        torch.randn(300, 8, generator=generator),
+        torch.randn(300, 16, generator=generator),
+    )
     served, reference = torch.randn(5, 8, generator=generator), torch.randn(5, 16, generator=generator)
     targets = torch.arange(5)
     comparison = compare(
