@@ -1,9 +1,13 @@
-"""Divergences beside float64 formulas, from PyTorch here and from Triton where `test_triton_kernels.py` runs this."""
+"""Divergences beside float64 formulas: from PyTorch here, or from Triton on a GPU where there is one.
+
+`test_triton_kernels.py` runs this module again, in Triton's interpreter.
+"""
 
 import math
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +16,14 @@ from hypothesis import strategies as st
 from row_checks import DTYPES, check, random_logits
 
 from scoremode_server.kernels import kl_divergence
-from scoremode_server.kernels.kl_divergence import Comparison, compare
+from scoremode_server.kernels.kl_divergence import Comparison, LogitsFunction, Scored
 from scoremode_server.kernels.tensor_parallel import Shard
 
 TRITON = os.environ.get("TRITON_INTERPRET") == "1"
-RELATIVE = 2e-6
-"""Triton's lanes add up to some hundred positive terms each in float32, and a term has a few roundings."""
+DEVICE = "cuda" if torch.cuda.is_available() and not TRITON else "cpu"
+RELATIVE = 4e-6
+"""Triton's lanes add up some hundred positive terms each in float32. A term has a few roundings, and where p is small,
+its logarithm's: 1e-6 at exp(-20)."""
 ABSOLUTE = 1e-12
 """The square of a rounding of a normalizer in float32, some 1e-7: its first order cancels."""
 ACCEPTANCE = 2e-7
@@ -35,6 +41,23 @@ def _implementation(monkeypatch):
 
 def identity(logits: torch.Tensor) -> torch.Tensor:
     return logits
+
+
+def compare(
+    targets: torch.Tensor,
+    logits_fn: LogitsFunction,
+    served: torch.Tensor,
+    reference_logits_fn: LogitsFunction,
+    reference: torch.Tensor,
+    *options: Any,
+) -> Comparison:
+    """`kl_divergence.compare` on the device."""
+    targets, served, reference = (tensor.to(DEVICE) for tensor in (targets, served, reference))
+    found = kl_divergence.compare(targets, logits_fn, served, reference_logits_fn, reference, *options)
+    sides = (
+        Scored(side.tokens.cpu(), side.logprobs.cpu(), side.ranks.cpu()) for side in (found.served, found.reference)
+    )
+    return Comparison(found.kld.cpu(), found.reverse_kld.cpu(), found.acceptance.cpu(), *sides)
 
 
 def compared(served: torch.Tensor, reference: torch.Tensor, num_top: int = 1, limit: int = 1000) -> Comparison:
@@ -198,7 +221,7 @@ LOGIT = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=30 if TRITON else 200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40))
 def test_any_two_rows(pairs: list[tuple[float, float]]):
     served, reference = (torch.tensor([side]) for side in zip(*pairs, strict=True))
@@ -234,9 +257,11 @@ def test_hidden_sizes_may_differ():
     )
     served, reference = torch.randn(5, 8, generator=generator), torch.randn(5, 16, generator=generator)
     targets = torch.arange(5)
-    comparison = compare(
-        targets, lambda rows: rows @ served_weight.T, served, lambda rows: rows @ reference_weight.T, reference, 2, 9
-    )
+
+    def projection(weight: torch.Tensor) -> LogitsFunction:
+        return lambda rows: (rows.cpu() @ weight.T).to(rows.device)
+
+    comparison = compare(targets, projection(served_weight), served, projection(reference_weight), reference, 2, 9)
     check_all(served @ served_weight.T, reference @ reference_weight.T, comparison, targets)
 
 

@@ -1,5 +1,7 @@
-"""A reference's logits beside those of vLLM's own layers, bit for bit, in a process of their own: vLLM's groups of ranks
-are made once in a process."""
+"""A reference's logits beside those of vLLM's own layers, bit for bit.
+
+In a process of their own, as vLLM makes its groups of ranks once in a process.
+"""
 
 import socket
 
