@@ -140,6 +140,10 @@ class ServerInfo(BaseModel):
         description="Sequences that the engine runs at once (`--max-num-seqs`); "
         "None from a server older than this field.",
     )
+    fingerprint: str | None = Field(
+        default=None,
+        description="Of the model: equal where model, revision, dtype and quantization are; None from an older server.",
+    )
 
     @property
     def prefix_token_id(self) -> int | None:
@@ -213,4 +217,162 @@ class PerplexityResponse(BaseModel):
     num_windows: int
     num_bytes: int | None
     num_words: int | None
+    usage: Usage
+
+
+REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+"""Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
+
+ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
+
+
+class ReferenceRequest(PerplexityRequest):
+    """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
+
+    name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
+
+
+class NoiseFloor(BaseModel):
+    """KL divergence of a model from itself, in nats: what other batches and other kernels make of the same weights."""
+
+    mean: float
+    p99: float
+    max: float
+    num_scored: int
+    created: int
+
+
+class Reference(BaseModel):
+    """What is known of a reference: a model's distributions over the tokens of a text, kept as hidden states."""
+
+    object: Literal["reference"] = "reference"
+    name: str
+    created: int
+    complete: bool
+    """Whether every window is recorded."""
+    model: str
+    revision: str | None
+    dtype: str
+    quantization: str | None
+    scoremode_version: str
+    vllm_version: str
+    vocab_size: int
+    fingerprint: str
+    """Of the model: equal where model, revision, dtype and quantization are."""
+    text_fingerprint: str
+    """Of the token ids, the method and the windows."""
+    method: Method
+    context_length: int
+    stride: int
+    num_tokens: int
+    num_windows: int
+    num_recorded: int
+    """Windows that are on disk."""
+    num_scored: int
+    """Targets of all windows."""
+    num_bytes: int | None
+    """UTF-8 bytes of the text; None where token ids were given."""
+    num_words: int | None
+    disk_bytes: int
+    perplexity: Figure | None
+    """Of all windows, as `/v1/perplexity` has it; None until they are recorded."""
+    perplexity_stderr: float | None
+    nll_mean: float | None
+    """Nats a token."""
+    noise_floor: NoiseFloor | None = None
+
+
+class ReferenceList(BaseModel):
+    """Response of `GET /v1/references`."""
+
+    object: Literal["list"] = "list"
+    data: list[Reference]
+
+
+class ReferenceDeleted(BaseModel):
+    """Response of `DELETE /v1/references/{name}`."""
+
+    object: Literal["reference.deleted"] = "reference.deleted"
+    name: str
+    deleted: Literal[True] = True
+
+
+class KldRequest(_Request):
+    """Body of `POST /v1/kld`: the windows of a reference through the served model."""
+
+    reference: ReferenceName = Field(description="Name of a complete reference.")
+    windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="The first window and the one after the last, from 0; all when left out."
+    )
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_TOP_LOGPROBS, description="The k likeliest tokens of both at every position."
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="`base64`: arrays as little-endian float32 and int32."
+    )
+    as_noise_floor: bool = Field(
+        False,
+        description="Keep the result with the reference as its noise floor; all windows, the reference's own model.",
+    )
+    stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
+
+
+class TopLogprobArrays(TypedDict):
+    """With `base64`: the k likeliest tokens of n positions, likeliest first."""
+
+    shape: list[int]
+    """[n, k]."""
+    token_ids: str
+    """int32."""
+    logprobs: str
+    """float32, nats."""
+
+
+class KldWindow(TypedDict):
+    """One window: arrays over its targets, in nats where they are logprobs or divergences; `p` is the reference's
+    distribution, `q` the served model's. An entry of `data`, and a streamed event."""
+
+    object: Literal["kld.window"]
+    index: int
+    num_scored: int
+    token_ids: list[int] | str
+    kld: list[float | None] | str
+    """KL(p || q); null (base64: infinity) where q gives no probability to a token that p has."""
+    reverse_kld: list[float | None] | str
+    """KL(q || p)."""
+    acceptance: list[float] | str
+    """The sum of min(p, q): how often speculative decoding accepts what one drafts for the other."""
+    logprobs: list[float] | str
+    """ln q(token)."""
+    reference_logprobs: list[float] | str
+    """ln p(token)."""
+    ranks: list[int] | str
+    """Of the token in q, 1 for the likeliest."""
+    reference_ranks: list[int] | str
+    top_token_ids: list[int] | str
+    """The likeliest token of q."""
+    reference_top_token_ids: list[int] | str
+    reference_confidence: list[float] | str
+    """p of the likeliest token of p."""
+    top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
+    """The k likeliest tokens of q."""
+    reference_top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
+
+
+class KldResponse(TypedDict):
+    """Response of `POST /v1/kld`, and the last event of a stream, which has no `data`."""
+
+    id: str
+    object: Literal["kld"]
+    created: int
+    model: str
+    reference: str
+    fingerprint: str
+    """Of the served model, as a reference has it."""
+    windows: list[int]
+    """[first, last)."""
+    num_scored: int
+    statistics: dict[str, float | None]
+    """docs/kld.md defines every figure."""
+    data: NotRequired[list[KldWindow]]
     usage: Usage

@@ -1,6 +1,7 @@
 """What is left of rows of logits: enough for the logprobs of some of their entries."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -35,6 +36,11 @@ class ReducedRows:
             sums=torch.empty(rows, **numbers),
             ranks=torch.empty(rows, **integers),
         )
+
+    @classmethod
+    def join(cls, parts: "Sequence[ReducedRows]") -> "ReducedRows":
+        """The rows of all, one after another."""
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __getitem__(self, rows: slice) -> "ReducedRows":
         """Views of some rows."""

@@ -45,6 +45,12 @@ def gather_rows(group: Any, rows: ReducedRows) -> ReducedRows:
     return merge([from_words(part) for part in gathered])
 
 
+def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
+    """The sums [rows, n] float32 of each rank's part, as those of the whole."""
+    gathered = group.all_gather(sums, 0).view(group.world_size, *sums.shape)
+    return gathered.sum(0, dtype=torch.float64).float()
+
+
 def to_words(rows: ReducedRows) -> torch.Tensor:
     """[rows, 5 + 2k] int32, the bits of what is float32."""
     numbers = torch.cat((rows.logits, rows.maxima[:, None], rows.sums[:, None]), 1)

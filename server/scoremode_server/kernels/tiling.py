@@ -25,3 +25,5 @@ class Tiling:
 
 
 TILING = Tiling(lanes=1024, width=8, num_warps=8, num_stages=1)
+PAIR_TILING = Tiling(lanes=512, width=8, num_warps=8, num_stages=1)
+"""Of kernels that read two rows: as many entries at a time."""

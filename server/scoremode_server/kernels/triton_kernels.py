@@ -35,7 +35,7 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
         columns: that count; those after them are padding.
         out: of these rows.
     """
-    _require_rows(logits)
+    require_rows(logits)
     rows = len(targets)
     _take_targets[(triton.cdiv(rows, TARGET_ROWS),)](
         out.tokens,
@@ -61,7 +61,7 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         out: of these rows, with the logits of the targets.
         tiling: for measurements.
     """
-    _require_rows(logits)
+    require_rows(logits)
     rows, num_top = len(logits), out.num_top
     maxima = logits.new_empty((rows, tiling.lanes), dtype=torch.float32) if num_top > 1 else out.maxima
     _reduce_rows[(rows,)](
@@ -87,7 +87,8 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         _top_of_lanes(logits, first, columns, maxima, out, tiling)
 
 
-def _require_rows(logits: torch.Tensor) -> None:
+def require_rows(logits: torch.Tensor) -> None:
+    """Raises ValueError where neighbouring columns are not next to each other in memory."""
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be rows of neighbouring entries: {tuple(logits.shape)}, {logits.stride()}")
 

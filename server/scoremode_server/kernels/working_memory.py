@@ -9,6 +9,7 @@ RESERVED_TOP = 20
 """Likeliest tokens a position that are counted and reserved: vLLM's default `max_logprobs`."""
 
 FLOAT32_BYTES = 4
+FLOAT64_BYTES = 8
 VOCABULARY_PADDING = 64
 """vLLM pads the rows of the vocabulary projection to a multiple of this."""
 
@@ -21,6 +22,9 @@ TOP_K_BYTES = 1
 
 TILE_ROWS = 128
 """Rows that the projection's kernels compute together; part of a tile costs as much as all of it."""
+
+BLOCK_ENTRIES = 2**18
+"""Entries of logits that `torch_kernels` takes at a time, where a row has no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +83,48 @@ def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharde
         copies: of the logits that the projection holds at its peak; None where it is not known.
         sharded: whether a rank keeps to its own part of the vocabulary.
     """
+    return _row_bytes(shape, _entry_bytes(shape, copies, sharded), num_top) + _lane_bytes(shape, num_top)
+
+
+def row_bytes_compared(
+    shape: LogitsShape, reference_logit_bytes: int, num_top: int, copies: int | None, sharded: bool = False
+) -> int:
+    """Peak working memory per row of `kl_divergence.compare`, with `num_top` likeliest tokens of both sides.
+
+    Two peaks: the served model's projection, and both sides' logits, of which a `ReferenceHead` makes no second copy.
+    On a CPU there is `block_bytes` beside it, for all rows together.
+
+    Args:
+        shape: of the served model's logits.
+        reference_logit_bytes: of one of the reference's.
+        num_top: as for `compare`.
+        copies: as for `row_bytes_fused`.
+        sharded: whether a rank keeps to its own part of the vocabulary, of both sides.
+    """
+    num_top = max(1, num_top)
+    ranks = shape.tensor_parallel_size if sharded else 1
+    both_bytes = (shape.logit_bytes + reference_logit_bytes) / ranks
+    entry_bytes = max(_entry_bytes(shape, copies, sharded), both_bytes)
+    # Results of both sides; one is reduced after the other.
+    return _row_bytes(shape, entry_bytes, 2 * num_top + 1) + _lane_bytes(shape, num_top)
+
+
+def block_bytes(shape: LogitsShape) -> int:
+    """Peak working memory of `torch_kernels` beside logits and results: five float64 copies of a block and a mask."""
+    return max(BLOCK_ENTRIES, shape.padded) * (5 * FLOAT64_BYTES + 1)
+
+
+def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float:
+    """Bytes per vocabulary entry at the peak of a projection, as `row_bytes_fused` has it."""
     if copies is None or (shape.tensor_parallel_size > 1 and not sharded):
-        entry_bytes = shape.projection_bytes
-    else:
-        entry_bytes = copies * shape.logit_bytes / shape.tensor_parallel_size
-    # The lanes' maxima, and the candidates from the chosen ones.
+        return shape.projection_bytes
+    return copies * shape.logit_bytes / shape.tensor_parallel_size
+
+
+def _lane_bytes(shape: LogitsShape, num_top: int) -> int:
+    """Per row: the lanes' maxima, and the candidates from the chosen ones."""
     entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if num_top > 1 else 0
-    return _row_bytes(shape, entry_bytes, num_top) + entries * FLOAT32_BYTES
+    return entries * FLOAT32_BYTES
 
 
 def _row_bytes(shape: LogitsShape, entry_bytes: float, num_top: int) -> int:

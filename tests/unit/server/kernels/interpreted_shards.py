@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreted_kernels import check, random_logits
+from row_checks import check, random_logits
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (

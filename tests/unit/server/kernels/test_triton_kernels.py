@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_in_the_interpreter():
-    paths = [str(Path(__file__).with_name(name)) for name in ("interpreted_kernels.py", "interpreted_shards.py")]
+
+@pytest.mark.parametrize("names", [("interpreted_kernels.py", "interpreted_shards.py"), ("test_kl_divergence.py",)])
+def test_in_the_interpreter(names: tuple[str, ...]):
+    paths = [str(Path(__file__).with_name(name)) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *paths]
     done = subprocess.run(
         command,

@@ -1,9 +1,16 @@
-"""Rows per chunk, worked out by hand."""
+"""Rows per chunk, worked out by hand; what blocks of them take, measured."""
+
+import itertools
+from collections.abc import Callable
 
 import pytest
+import torch
 
+from scoremode_server.kernels.kl_divergence import compare
 from scoremode_server.kernels.working_memory import (
     LogitsShape,
+    block_bytes,
+    row_bytes_compared,
     row_bytes_fused,
     row_bytes_v1,
     row_bytes_v2,
@@ -53,6 +60,51 @@ def test_bytes_of_a_row(shape: LogitsShape, v1: int, v2: int):
 )
 def test_bytes_of_a_row_that_is_read_once(shape, num_top: int, copies: int | None, sharded: bool, expected: int):
     assert row_bytes_fused(shape, num_top, copies, sharded) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "reference_logit_bytes", "num_top", "copies", "sharded", "expected"),
+    [
+        # 128,256 entries, bfloat16: two sides take what capping takes of one; 28 bytes for each of two tokens of both.
+        (LogitsShape(128_256, 2), 2, 0, 1, False, 128_256 * 4 + 112),
+        (LogitsShape(128_256, 2), 2, 1, 2, False, 128_256 * 4 + 112),
+        (LogitsShape(128_256, 2), 4, 1, None, False, 128_256 * 6 + 112),
+        # The lanes' maxima, and 20 lanes' entries, of one side after the other; 21 tokens of both.
+        (LogitsShape(128_256, 2), 2, 20, 1, False, 128_256 * 4 + 28 * 42 + (1024 + 20 * 128) * 4),
+        # Two ranks: gathering the served side takes more than both in order; or half a row of each.
+        (LogitsShape(128_256, 2, 2), 2, 0, 1, False, 128_256 * 5 + 112),
+        (LogitsShape(128_256, 2, 2), 4, 0, 1, True, 128_256 * 3 + 112),
+        # float32, padded to 50,304.
+        (LogitsShape(50_257, 4), 4, 0, 1, False, 50_304 * 8 + 112),
+    ],
+)
+def test_bytes_of_a_row_of_both_sides(
+    shape, reference_logit_bytes: int, num_top: int, copies: int | None, sharded: bool, expected: int
+):
+    assert row_bytes_compared(shape, reference_logit_bytes, num_top, copies, sharded) == expected
+
+
+@pytest.mark.parametrize("vocab", [1000, 49_152, 300_000])
+def test_the_cpus_blocks_take_what_is_said(vocab: int):
+    """Measured, with logits that exist before and so are not counted."""
+    shape, logits = LogitsShape(vocab, 4), torch.zeros(600 if vocab < 10_000 else 12, vocab)
+
+    def run() -> None:
+        compare(torch.arange(len(logits)), lambda rows: rows, logits, lambda rows: rows, logits.clone(), 1, 10_000)
+
+    # The copy of the logits, and results.
+    others = logits.nbytes + len(logits) * 2 * 28 * 2
+    peak = peak_bytes(run)
+    assert block_bytes(shape) * 0.8 < peak - others <= block_bytes(shape) * 1.01
+
+
+def peak_bytes(run: Callable[[], None]) -> int:
+    """Of what PyTorch allocates on the CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held)
 
 
 @pytest.mark.parametrize(

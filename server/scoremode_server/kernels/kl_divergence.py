@@ -1,0 +1,164 @@
+"""The divergence of a served model from a reference, from the hidden states of both, in chunks of rows.
+
+Let p be the reference's distribution over the vocabulary and q the served model's. Each side's logits are reduced as
+for prompt logprobs, to their maximum m, their sum of exponentials s below it, and what is needed of single tokens. With
+these, one more pass over both adds up
+
+    KL(p||q) = sum of p log(p/q) - p + q,    KL(q||p) = sum of q log(q/p) - q + p,    sum of |p - q|
+
+where p = exp(z - m) / s, and log(p/q) is the difference of both sides' z - m less that of their log s. No term is
+negative, so that nothing cancels between terms, and two equal rows give exactly 0. The acceptance, which is the sum of
+min(p, q), is 1 less half the sum of |p - q|.
+
+Under tensor parallelism each rank keeps to its own part of the vocabulary, of both sides. For each chunk ranks exchange
+the logits of the targets and the reduced rows, of both sides together, and at the end the sums of all rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from scoremode_server.kernels.fused_logprobs import chunk_rows
+from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.tensor_parallel import Shard, add_up, gather_rows, share_targets
+
+LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What one side makes of each row.
+
+    Attributes:
+        tokens: [rows, 1 + k] int32: the target, and the k likeliest; -1 where there are fewer.
+        logprobs: [rows, 1 + k] float32, theirs, in nats; NaN where a row has a NaN.
+        ranks: [rows] int32, of the targets: how many logits are as high, so 1 for the highest.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two distributions in each row. All but `served` and `reference` are NaN where either side has a NaN in the row.
+
+    Attributes:
+        kld: [rows] float32, KL(reference||served) in nats, 0 or more.
+        reverse_kld: [rows] float32, KL(served||reference).
+        acceptance: [rows] float32, the sum of the smaller of both probabilities, 0 to 1.
+        served: of the served model.
+        reference: of the reference.
+    """
+
+    kld: torch.Tensor
+    reverse_kld: torch.Tensor
+    acceptance: torch.Tensor
+    served: Scored
+    reference: Scored
+
+
+class Kernels(NamedTuple):
+    """One implementation of what reads logits; `torch_kernels` says what each does."""
+
+    take_targets: Callable[..., None]
+    reduce_rows: Callable[..., None]
+    sum_divergences: Callable[..., torch.Tensor]
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """Triton's on a GPU, PyTorch's elsewhere."""
+    if device.type == "cuda":
+        from scoremode_server.kernels import triton_kernels, triton_kl_divergence
+
+        return Kernels(triton_kernels.take_targets, triton_kernels.reduce_rows, triton_kl_divergence.sum_divergences)
+    from scoremode_server.kernels import torch_kernels
+
+    return Kernels(torch_kernels.take_targets, torch_kernels.reduce_rows, torch_kernels.sum_divergences)
+
+
+def compare(
+    targets: torch.Tensor,
+    logits_fn: LogitsFunction,
+    hidden_states: torch.Tensor,
+    reference_logits_fn: LogitsFunction,
+    reference_hidden_states: torch.Tensor,
+    num_top: int,
+    limit: int,
+    shard: Shard | None = None,
+) -> Comparison:
+    """Compare the served model with a reference in every row.
+
+    Args:
+        targets: [rows] tokens.
+        logits_fn: of the served model: [rows, hidden] -> logits [rows, vocabulary].
+        hidden_states: [rows, hidden], of the served model.
+        reference_logits_fn: of the reference, over the same vocabulary; dtypes and hidden sizes may differ.
+        reference_hidden_states: [rows, hidden], of the reference.
+        num_top: likeliest tokens, 0 to `fused_logprobs.MAX_TOP`; the likeliest comes with 0 too.
+        limit: rows whose logits are held at a time.
+        shard: whose logits both functions give, where they do not give all; every rank of its group must come here at
+            the same time, with the same rows, `num_top` and `limit`.
+    """
+    kernels = kernels_for(targets.device)
+    rows, num_top = len(targets), max(1, num_top)
+    none = ReducedRows.empty(0, num_top, targets.device)
+    chunks = [(none, none, torch.empty((0, 3), device=targets.device))]
+    step = chunk_rows(max(rows, 1), limit)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        chunk = _compare_chunk(
+            kernels,
+            targets[part],
+            logits_fn(hidden_states[part]),
+            reference_logits_fn(reference_hidden_states[part]),
+            num_top,
+            shard,
+        )
+        chunks.append(chunk)
+    served, reference, sums = zip(*chunks, strict=True)
+    return _comparison(ReducedRows.join(served), ReducedRows.join(reference), torch.cat(sums), shard)
+
+
+def _compare_chunk(
+    kernels: Kernels,
+    targets: torch.Tensor,
+    logits: torch.Tensor,
+    reference_logits: torch.Tensor,
+    num_top: int,
+    shard: Shard | None,
+) -> tuple[ReducedRows, ReducedRows, torch.Tensor]:
+    """Reduced rows of the whole vocabulary, of both sides; sums [rows, 3] over these columns."""
+    rows = len(targets)
+    first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
+    # Both sides in one, so that ranks exchange them at once.
+    both = ReducedRows.empty(2 * rows, num_top, targets.device)
+    sides = ((logits, both[:rows]), (reference_logits, both[rows:]))
+    for side, reduced in sides:
+        kernels.take_targets(side, targets, first, columns, reduced)
+    if shard:
+        share_targets(shard.group, both)
+    for side, reduced in sides:
+        kernels.reduce_rows(side, first, columns, reduced)
+    if shard:
+        both = gather_rows(shard.group, both)
+    served, reference = both[:rows], both[rows:]
+    # Not finite where a side has a NaN, or nothing but -inf.
+    log_sum_ratios = (reference.sums.double() / served.sums.double()).log()
+    sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
+    return served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)
+
+
+def _comparison(served: ReducedRows, reference: ReducedRows, sums: torch.Tensor, shard: Shard | None) -> Comparison:
+    whole = add_up(shard.group, sums) if shard else sums
+    return Comparison(
+        kld=whole[:, 0].contiguous(),
+        reverse_kld=whole[:, 1].contiguous(),
+        # Rounding may leave distributions that have nothing in common a little more than 2 apart.
+        acceptance=(1.0 - whole[:, 2] / 2).clamp(min=0.0),
+        served=Scored(served.tokens, served.logprobs(), served.ranks),
+        reference=Scored(reference.tokens, reference.logprobs(), reference.ranks),
+    )

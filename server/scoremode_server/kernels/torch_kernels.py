@@ -1,0 +1,111 @@
+"""What the Triton kernels do, in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
+
+A block of whole rows at a time is converted to float64, so that what is held beside the logits depends on neither their
+number nor, up to `BLOCK_ENTRIES`, on the vocabulary.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.working_memory import BLOCK_ENTRIES
+
+LARGEST = torch.finfo(torch.float64).max
+
+
+def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
+    """As `triton_kernels.take_targets`."""
+    column = targets.long() - first
+    held = (column >= 0) & (column < columns)
+    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    out.tokens[:, 0] = targets
+    out.logits[:, 0] = torch.where(held, taken.float(), -math.inf)
+
+
+def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
+    """As `triton_kernels.reduce_rows`."""
+    num_held = min(out.num_top, columns)
+    out.tokens[:, 1 + num_held :] = -1
+    out.logits[:, 1 + num_held :] = -math.inf
+    if columns == 0:
+        out.maxima.fill_(-math.inf)
+        out.sums.zero_()
+        out.ranks.zero_()
+        return
+    for block in _blocks(len(logits), columns):
+        values, rows = logits[block, :columns].to(torch.float64, copy=True), out[block]
+        highest, tokens = values.max(1, keepdim=True) if num_held == 1 else values.topk(num_held)
+        rows.tokens[:, 1 : 1 + num_held] = tokens + first
+        rows.logits[:, 1 : 1 + num_held] = highest
+        rows.ranks[:] = (values >= rows.logits[:, :1]).sum(1)
+        rows.maxima[:] = values.amax(1)
+        # Where all is -inf, -inf less -inf would be NaN.
+        base = rows.maxima.masked_fill(rows.maxima == -math.inf, 0.0)
+        rows.sums[:] = values.sub_(base[:, None]).exp_().sum(1)
+
+
+def sum_divergences(
+    logits: torch.Tensor,
+    reference_logits: torch.Tensor,
+    columns: int,
+    served: ReducedRows,
+    reference: ReducedRows,
+    log_sum_ratios: torch.Tensor,
+) -> torch.Tensor:
+    """Add up these columns' shares of the divergences of two distributions, p the reference's and q the served model's.
+
+    Args:
+        logits: [rows, at least `columns`], of a floating dtype.
+        reference_logits: likewise.
+        columns: that count; those after them are padding.
+        served: maxima and sums over the whole vocabulary.
+        reference: likewise.
+        log_sum_ratios: [rows] float64, the logarithm of the reference's sum less that of the served model's; where it
+            is not finite, what is returned means nothing.
+
+    Returns:
+        [rows, 3] float32, sums that are never negative and that add up over the parts of a vocabulary: of
+        p log(p/q) - p + q, which makes KL(p||q); of q log(q/p) - q + p, which makes KL(q||p); of |p - q|.
+    """
+    sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
+    for block in _blocks(len(logits), columns):
+        p_logits, q_logits = reference_logits[block, :columns], logits[block, :columns]
+        sums[block] = _sum_block(p_logits, q_logits, reference[block], served[block], log_sum_ratios[block])
+    return sums
+
+
+def _sum_block(
+    p_logits: torch.Tensor,
+    q_logits: torch.Tensor,
+    p_rows: ReducedRows,
+    q_rows: ReducedRows,
+    log_sum_ratios: torch.Tensor,
+) -> torch.Tensor:
+    p, q = (logits.to(torch.float64, copy=True) for logits in (p_logits, q_logits))
+    p.sub_(p_rows.maxima[:, None])
+    q.sub_(q_rows.maxima[:, None])
+    # Two of -inf are as equal as any others.
+    log_ratios = torch.where(p == q, 0.0, p - q).sub_(log_sum_ratios[:, None])
+    p.exp_().div_(p_rows.sums[:, None])
+    q.exp_().div_(q_rows.sums[:, None])
+    forward = _excess(p, q, log_ratios)
+    backward = _excess(q, p, log_ratios.neg_())
+    return torch.stack((forward, backward, p.sub_(q).abs_().sum(1)), 1)
+
+
+def _blocks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, BLOCK_ENTRIES // max(columns, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
+    """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 beside p > 0 infinity.
+
+    As p and q each add up to 1, this is the sum of p log(p/q). But an error of their normalizers, which makes all of p
+    or q a little too large or too small, cancels to the first order.
+    """
+    # A probability may be too small for any number and yet not 0.
+    terms = torch.where(log_ratios == math.inf, math.inf, p * log_ratios.clamp(-LARGEST, LARGEST))
+    return terms.sub_(p).add_(q).sum(1).clamp_(min=0.0)

@@ -1,0 +1,131 @@
+"""The Triton kernel that reads two rows of logits at once and adds up how far their distributions are apart.
+
+A program takes one row of both and walks through them as `triton_kernels` does. Each lane adds up its entries in
+float32, and the lanes are added in float64. Where p and q are close, p log(p/q) - p + q is the small difference of
+large numbers: there it is p times a power series in log(p/q), whose error is but a rounding of itself.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from scoremode_server.kernels.reduced_rows import ReducedRows
+from scoremode_server.kernels.tiling import PAIR_TILING, Tiling
+from scoremode_server.kernels.triton_kernels import require_rows
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+CLOSE = tl.constexpr(0.25)
+"""Below it the series' first omitted term is less than a rounding of float32."""
+
+
+def sum_divergences(
+    logits: torch.Tensor,
+    reference_logits: torch.Tensor,
+    columns: int,
+    served: ReducedRows,
+    reference: ReducedRows,
+    log_sum_ratios: torch.Tensor,
+    tiling: Tiling = PAIR_TILING,
+) -> torch.Tensor:
+    """As `torch_kernels.sum_divergences`; of both logits, neighbouring columns lie next to each other in memory.
+
+    Args:
+        tiling: for measurements.
+    """
+    require_rows(logits)
+    require_rows(reference_logits)
+    sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
+    _sum_divergences[(len(logits),)](
+        sums,
+        reference_logits,
+        reference_logits.stride(0),
+        reference.maxima,
+        1 / reference.sums,
+        logits,
+        logits.stride(0),
+        served.maxima,
+        1 / served.sums,
+        # An error of it, as one of the sums, cancels to the first order.
+        log_sum_ratios.float(),
+        columns,
+        LANES=tiling.lanes,
+        WIDTH=tiling.width,
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+    return sums
+
+
+@triton.jit
+def _sum_divergences(
+    out,
+    p_logits,
+    p_stride,
+    p_maxima,
+    p_scales,
+    q_logits,
+    q_stride,
+    q_maxima,
+    q_scales,
+    log_sum_ratios,
+    columns,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    p_start = p_logits + row * p_stride
+    q_start = q_logits + row * q_stride
+    p_maximum = tl.load(p_maxima + row)
+    q_maximum = tl.load(q_maxima + row)
+    p_scale = tl.load(p_scales + row)
+    q_scale = tl.load(q_scales + row)
+    log_sum_ratio = tl.load(log_sum_ratios + row)
+    tile: tl.constexpr = LANES * WIDTH
+    entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    forward = tl.zeros([LANES], tl.float32)
+    backward = tl.zeros([LANES], tl.float32)
+    distances = tl.zeros([LANES], tl.float32)
+    whole = columns // tile * tile
+    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is no multiple of 16.
+    for origin in tl.range(0, whole, tile, num_stages=STAGES):
+        p_seen = tl.load(p_start + origin + entries).to(tl.float32)
+        q_seen = tl.load(q_start + origin + entries).to(tl.float32)
+        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio)
+        forward += tl.sum(terms[0], 1)
+        backward += tl.sum(terms[1], 1)
+        distances += tl.sum(terms[2], 1)
+    if whole < columns:
+        held = whole + entries < columns
+        # Entries of -inf on both sides add nothing.
+        p_seen = tl.load(p_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
+        q_seen = tl.load(q_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
+        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio)
+        forward += tl.sum(terms[0], 1)
+        backward += tl.sum(terms[1], 1)
+        distances += tl.sum(terms[2], 1)
+    tl.store(out + row * 3, tl.sum(forward.to(tl.float64), 0).to(tl.float32))
+    tl.store(out + row * 3 + 1, tl.sum(backward.to(tl.float64), 0).to(tl.float32))
+    tl.store(out + row * 3 + 2, tl.sum(distances.to(tl.float64), 0).to(tl.float32))
+
+
+@triton.jit
+def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio):
+    """Of the three sums, from logits less their rows' maxima."""
+    p = tl.exp(p_logit) * p_scale
+    q = tl.exp(q_logit) * q_scale
+    # Two of -inf are as equal as any others.
+    log_ratio = tl.where(p_logit == q_logit, 0.0, p_logit - q_logit) - log_sum_ratio
+    return _excess(p, q, log_ratio), _excess(q, p, -log_ratio), tl.abs(p - q)
+
+
+@triton.jit
+def _excess(p, q, log_ratio):
+    """p log(p/q) - p + q: q where p = 0, and infinity where q = 0 beside p > 0, which may be too small for a number."""
+    close = tl.abs(log_ratio) < CLOSE
+    x = tl.where(close, log_ratio, 0.0)
+    # exp(-x) - 1 + x, over x squared.
+    series = 1 / 2 + x * (-1 / 6 + x * (1 / 24 + x * (-1 / 120 + x * (1 / 720 - x / 5040))))
+    weighted = p * tl.minimum(tl.maximum(log_ratio, -LARGEST), LARGEST)
+    weighted = tl.where(log_ratio == float("inf"), float("inf"), weighted)
+    return tl.where(close, p * x * x * series, weighted - p + q)

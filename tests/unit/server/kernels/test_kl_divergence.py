@@ -1,0 +1,386 @@
+"""Divergences beside float64 formulas: from PyTorch here, or from Triton on a GPU where there is one.
+
+`test_triton_kernels.py` runs this module again, in Triton's interpreter.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from row_checks import DTYPES, check, random_logits
+
+from scoremode_server.kernels import kl_divergence
+from scoremode_server.kernels.kl_divergence import Comparison, LogitsFunction, Scored
+from scoremode_server.kernels.tensor_parallel import Shard
+
+TRITON = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not TRITON else "cpu"
+RELATIVE = 4e-6
+"""Triton's lanes add up some hundred positive terms each in float32. A term has a few roundings, and where p is small,
+its logarithm's: 1e-6 at exp(-20)."""
+ABSOLUTE = 1e-12
+"""The square of a rounding of a normalizer in float32, some 1e-7: its first order cancels."""
+ACCEPTANCE = 2e-7
+"""Two roundings of float32 at 1."""
+PADDING = 1000.0
+"""What padding is filled with: it would win if it counted."""
+
+
+@pytest.fixture(autouse=True)
+def _implementation(monkeypatch):
+    if TRITON:
+        kernels = kl_divergence.kernels_for(torch.device("cuda"))
+        monkeypatch.setattr(kl_divergence, "kernels_for", lambda device: kernels)
+
+
+def identity(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+def compare(
+    targets: torch.Tensor,
+    logits_fn: LogitsFunction,
+    served: torch.Tensor,
+    reference_logits_fn: LogitsFunction,
+    reference: torch.Tensor,
+    *options: Any,
+) -> Comparison:
+    """`kl_divergence.compare` on the device."""
+    targets, served, reference = (tensor.to(DEVICE) for tensor in (targets, served, reference))
+    found = kl_divergence.compare(targets, logits_fn, served, reference_logits_fn, reference, *options)
+    sides = (
+        Scored(side.tokens.cpu(), side.logprobs.cpu(), side.ranks.cpu()) for side in (found.served, found.reference)
+    )
+    return Comparison(found.kld.cpu(), found.reverse_kld.cpu(), found.acceptance.cpu(), *sides)
+
+
+def compared(served: torch.Tensor, reference: torch.Tensor, num_top: int = 1, limit: int = 1000) -> Comparison:
+    """`compare` with logits for hidden states; the targets are the first tokens."""
+    return compare(torch.arange(len(served)) % served.shape[1], identity, served, identity, reference, num_top, limit)
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """[rows] float64, KL(p||q) by its definition; p may be too small for a number where q = 0."""
+    terms = torch.where(log_q == -math.inf, math.inf, log_p.exp() * (log_p - log_q))
+    return torch.where(log_p == -math.inf, 0.0, terms).sum(1)
+
+
+def check_divergences(
+    served: torch.Tensor, reference: torch.Tensor, comparison: Comparison, absolute: float = ABSOLUTE
+) -> None:
+    log_q, log_p = served.double().log_softmax(1), reference.double().log_softmax(1)
+    both = ((comparison.kld, divergence(log_p, log_q)), (comparison.reverse_kld, divergence(log_q, log_p)))
+    for found, exact in both:
+        assert found.dtype == torch.float32
+        assert not (found < 0).any()
+        torch.testing.assert_close(found.double(), exact, rtol=RELATIVE, atol=absolute, equal_nan=True)
+    exact = torch.minimum(log_p.exp(), log_q.exp()).sum(1)
+    assert comparison.acceptance.dtype == torch.float32
+    assert not ((comparison.acceptance < 0) | (comparison.acceptance > 1)).any()
+    torch.testing.assert_close(comparison.acceptance.double(), exact, rtol=0, atol=ACCEPTANCE, equal_nan=True)
+
+
+def check_all(served: torch.Tensor, reference: torch.Tensor, comparison: Comparison, targets: torch.Tensor) -> None:
+    check_divergences(served, reference, comparison)
+    for logits, scored in ((served, comparison.served), (reference, comparison.reference)):
+        check(logits, targets, (scored.tokens, scored.logprobs, scored.ranks))
+
+
+def test_two_tokens_by_hand():
+    """p = (1/2, 1/2), q = (3/4, 1/4)."""
+    comparison = compared(torch.tensor([[3.0, 1.0]]).log(), torch.tensor([[5.0, 5.0]]).log())
+    assert comparison.kld.item() == pytest.approx(math.log(4 / 3) / 2, rel=RELATIVE)
+    assert comparison.reverse_kld.item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * math.log(2), rel=RELATIVE)
+    assert comparison.acceptance.item() == pytest.approx(0.75, abs=ACCEPTANCE)
+    assert comparison.served.tokens.tolist() == [[0, 0]]
+    assert comparison.served.logprobs.tolist() == [pytest.approx([math.log(0.75)] * 2)]
+    assert comparison.reference.ranks.tolist() == [2]
+
+
+@pytest.mark.parametrize(("dtype", "reference_dtype"), [(dtype, dtype) for dtype in DTYPES] + [(DTYPES[0], DTYPES[2])])
+@pytest.mark.parametrize("vocab", [1, 7, 129, 4096, 8193])
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+def test_random_rows(dtype: torch.dtype, reference_dtype: torch.dtype, vocab: int, num_top: int):
+    served = random_logits(4, vocab, vocab + 63, dtype, seed=1)
+    reference = random_logits(4, vocab, vocab + 5, reference_dtype, seed=2)
+    targets = torch.tensor([0, vocab - 1, vocab // 2, vocab // 3])
+    comparison = compare(targets, identity, served, identity, reference, min(num_top, vocab), 3)
+    assert comparison.served.tokens.shape == (4, 1 + max(1, min(num_top, vocab)))
+    check_all(served, reference, comparison, targets)
+
+
+@pytest.mark.parametrize("vocab", [49_152, 262_144])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0, 40.0])
+def test_flat_and_peaked_rows_of_large_vocabularies(vocab: int, scale: float):
+    """From nearly uniform to nearly certain."""
+    reference = random_logits(2, vocab, vocab, torch.float32, seed=3) * (scale / 4)
+    served = reference + random_logits(2, vocab, vocab, torch.float32, seed=4) * (0.3 / 4)
+    check_divergences(served, reference, compared(served, reference))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "scale"), [(3, 5.0), (8193, 0.0), (8193, 5.0), (262_144, 0.5)])
+def test_equal_logits_do_not_diverge_at_all(dtype: torch.dtype, vocab: int, scale: float):
+    logits = random_logits(2, vocab, vocab, dtype, seed=5) * scale
+    logits[1, ::2] = -math.inf
+    comparison = compared(logits, logits.clone())
+    assert comparison.kld.tolist() == [0.0, 0.0]
+    assert comparison.reverse_kld.tolist() == [0.0, 0.0]
+    assert comparison.acceptance.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("noise", [1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("scale", [0.1, 5.0])
+def test_a_slightly_perturbed_copy(noise: float, scale: float):
+    """What float32 arithmetic adds is far below what the perturbation makes: some square of it."""
+    reference = random_logits(3, 49_152, 49_152, torch.float32, seed=6) * scale
+    served = reference + random_logits(3, 49_152, 49_152, torch.float32, seed=7) * (noise / 4)
+    comparison = compared(served, reference)
+    check_divergences(served, reference, comparison)
+    assert (comparison.kld < noise**2).all()
+
+
+@pytest.mark.parametrize("offset", [0.25, 100.0, -3000.0])
+def test_a_constant_added_to_all_logits_changes_nothing(offset: float):
+    """The logits of both sides are multiples of 1/16, so that float32 holds the sums."""
+    reference = (random_logits(3, 5000, 5000, torch.float32, seed=8) * 16).round() / 16
+    comparison = compared(reference + offset, reference)
+    assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
+    assert comparison.acceptance.tolist() == [1.0] * 3
+
+
+def test_tokens_that_one_side_excludes():
+    excluded = [-math.inf, 0.0, 0.0]
+    everything = [0.0, 0.0, 0.0]
+    other = [0.0, -math.inf, 0.0]
+    served = torch.tensor([excluded, everything, excluded, excluded])
+    reference = torch.tensor([everything, excluded, excluded, other])
+    comparison = compared(served, reference, 3)
+    assert comparison.kld.tolist() == [math.inf, pytest.approx(math.log(1.5)), 0.0, math.inf]
+    assert comparison.reverse_kld.tolist() == [pytest.approx(math.log(1.5)), math.inf, 0.0, math.inf]
+    assert comparison.acceptance.tolist() == pytest.approx([2 / 3, 2 / 3, 1.0, 0.5], abs=ACCEPTANCE)
+    assert comparison.served.logprobs[0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
+
+
+def test_an_excluded_token_counts_however_unlikely_the_other_side_finds_it():
+    """Its probability is too small for float32, as are those of the tokens that no side excludes."""
+    reference = torch.tensor([[0.0, -200.0], [0.0, -200.0], [0.0, -200.0]])
+    served = torch.tensor([[0.0, -math.inf], [0.0, -300.0], [0.0, torch.finfo(torch.float32).min]])
+    comparison = compared(served, reference)
+    assert comparison.kld.tolist() == [math.inf, 0.0, 0.0]
+    assert comparison.reverse_kld.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("side", ["served", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_on_either_side_is_never_a_number(side: str, dtype: torch.dtype, bad: float):
+    vocab = 8200
+    logits = {name: random_logits(6, vocab, vocab, dtype, seed=9) for name in ("served", "reference")}
+    for row, column in enumerate((0, 1, 4100, 8191, vocab - 1)):
+        logits[side][row, column] = bad
+    comparison = compared(logits["served"], logits["reference"], 2)
+    for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
+        assert figures.isnan().tolist() == [True] * 5 + [False]
+    assert getattr(comparison, side).logprobs[:5].isnan().all()
+    other = comparison.reference if side == "served" else comparison.served
+    assert not other.logprobs.isnan().any()
+
+
+def test_a_row_of_nothing_but_minus_infinity_is_no_distribution():
+    nothing = torch.full((1, 300), -math.inf)
+    for served, reference in ((nothing, torch.zeros(1, 300)), (torch.zeros(1, 300), nothing), (nothing, nothing)):
+        comparison = compared(served, reference)
+        assert comparison.kld.isnan().all()
+        assert comparison.reverse_kld.isnan().all()
+        assert comparison.acceptance.isnan().all()
+
+
+def test_fewer_tokens_than_wanted():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    served = compared(logits, logits, 5).served
+    assert served.tokens.tolist() == [[0, 1, 2, 0, -1, -1]]
+    assert served.logprobs[0, 4:].tolist() == [-math.inf] * 2
+
+
+def test_a_target_outside_the_vocabulary_has_no_probability():
+    logits = random_logits(2, 300, 320, torch.float32, seed=10)
+    comparison = compare(torch.tensor([300, -1]), identity, logits, identity, logits, 1, 10)
+    assert comparison.served.logprobs[:, 0].tolist() == [-math.inf] * 2
+    assert comparison.kld.tolist() == [0.0, 0.0]
+
+
+LOGIT = st.one_of(
+    st.floats(-50, 50, width=32), st.sampled_from([0.0, -math.inf, -1e4, 1e4, torch.finfo(torch.float32).min])
+)
+
+
+@settings(max_examples=30 if TRITON else 200, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40))
+def test_any_two_rows(pairs: list[tuple[float, float]]):
+    served, reference = (torch.tensor([side]) for side in zip(*pairs, strict=True))
+    # The roundings of terms where p and q are not close, and of differences of logits.
+    check_divergences(served, reference, compared(served, reference), absolute=1e-6)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 8, 100])
+def test_chunks_give_the_same_rows(limit: int):
+    sizes: list[int] = []
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return rows
+
+    served = random_logits(8, 400, 400, torch.bfloat16, seed=11)
+    reference = random_logits(8, 400, 400, torch.bfloat16, seed=12)
+    targets = torch.arange(8)
+    comparison = compare(targets, project, served, project, reference, 4, limit)
+    assert sum(sizes) == 16
+    assert max(sizes) == min(limit, 8)
+    check_all(served, reference, comparison, targets)
+    whole = compare(targets, identity, served, identity, reference, 4, 8)
+    assert torch.equal(comparison.kld, whole.kld)
+    assert torch.equal(comparison.reference.logprobs, whole.reference.logprobs)
+
+
+def test_hidden_sizes_may_differ():
+    generator = torch.Generator().manual_seed(13)
+    served_weight, reference_weight = (
+        torch.randn(300, 8, generator=generator),
+        torch.randn(300, 16, generator=generator),
+    )
+    served, reference = torch.randn(5, 8, generator=generator), torch.randn(5, 16, generator=generator)
+    targets = torch.arange(5)
+
+    def projection(weight: torch.Tensor) -> LogitsFunction:
+        return lambda rows: (rows.cpu() @ weight.T).to(rows.device)
+
+    comparison = compare(targets, projection(served_weight), served, projection(reference_weight), reference, 2, 9)
+    check_all(served @ served_weight.T, reference @ reference_weight.T, comparison, targets)
+
+
+def test_no_rows():
+    comparison = compared(torch.zeros(0, 400), torch.zeros(0, 400), 2)
+    assert (comparison.kld.shape, comparison.reverse_kld.shape, comparison.acceptance.shape) == ((0,), (0,), (0,))
+    assert comparison.served.tokens.shape == (0, 3)
+
+
+class Ranks:
+    """Threads in the place of ranks, each at work only while it holds the lock: Triton's interpreter has one state."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.calls = [0] * world_size
+        self._lock = threading.Lock()
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * world_size
+
+    def run(self, work: Callable[["Rank"], Comparison]) -> list[Comparison]:
+        results: list[Comparison | None] = [None] * self.world_size
+
+        def one(rank: int) -> None:
+            try:
+                with self._lock:
+                    results[rank] = work(Rank(self, rank))
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [result for result in results if result is not None]
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls[rank] += 1
+        self._given[rank] = tensor.clone()
+        self._meet()
+        gathered = torch.cat(self._given)
+        self._meet()
+        return gathered
+
+    def _meet(self) -> None:
+        self._lock.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._lock.acquire()
+
+
+class Rank:
+    """What is used of vLLM's group of ranks, as one of them sees it."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.world_size, self.rank_in_group = ranks.world_size, rank
+        self._ranks = ranks
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        assert dim == 0
+        return self._ranks.exchange(self.rank_in_group, tensor)
+
+
+def in_parts(
+    ends: list[int], targets: torch.Tensor, served: torch.Tensor, reference: torch.Tensor, num_top: int, limit: int
+) -> tuple[Comparison, list[int]]:
+    """Compare with the columns up to each of `ends` on a rank of their own, padded; and how often each rank exchanged.
+
+    Every rank must return the same."""
+    starts = [0, *ends[:-1]]
+
+    def part(logits: torch.Tensor, rank: int, padding: int) -> torch.Tensor:
+        held = logits[:, starts[rank] : ends[rank]]
+        return torch.cat((held, torch.full((len(held), padding), PADDING, dtype=held.dtype)), 1)
+
+    def work(rank: Rank) -> Comparison:
+        number = rank.rank_in_group
+        shard = Shard(starts[number], ends[number] - starts[number], rank)
+        parts = part(served, number, 5), part(reference, number, 9)
+        return compare(targets, identity, parts[0], identity, parts[1], num_top, limit, shard)
+
+    ranks = Ranks(len(ends))
+    first, *others = ranks.run(work)
+    assert len(others) == len(ends) - 1
+    for other in others:
+        assert torch.equal(other.kld.nan_to_num(-1), first.kld.nan_to_num(-1))
+        assert torch.equal(other.served.tokens, first.served.tokens)
+    return first, ranks.calls
+
+
+@pytest.mark.parametrize("ends", [[500, 1000], [334, 334, 1000], [125, 250, 375, 500, 625, 750, 1000, 1000]])
+@pytest.mark.parametrize("num_top", [1, 20])
+def test_a_vocabulary_in_parts(ends: list[int], num_top: int):
+    """Some with no token at all, some with nothing but -inf."""
+    served = random_logits(9, 1000, 1000, torch.bfloat16, seed=14)
+    reference = random_logits(9, 1000, 1000, torch.bfloat16, seed=15)
+    served[1, ends[0] :] = -math.inf
+    reference[1:3, ends[0] :] = -math.inf
+    reference[3, 6:] = -math.inf
+    served[4] = served[4, 0]
+    targets = torch.tensor([0, 999, 0, 999, 500, 3, ends[0], ends[0] - 1, 998])
+    comparison, calls = in_parts(ends, targets, served, reference, num_top, 4)
+    check_all(served, reference, comparison, targets)
+    # For each of three chunks targets and reduced rows, and the sums at the end.
+    assert calls == [7] * len(ends)
+
+
+def test_equal_logits_in_parts_do_not_diverge_at_all():
+    logits = random_logits(3, 5000, 5000, torch.float32, seed=16)
+    comparison, _ = in_parts([1234, 5000], torch.arange(3), logits, logits, 1, 9)
+    assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
+    assert comparison.acceptance.tolist() == [1.0] * 3
+
+
+def test_nan_in_any_part_is_never_a_number():
+    served, reference = (random_logits(4, 300, 300, torch.float32, seed=seed) for seed in (17, 18))
+    served[0, 0] = reference[1, 150] = served[2, 299] = math.nan
+    comparison, _ = in_parts([100, 200, 300], torch.arange(4), served, reference, 1, 9)
+    for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
+        assert figures.isnan().tolist() == [True, True, True, False]
