@@ -77,6 +77,7 @@ def test_a_header_and_a_line_for_each_window_in_the_order_of_their_ends(path):
         "server.adds_bos": True,
         "server.dtype": "float32",
         "server.quantization": None,
+        "server.fingerprint": None,
         "num_tokens": 13,
         "num_windows": 3,
     }
