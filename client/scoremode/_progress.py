@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from scoremode.evaluate import OnProgress, Progress
+from scoremode.run import OnProgress, Progress
 
 
 class _LinesOnStderr(logging.Handler):

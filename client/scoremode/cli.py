@@ -15,7 +15,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
 from scoremode.errors import ScoremodeError
 from scoremode.evaluate import Evaluation, evaluate, evaluate_on_server
-from scoremode.report import as_json, as_table
+from scoremode.report import as_arrays, as_json, as_table
 from scoremode.windows import WindowError
 
 EXIT_FAILURE = 1
@@ -57,7 +57,7 @@ def _run(options: argparse.Namespace, output: Output | None) -> None:
     evaluation = asyncio.run(_evaluate(options, corpus, output))
     try:
         if output is not None:
-            output.write(as_json(evaluation, options.urls))
+            output.write(as_json(evaluation, options.urls), as_arrays(evaluation))
     finally:
         # A number that took hours is shown even where it cannot be written.
         Console().print(as_table(evaluation))
@@ -79,6 +79,7 @@ async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output 
             clients,
             corpus,
             **settings,
+            return_ranks=output is not None,
             concurrency=options.concurrency,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
