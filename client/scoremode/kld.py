@@ -261,5 +261,5 @@ def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> li
 
 def _most_divergent(kld: Floats, window_sizes: NDArray[Any], first_window: int) -> list[DivergentPosition]:
     window_of = np.repeat(np.arange(len(window_sizes)) + first_window, window_sizes)
-    largest = np.argsort(-kld, kind="stable")[:NUM_MOST_DIVERGENT]
+    largest = np.argsort(-kld, kind="stable")[: min(NUM_MOST_DIVERGENT, int((kld > 0).sum()))]
     return [{"index": int(at), "window": int(window_of[at]), "kld": _figure(kld[at])} for at in largest]

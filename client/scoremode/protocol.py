@@ -454,7 +454,7 @@ class KldStatistics(TypedDict):
     same_top_p_stderr_clustered: float | None
     confidence_buckets: list[ConfidenceBucket]
     most_divergent: list[DivergentPosition]
-    """At most twenty, the largest first."""
+    """At most twenty that are more than 0, the largest first."""
 
 
 class KldResponse(TypedDict):

@@ -111,7 +111,7 @@ class StoredReference:
 class KldServer:
     """Serves a model that is `noise` away from the reference's; `references` is its --reference-dir.
 
-    `allowed` windows are recorded, and as many compared; then it drops connections, until `allow` is called.
+    It records `allowed` windows a request, and compares as many in all; then it drops the connection.
     """
 
     def __init__(self, references=None, *, noise=0.0, allowed=10**9, info=None):
@@ -122,9 +122,6 @@ class KldServer:
         self._noise = noise
         self._allowed = allowed
         self._lock = threading.Lock()
-
-    def allow(self, allowed=10**9):
-        self._allowed = allowed
 
     def __call__(self, request: httpx.Request) -> httpx.Response | None:
         body = json.loads(request.content) if request.content else {}
@@ -161,8 +158,7 @@ class KldServer:
             known.recorded.add(index)
             reported.append(_window_event(known, index))
         if len(missing) > self._allowed:
-            self._allowed = 0
-            return _cut_short(reported)
+            return CutShort(reported)
         return httpx.Response(200, content=events(*reported, known.json()))
 
     def _compare(self, body: dict) -> httpx.Response | None:
@@ -229,20 +225,25 @@ def _window_event(stored: StoredReference, index: int) -> dict:
     }
 
 
-def _cut_short(reported: list[dict]) -> httpx.Response:
-    """A stream whose connection is lost: there is less than its length says."""
-    content = events(*reported).removesuffix(b"data: [DONE]\n\n")
+class CutShort(httpx.Response):
+    """A stream whose connection is lost after these events."""
 
-    class Lost(httpx.SyncByteStream, httpx.AsyncByteStream):
-        def __iter__(self):
-            yield content
-            raise httpx.ReadError("connection lost")
+    def __init__(self, reported: list[dict]) -> None:
+        self.stream_chunks = [events(event).removesuffix(b"data: [DONE]\n\n") for event in reported]
+        super().__init__(200, stream=_LostStream(self.stream_chunks))
 
-        async def __aiter__(self):
-            yield content
-            raise httpx.ReadError("connection lost")
 
-    return httpx.Response(200, stream=Lost())
+class _LostStream(httpx.SyncByteStream, httpx.AsyncByteStream):
+    def __init__(self, chunks: list[bytes]) -> None:
+        self._chunks = chunks
+
+    def __iter__(self):
+        yield from self._chunks
+        raise httpx.ReadError("connection lost")
+
+    async def __aiter__(self):
+        for chunk in self:
+            yield chunk
 
 
 def encoded(values: np.ndarray, dtype: str) -> str:

@@ -208,6 +208,7 @@ def test_a_model_beside_itself_diverges_nowhere():
     assert (figures["kld"]["mean"], figures["kld"]["stderr"], figures["ln_ppl_ratio_stderr"]) == (0, 0, 0)
     assert (figures["same_top_p"], figures["same_top_p_stderr"], figures["delta_p"]["rms"]) == (1, 0, 0)
     assert (figures["top_1_percent_share"], figures["delta_p"]["rms_stderr"]) == (None, None), "0 / 0"
+    assert figures["most_divergent"] == []
 
 
 def test_infinite_divergences_are_counted_and_make_no_number_that_they_do_not_touch():
@@ -217,10 +218,11 @@ def test_infinite_divergences_are_counted_and_make_no_number_that_they_do_not_to
     assert [figures["kld"][name] for name in ("mean", "stderr", "stderr_clustered", "max", "p99")] == [None] * 5
     assert (figures["kld"]["median"], figures["kld"]["min"], figures["kld"]["p10"]) == (2.0, 0.0, pytest.approx(0.4))
     assert (figures["reverse_kld_mean"], figures["top_1_percent_share"]) == (None, None)
-    assert figures["most_divergent"][:3] == [
+    assert figures["most_divergent"] == [
         {"index": 3, "window": 8, "kld": None},
         {"index": 4, "window": 8, "kld": None},
         {"index": 2, "window": 7, "kld": 2.0},
+        {"index": 1, "window": 7, "kld": 1.0},
     ]
 
 

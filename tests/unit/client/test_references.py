@@ -7,7 +7,7 @@ import math
 import httpx
 import numpy as np
 import pytest
-from fake_references import FINGERPRINT, KldServer, compare, encoded
+from fake_references import FINGERPRINT, CutShort, KldServer, compare, encoded
 from fake_scoremode import BOS, copy_of, error, events
 
 from scoremode import APIStatusError, NotFoundError, ResponseError, TransportError
@@ -62,14 +62,9 @@ def test_bodies_are_what_the_protocol_accepts(call, references):
 
 def test_a_recording_whose_connection_is_lost_is_sent_again_and_goes_on(call, waits):
     server, windows = KldServer(allowed=2), []
-
-    def note(window):
-        windows.append(window.index)
-        server.allow()
-
-    reference = call(server, "record_reference", "base", TEXT, **SETTINGS, on_window=note)
+    reference = call(server, "record_reference", "base", TEXT, **SETTINGS, on_window=windows.append)
     assert reference.complete
-    assert windows == [0, 1, 2], "each once"
+    assert [window.index for window in windows] == [0, 1, 2], "each once"
     assert len(server.requests) == 2
     assert server.requests[0] == server.requests[1]
     assert len(waits) == 1
@@ -192,18 +187,8 @@ def test_a_comparison_whose_connection_is_lost_after_a_window_is_not_reported_tw
 
     def lost(request):
         calls.append(request)
-        whole = server(request).content
-
-        class Lost(httpx.SyncByteStream, httpx.AsyncByteStream):
-            def __iter__(self):
-                yield whole[: whole.index(b"\n\n") + 2]
-                raise httpx.ReadError("connection lost")
-
-            async def __aiter__(self):
-                for chunk in self:
-                    yield chunk
-
-        return httpx.Response(200, stream=Lost())
+        first, *_ = server(request).content.split(b"\n\n")
+        return CutShort([json.loads(first.removeprefix(b"data: "))])
 
     with pytest.raises(TransportError, match="connection lost"):
         call(lost, "kld", "base", on_window=lambda window: None)
