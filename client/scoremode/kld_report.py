@@ -221,7 +221,7 @@ def _noise_floor(measurement: KldMeasurement) -> str:
     if floor is None:
         return "not measured (ppl-client kld --floor, on a server of the base model)"
     said = f"mean KLD {floor.mean:.3g} of the base beside itself, 99.0% {floor.p99:.3g}"
-    return said if multiple is None else f"{said}; this is {multiple:.3g} times the floor"
+    return said if multiple is None else f"{said}; this is {multiple:,.1f} times the floor"
 
 
 def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
