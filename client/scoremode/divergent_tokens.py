@@ -1,6 +1,5 @@
 """The most divergent positions of a comparison, as text: what stood before, what came, what each model preferred."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,16 +84,14 @@ def _shown_tokens(positions: KldPositions) -> list[NDArray[Any]]:
 
 
 async def _texts(client: AsyncScoreClient, sequences: set[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
-    wanted = [sequence for sequence in sequences if sequence]
     texts: dict[tuple[int, ...], str] = {(): ""}
-    answers = await asyncio.gather(*(client.detokenize(sequence) for sequence in wanted), return_exceptions=True)
-    for sequence, answer in zip(wanted, answers, strict=True):
-        if isinstance(answer, ScoremodeError):
-            _log.warning("the most divergent tokens are shown without their text: %s", answer)
-            return {}
-        if isinstance(answer, BaseException):
-            raise answer
-        texts[sequence] = answer
+    try:
+        # One by one, over one connection: they are few and short.
+        for sequence in sequences - {()}:
+            texts[sequence] = await client.detokenize(sequence)
+    except ScoremodeError as error:
+        _log.warning("the most divergent tokens are shown without their text: %s", error)
+        return {}
     return texts
 
 

@@ -332,18 +332,6 @@ async def test_a_server_that_does_not_detokenize_costs_the_texts_only(references
     assert "shown without their text: Not Found" in caplog.text
 
 
-async def test_an_error_of_the_programme_is_not_taken_for_one_of_the_server(references):
-    server = KldServer(references, noise=NOISE)
-
-    def broken(request):
-        if request.url.path == "/detokenize":
-            raise ZeroDivisionError
-        return server(request)
-
-    with pytest.raises(ZeroDivisionError):
-        await measure(broken)
-
-
 async def test_infinite_divergences_are_counted_and_do_not_end_the_run(references):
     server = KldServer(references, noise=NOISE)
 
