@@ -16,9 +16,10 @@ from scoremode import (
     ResponseError,
     ServersDifferError,
     TransportError,
+    _output,
 )
 from scoremode.corpora import Corpus
-from scoremode.divergence import measure_kld, measure_noise_floor
+from scoremode.divergence import KldPlan, measure_kld, measure_noise_floor
 from scoremode.journal import open_journal
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.recording import record_reference
@@ -286,6 +287,15 @@ async def test_a_damaged_line_of_the_journal_is_named(references, tmp_path, line
     start, _ = journal_at(path)
     with pytest.raises(OutputError, match="damaged at line 3"):
         await measure(KldServer(references, noise=NOISE), start_journal=start)
+
+
+@pytest.mark.parametrize("length", [2, 4, 32])
+async def test_the_room_that_is_kept_for_a_window_in_the_journal_is_enough(length):
+    async with client_of(KldServer(await recorded(length=length), noise=NOISE)) as client:
+        plan = KldPlan(await client.info(), "bytes", await client.reference("base"))
+        [window] = (await client.kld("base", (0, 1))).data
+    line = json.dumps({**plan.to_line(window), "seconds": 123456.78901234567})
+    assert len(line) <= KldPlan.JOURNAL_BYTES_PER_TOKEN * window.num_scored + _output._BYTES_PER_WINDOW
 
 
 async def test_a_journal_of_another_reference_or_model_is_refused(references, tmp_path):

@@ -94,6 +94,18 @@ def test_a_name_is_one_part_of_the_path(call):
     assert paths == [b"/v1/references/a%2Fb%3Fc"] * 2
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments"), [("reference", ["base"]), ("references", []), ("kld", ["base"])], ids=str
+)
+def test_a_server_without_the_routes_is_probably_not_scoremode(call, method, arguments):
+    for answer_of_server in ({"detail": "Not Found"}, {"error": {"message": "Not Found", "code": 404}}):
+        response = httpx.Response(404, json=answer_of_server)
+        with pytest.raises(NotFoundError, match="probably not Scoremode"):
+            call(lambda request, response=response: copy_of(response), method, *arguments)
+    with pytest.raises(NotFoundError, match=r"^no reference here \(HTTP 404\)$"):
+        call(lambda request: error(404, "no reference here"), method, *arguments)
+
+
 def test_other_content_under_the_same_name_is_an_error(call, references):
     with pytest.raises(APIStatusError, match="other content") as caught:
         call(KldServer(references), "record_reference", "base", "another text", **SETTINGS)
