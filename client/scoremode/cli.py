@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 _measure_perplexity(options, output)
     except KeyboardInterrupt:
-        print(f"ppl-client: interrupted{_way_on(output)}", file=sys.stderr)
+        way_on = ": the same command goes on" if options.command == "record" else _way_on(output)
+        print(f"ppl-client: interrupted{way_on}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
         print(f"ppl-client: error: {' '.join(str(error).split())}{_way_on(output)}", file=sys.stderr)

@@ -1,10 +1,12 @@
 """`ppl-client record` and `ppl-client kld` from end to end, and through kills, against servers on real sockets."""
 
+import functools
 import hashlib
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -127,6 +129,33 @@ def test_a_server_without_a_folder_for_references_says_so(capsys):
     with serve(lambda request: error(404, reason)) as url:
         assert main(["record", "--url", url, "--reference", "base", *TEXT_OPTIONS, "--quiet"]) == 1
     assert capsys.readouterr().err == f"ppl-client: error: {reason} (HTTP 404)\n"
+
+
+def test_ctrl_c_while_recording_says_that_the_same_command_goes_on():
+    recording, over = threading.Event(), threading.Event()
+    server = KldServer()
+
+    def slow(request):
+        if request.method == "POST" and request.url.path == "/v1/references":
+            recording.set()
+            over.wait(60)
+        return server(request)
+
+    with serve(slow) as url:
+        options = ["record", "--url", url, "--reference", "base", *TEXT_OPTIONS, "--quiet"]
+        # A test run in the background ignores the signal, and so would its child.
+        default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        command = [sys.executable, "-m", "scoremode.cli", *options]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=default) as client:
+            try:
+                assert recording.wait(60)
+                client.send_signal(signal.SIGINT)
+                _, messages = client.communicate(timeout=60)
+            finally:
+                client.kill()
+                over.set()
+    assert client.returncode == 130
+    assert messages == "ppl-client: interrupted: the same command goes on\n"
 
 
 @pytest.mark.parametrize(
