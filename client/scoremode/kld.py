@@ -48,7 +48,7 @@ _TAIL_DIVISOR = 100
 class KldPositions:
     """What the comparison gives for n positions, in the order of windows: arrays of shape [n].
 
-    The fields have the names and meanings of `protocol.KldWindow`; `dtypes` are those of the wire.
+    The fields have the names and meanings of `protocol.KldWindow`; on the wire they are of `POSITION_DTYPES`.
     """
 
     token_ids: NDArray[Any]
