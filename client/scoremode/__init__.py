@@ -11,6 +11,7 @@ Importing it needs neither torch nor vLLM.
 
 from scoremode._version import __version__
 from scoremode.client import AsyncScoreClient, ScoreClient
+from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,
@@ -25,8 +26,11 @@ from scoremode.errors import (
     ServersDifferError,
     TransportError,
 )
+from scoremode.kld import KldPositions
+from scoremode.kld_result import KldResult, KldWindowValues
 from scoremode.metrics import perplexity
-from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.protocol import KldStatistics, NoiseFloor, PerplexityResponse, PerplexityWindow, Reference, ServerInfo
+from scoremode.recording import Recording, record_reference
 from scoremode.score import Score
 from scoremode.windows import METHODS, Method, Window, cut_windows
 
@@ -37,12 +41,20 @@ __all__ = [
     "AuthenticationError",
     "BadRequestError",
     "CorpusError",
+    "KldMeasurement",
+    "KldPositions",
+    "KldResult",
+    "KldStatistics",
+    "KldWindowValues",
     "Method",
+    "NoiseFloor",
     "NotFoundError",
     "OutputError",
     "PerplexityResponse",
     "PerplexityWindow",
     "RateLimitError",
+    "Recording",
+    "Reference",
     "ResponseError",
     "Score",
     "ScoreClient",
@@ -54,5 +66,8 @@ __all__ = [
     "Window",
     "__version__",
     "cut_windows",
+    "measure_kld",
+    "measure_noise_floor",
     "perplexity",
+    "record_reference",
 ]

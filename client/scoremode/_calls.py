@@ -1,14 +1,23 @@
 """The requests of the API and how their answers are read, apart from the sending, which is sync or async."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
+from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
-from scoremode._events import PerplexityReader
+from scoremode._events import EventKind, EventReader
 from scoremode._failures import protocol_error
-from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.kld_result import KldResult, KldWindowValues, parse_result, result_of_event, window_of_event
+from scoremode.protocol import (
+    PerplexityResponse,
+    PerplexityWindow,
+    Reference,
+    ReferenceDeleted,
+    ReferenceList,
+    ServerInfo,
+)
 from scoremode.score import Score, parse_scores
 
 Answer = TypeVar("Answer")
@@ -54,6 +63,9 @@ class Call(Generic[Answer]):
     body: dict[str, object] | None = None
 
 
+_PERPLEXITY_WINDOW = EventKind("perplexity.window", PerplexityWindow.model_validate)
+
+
 class _Tokens(BaseModel):
     tokens: list[int]
 
@@ -76,7 +88,58 @@ def score(**fields: object) -> Call[list[Score]]:
 def perplexity(on_window: Callable[[PerplexityWindow], object] | None, **fields: object) -> Call[PerplexityResponse]:
     """`POST /v1/perplexity`, streamed; `fields` are those of `protocol.PerplexityRequest`."""
     body = _without_none({**fields, "stream": True})
-    return Call("POST", "/v1/perplexity", lambda: PerplexityReader(on_window), body)
+    result = EventKind("perplexity", PerplexityResponse.model_validate)
+    return Call("POST", "/v1/perplexity", lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window), body)
+
+
+def record_reference(on_window: Callable[[PerplexityWindow], object] | None, **fields: object) -> Call[Reference]:
+    """`POST /v1/references`, streamed; `fields` are those of `protocol.ReferenceRequest`."""
+    body = _without_none({**fields, "stream": True})
+    result = EventKind("reference", Reference.model_validate)
+    # The server goes on where it was: sent again, it reports the windows that were missing.
+    return Call(
+        "POST", "/v1/references", lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window, repeatable=True), body
+    )
+
+
+def references() -> Call[list[Reference]]:
+    """`GET /v1/references`."""
+    return Call("GET", "/v1/references", lambda: _WholeBody(lambda data: ReferenceList.model_validate_json(data).data))
+
+
+def reference(name: str) -> Call[Reference]:
+    """`GET /v1/references/{name}`."""
+    return Call("GET", _path_of(name), lambda: _WholeBody(Reference.model_validate_json))
+
+
+def delete_reference(name: str) -> Call[ReferenceDeleted]:
+    """`DELETE /v1/references/{name}`."""
+    return Call("DELETE", _path_of(name), lambda: _WholeBody(ReferenceDeleted.model_validate_json))
+
+
+def kld(on_window: Callable[[KldWindowValues], object] | None, *, stream: bool, **fields: object) -> Call[KldResult]:
+    """`POST /v1/kld`; `fields` are those of `protocol.KldRequest`."""
+    body = _without_none({**fields, "encoding_format": "base64", "stream": stream})
+    if stream:
+        return Call("POST", "/v1/kld", lambda: _KldReader(on_window), body)
+    return Call("POST", "/v1/kld", lambda: _WholeBody(parse_result), body)
+
+
+class _KldReader(EventReader[KldWindowValues, KldResult]):
+    """Puts the windows of the stream into the result."""
+
+    def __init__(self, on_window: Callable[[KldWindowValues], object] | None) -> None:
+        super().__init__(EventKind("kld.window", window_of_event), EventKind("kld", result_of_event), self._collect)
+        self._windows: list[KldWindowValues] = []
+        self._report = on_window
+
+    def finish(self) -> KldResult:
+        return replace(super().finish(), data=sorted(self._windows, key=lambda window: window.index))
+
+    def _collect(self, window: KldWindowValues) -> None:
+        self._windows.append(window)
+        if self._report is not None:
+            self._report(window)
 
 
 def tokenize(text: str, add_special_tokens: bool, model: str | None) -> Call[list[int]]:
@@ -89,6 +152,10 @@ def detokenize(token_ids: Sequence[int], model: str | None) -> Call[str]:
     """vLLM's `POST /detokenize`."""
     body = _without_none({"model": model, "tokens": list(token_ids)})
     return Call("POST", "/detokenize", lambda: _WholeBody(lambda data: _Prompt.model_validate_json(data).prompt), body)
+
+
+def _path_of(name: str) -> str:
+    return f"/v1/references/{quote(name, safe='')}"
 
 
 def _without_none(fields: dict[str, object]) -> dict[str, object]:

@@ -1,14 +1,19 @@
-"""Server-sent events: the stream of `POST /v1/perplexity`, read chunk by chunk as the network cuts it."""
+"""Server-sent events: the streams of windows and a result, read chunk by chunk as the network cuts them."""
 
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from scoremode._failures import event_error, protocol_error
 from scoremode.errors import ResponseError
-from scoremode.protocol import PerplexityResponse, PerplexityWindow
+
+Content = TypeVar("Content")
+Window = TypeVar("Window")
+Answer = TypeVar("Answer")
 
 # A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
 # str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
@@ -34,13 +39,34 @@ class EventParser:
                 self._data = []
 
 
-class PerplexityReader:
-    """Reads the events of a perplexity run: hands each window to `on_window`, and keeps the result."""
+@dataclass(frozen=True, slots=True)
+class EventKind(Generic[Content]):
+    """Events of one kind: their `object`, and how they are read."""
 
-    def __init__(self, on_window: Callable[[PerplexityWindow], object] | None) -> None:
+    name: str
+    parse: Callable[[object], Content]
+
+
+class EventReader(Generic[Window, Answer]):
+    """Reads a stream of windows and a result: hands each window to `on_window`, and keeps the result.
+
+    `repeatable` says that a second request does not report the windows of the first again.
+    """
+
+    def __init__(
+        self,
+        window: EventKind[Window],
+        result: EventKind[Answer],
+        on_window: Callable[[Window], object] | None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
         self._parser = EventParser()
+        self._window_kind = window
+        self._result_kind = result
         self._on_window = on_window
-        self._result: PerplexityResponse | None = None
+        self._repeatable = repeatable
+        self._result: Answer | None = None
         self.can_restart = True
         """Until a window was reported: a second run would report it again."""
 
@@ -55,7 +81,7 @@ class PerplexityReader:
             if data != _DONE:
                 self._take(data)
 
-    def finish(self) -> PerplexityResponse:
+    def finish(self) -> Answer:
         """The result, once the stream has ended.
 
         Raises:
@@ -66,28 +92,34 @@ class PerplexityReader:
         return self._result
 
     def _take(self, data: bytes) -> None:
-        event = _parse(data)
-        if isinstance(event, PerplexityResponse):
-            self._result = event
-            return
-        self.can_restart = False
-        if self._on_window is not None:
-            self._on_window(event)
+        event = _event(data)
+        kind = event.get("object")
+        try:
+            if kind == self._result_kind.name:
+                self._result = self._result_kind.parse(event)
+                return
+            if kind == self._window_kind.name:
+                window = self._window_kind.parse(event)
+                self.can_restart = self._repeatable
+                if self._on_window is not None:
+                    self._on_window(window)
+                return
+        except ValidationError as error:
+            raise protocol_error(error) from error
+        raise _unknown(data)
 
 
-def _parse(data: bytes) -> PerplexityWindow | PerplexityResponse:
+def _event(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
     except ValueError:
         event = None
-    if isinstance(event, dict) and "error" in event:
+    if not isinstance(event, dict):
+        raise _unknown(data)
+    if "error" in event:
         raise event_error(event["error"])
-    kind = event.get("object") if isinstance(event, dict) else None
-    try:
-        if kind == "perplexity.window":
-            return PerplexityWindow.model_validate(event)
-        if kind == "perplexity":
-            return PerplexityResponse.model_validate(event)
-    except ValidationError as error:
-        raise protocol_error(error) from error
-    raise ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
+    return event
+
+
+def _unknown(data: bytes) -> ResponseError:
+    return ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")

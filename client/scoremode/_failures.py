@@ -17,7 +17,10 @@ from scoremode.errors import (
 )
 
 _LONGEST_PLAIN_MESSAGE = 300
-_SCOREMODE_PATHS = ("/v1/score", "/v1/perplexity")
+_SCORING_PATHS = ("/v1/score", "/v1/perplexity")
+_REFERENCE_PATHS = ("/v1/references", "/v1/kld")
+_NO_ROUTE = "Not Found"
+"""What FastAPI answers where there is no route."""
 _WRONG_SERVER_HINT = (
     "; the server at this address has no such route, so it is probably not Scoremode: "
     "start it with `scoremode serve`, or `VLLM_PLUGINS=scoremode vllm serve`"
@@ -35,9 +38,16 @@ def status_error(status_code: int, body: bytes, path: str) -> APIStatusError:
     """The exception for an HTTP answer that is an error."""
     failure = _read_body(body) or _Failure(_reason(status_code))
     hint = ""
-    if status_code in (404, 405) and path.endswith(_SCOREMODE_PATHS) and not _is_about_model(failure):
+    if status_code in (404, 405) and _is_without_route(path, failure):
         hint = _WRONG_SERVER_HINT
     return _exception(status_code, failure, hint)
+
+
+def _is_without_route(path: str, failure: _Failure) -> bool:
+    """Whether the server does not know the path at all, rather than what was asked for there."""
+    if any(part in path for part in _REFERENCE_PATHS):
+        return failure.message == _NO_ROUTE
+    return path.endswith(_SCORING_PATHS) and not _is_about_model(failure)
 
 
 def event_error(error: object) -> APIStatusError:

@@ -1,7 +1,8 @@
 """The options of `ppl-client`."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scoremode import corpora
@@ -15,22 +16,33 @@ DEFAULT_RETRY_FOR = 600.0
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; ends the process with status 2 where it is wrong."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Read the command line; ends the process with status 2 where it is wrong.
+
+    `command` is that of the first argument, `record` or `kld`, and else `perplexity`.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = arguments[0] if arguments and arguments[0] in ("record", "kld") else "perplexity"
+    make_parser, contradiction = _COMMANDS[command]
+    parser = make_parser()
+    options = parser.parse_args(arguments if command == "perplexity" else arguments[1:])
+    options.command = command
     options.urls = options.urls or [DEFAULT_URL]
-    if message := _contradiction(options):
+    if message := _common_contradiction(options) or contradiction(options):
         parser.error(message)
     return options
 
 
-def _contradiction(options: argparse.Namespace) -> str | None:
-    if options.num_samples is not None and options.dataset is None:
-        return "--num-samples needs --dataset"
+def _common_contradiction(options: argparse.Namespace) -> str | None:
     if len(set(options.urls)) < len(options.urls):
         return "--url names a server twice"
-    if options.resume and options.output is None:
+    if "num_samples" in options and options.num_samples is not None and options.dataset is None:
+        return "--num-samples needs --dataset"
+    if "resume" in options and options.resume and options.output is None:
         return "--resume needs --output: the journal is beside it"
+    return None
+
+
+def _perplexity_contradiction(options: argparse.Namespace) -> str | None:
     if not options.server_side:
         return None
     if options.resume:
@@ -42,15 +54,97 @@ def _contradiction(options: argparse.Namespace) -> str | None:
     return None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _record_contradiction(options: argparse.Namespace) -> str | None:
+    if len(options.urls) > 1:
+        return "record takes one --url: that server records all windows"
+    return None
+
+
+def _kld_contradiction(options: argparse.Namespace) -> str | None:
+    if not options.floor:
+        return None
+    if options.resume:
+        return "--resume does not work with --floor, which is one request"
+    if len(options.urls) > 1:
+        return "--floor takes one --url: that server compares all windows"
+    if options.concurrency is not None:
+        return "--concurrency does not work with --floor: the server decides"
+    return None
+
+
+def _perplexity_parser() -> argparse.ArgumentParser:
+    parser = _new_parser(
+        "ppl-client",
+        "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
+        "two more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` measures "
+        "another model's KL divergence from them; each has its own --help. ",
+    )
+    _add_text(parser)
+    measure = parser.add_argument_group("measurement")
+    _add_windows(measure)
+    measure.add_argument("--server-side", action="store_true", help="let the server cut the windows (/v1/perplexity)")
+    _add_concurrency(measure)
+    _add_server(parser, _SEVERAL_SERVERS)
+    output = parser.add_argument_group("output")
+    _add_output(output, "write the result and all NLLs as JSON, and the values of every token beside it as safetensors")
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _record_parser() -> argparse.ArgumentParser:
+    parser = _new_parser(
+        "ppl-client record",
+        "Record a served model's distributions over a text on its server, for `ppl-client kld` to compare other models "
+        "with. The same command again goes on with an interrupted recording.",
+    )
+    _add_text(parser)
+    measure = parser.add_argument_group("recording")
+    _add_reference(measure, "name to record under: letters, digits, '.', '_' and '-'")
+    _add_windows(measure)
+    _add_server(parser, f"of the server, with or without /v1; default: {DEFAULT_URL}")
+    parser.add_argument_group("output").add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _kld_parser() -> argparse.ArgumentParser:
+    parser = _new_parser(
+        "ppl-client kld",
+        "KL divergence of a served model from a recorded reference, over the whole vocabulary, in llama.cpp's tables.",
+    )
+    measure = parser.add_argument_group("measurement")
+    _add_reference(measure, "the reference to compare with, which every server must have")
+    measure.add_argument(
+        "--floor",
+        action="store_true",
+        help="compare the reference with its own model, in other batches, and keep the result as its noise floor",
+    )
+    _add_concurrency(measure)
+    _add_server(parser, _SEVERAL_SERVERS)
+    output = parser.add_argument_group("output")
+    _add_output(output, "write the result as JSON, and the values of every token beside it as safetensors")
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+_COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], str | None]]] = {
+    "perplexity": (_perplexity_parser, _perplexity_contradiction),
+    "record": (_record_parser, _record_contradiction),
+    "kld": (_kld_parser, _kld_contradiction),
+}
+
+
+def _new_parser(prog: str, description: str, more: str = "") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="ppl-client",
-        description="Perplexity of a text on a Scoremode server, from exact log-probabilities.",
-        epilog="exit status: 0 if every window was scored and the output is written, 1 on failure, 2 on wrong usage, "
-        "130 on Ctrl-C",
+        prog=prog,
+        description=description,
+        epilog=f"{more}exit status: 0 if every window was scored and the output is written, 1 on failure, 2 on wrong "
+        "usage, 130 on Ctrl-C",
     )
     parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
+    return parser
 
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("text").add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--dataset",
@@ -67,17 +161,24 @@ def _parser() -> argparse.ArgumentParser:
     dataset.add_argument("--text-column", default=corpora.DEFAULT_COLUMN, metavar="NAME", help="default: %(default)s")
     dataset.add_argument("--num-samples", type=_count, metavar="N", help="the first N rows only")
 
-    measure = parser.add_argument_group("measurement")
-    measure.add_argument("--method", choices=METHODS, default="sliding", help="default: %(default)s")
-    measure.add_argument(
+
+def _add_reference(group: argparse._ArgumentGroup, help: str) -> None:
+    group.add_argument("--reference", required=True, metavar="NAME", help=help)
+
+
+def _add_windows(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--method", choices=METHODS, default="sliding", help="default: %(default)s")
+    group.add_argument(
         "--context-length", type=_count, metavar="N", help="default: 2048, or what the model takes if that is less"
     )
-    measure.add_argument(
+    group.add_argument(
         "--stride", type=_count, metavar="N", help="default: a quarter of the context where the method takes a stride"
     )
-    measure.add_argument("--max-tokens", type=_count, metavar="N", help="the first N tokens of the text only")
-    measure.add_argument("--server-side", action="store_true", help="let the server cut the windows (/v1/perplexity)")
-    measure.add_argument(
+    group.add_argument("--max-tokens", type=_count, metavar="N", help="the first N tokens of the text only")
+
+
+def _add_concurrency(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--concurrency",
         type=_count,
         metavar="N",
@@ -85,16 +186,16 @@ def _parser() -> argparse.ArgumentParser:
         f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say",
     )
 
+
+_SEVERAL_SERVERS = (
+    "with or without /v1; several times for several servers of the same model, over which the windows are "
+    f"spread; default: {DEFAULT_URL}"
+)
+
+
+def _add_server(parser: argparse.ArgumentParser, url_help: str) -> None:
     server = parser.add_argument_group("server")
-    server.add_argument(
-        "--url",
-        dest="urls",
-        type=_url,
-        action="append",
-        metavar="URL",
-        help="with or without /v1; several times for several servers of the same model, over which the windows are "
-        f"spread; default: {DEFAULT_URL}",
-    )
+    server.add_argument("--url", dest="urls", type=_url, action="append", metavar="URL", help=url_help)
     server.add_argument("--model", metavar="NAME", help="default: the served model")
     server.add_argument("--api-key", metavar="KEY", help=f"default: the environment's {API_KEY_VARIABLE}")
     server.add_argument(
@@ -112,13 +213,12 @@ def _parser() -> argparse.ArgumentParser:
         help="how long each request waits for a server that is down or busy; default: %(default)g",
     )
 
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE", help="write the result and all NLLs as JSON")
-    output.add_argument(
+
+def _add_output(group: argparse._ArgumentGroup, help: str) -> None:
+    group.add_argument("--output", type=Path, metavar="FILE", help=help)
+    group.add_argument(
         "--resume", action="store_true", help="go on from the journal that an unfinished run left beside --output"
     )
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
 
 
 def _count(text: str) -> int:

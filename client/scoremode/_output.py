@@ -1,29 +1,46 @@
 """The file that a run writes its result to, and the journal beside it while the run lasts."""
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any, ClassVar, Protocol
+
+from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from scoremode.errors import OutputError
-from scoremode.journal import Journal, count_windows, open_journal
-from scoremode.plan import Plan
+from scoremode.journal import Journal, JournalPlan, Result, count_windows, open_journal
 
 _log = logging.getLogger(__name__)
 
 JOURNAL_SUFFIX = ".journal"
+ARRAYS_SUFFIX = ".safetensors"
 
-# Upper estimates of what is written for an NLL, a window and the rest.
-_JOURNAL_BYTES_PER_NLL = 24
-_OUTPUT_BYTES_PER_NLL = 34
-_BYTES_PER_WINDOW = 300
-_OTHER_BYTES = 16_384
+# Upper estimates of what is written for a window, in either file, and for the rest.
+_BYTES_PER_WINDOW = 600
+_OTHER_BYTES = 32_768
+
+
+class OutputPlan(JournalPlan[Result], Protocol[Result]):
+    """A run, as its journal has it, and what will be written of it."""
+
+    JOURNAL_BYTES_PER_TOKEN: ClassVar[int]
+    OUTPUT_BYTES_PER_TOKEN: ClassVar[int]
+
+    @property
+    def num_scored(self) -> int:
+        """Targets of all windows."""
 
 
 class Output:
     """A result's file, which appears whole or not at all: until then an earlier file of the name stays as it is.
+
+    The arrays of a result are in a second file beside it, `run.safetensors` for `run.json`.
 
     Raises:
         OutputError: no file can be written there, or there is the journal of an unfinished run and `resume` is false.
@@ -32,8 +49,8 @@ class Output:
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = Path(os.path.realpath(path))
         self._journal_path = self.path.with_name(self.path.name + JOURNAL_SUFFIX)
-        self._temporary = self.path.with_name(f".{self.path.name}.tmp")
-        self._journal: Journal | None = None
+        self._arrays_path = self.path.with_suffix(ARRAYS_SUFFIX)
+        self._journal: Journal[Any] | None = None
         self._check_writable()
         if not self._journal_path.exists():
             if resume:
@@ -41,36 +58,36 @@ class Output:
         elif not resume:
             self._clear_journal()
 
-    def start_journal(self, plan: Plan) -> Journal:
+    def start_journal(self, plan: OutputPlan[Result]) -> Journal[Result]:
         """Open the run's journal, once there is room for all that is to be written.
 
         Raises:
             OutputError: there is not, or the journal is of another run, damaged or in use.
         """
-        self._journal = open_journal(self._journal_path, plan)
-        if self._journal.num_done:
-            _log.info("going on with %s: it has %s", self._journal_path, _progress(self._journal))
-        self._check_room(plan, self._journal)
-        return self._journal
+        journal = open_journal(self._journal_path, plan)
+        self._journal = journal
+        if journal.num_done:
+            _log.info("going on with %s: it has %s", self._journal_path, _progress(journal))
+        self._check_room(plan, journal)
+        return journal
 
-    def write(self, record: dict[str, object]) -> None:
-        """Put the result in its place, and delete the journal.
+    def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]] | None) -> None:
+        """Put the result and its arrays in their places, and delete the journal.
+
+        The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
 
         Raises:
-            OutputError: it cannot be written. The journal stays.
+            OutputError: they cannot be written. The journal stays.
         """
-        try:
-            with self._temporary.open("w", encoding="utf-8") as file:
-                json.dump(record, file, indent=2, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            self._temporary.replace(self.path)
-            _sync_folder(self.path.parent)
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        contents: dict[Path, bytes] = {}
+        described = None
+        if arrays is not None:
+            content = save(dict(arrays))
+            contents[self._arrays_path] = content
+            described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
+        text = json.dumps({**record, "arrays": described}, indent=2, allow_nan=False) + "\n"
+        contents[self.path] = text.encode()
+        _write_together(contents)
         if self._journal is not None:
             self._journal.remove()
             self._journal = None
@@ -85,8 +102,11 @@ class Output:
         return f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume goes on"
 
     def _check_writable(self) -> None:
-        if self.path.exists() and not self.path.is_file():
-            raise OutputError(f"cannot write {self.path}: it is no file")
+        if self.path == self._arrays_path:
+            raise OutputError(f"cannot write {self.path}: the values of single tokens go to a file of that name")
+        for path in (self.path, self._arrays_path):
+            if path.exists() and not path.is_file():
+                raise OutputError(f"cannot write {path}: it is no file")
         try:
             TemporaryFile(dir=self.path.parent).close()
         except OSError as error:
@@ -105,13 +125,12 @@ class Output:
     def _is_newer_than_journal(self) -> bool:
         return self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns
 
-    def _check_room(self, plan: Plan, journal: Journal) -> None:
-        num_scored = sum(window.num_scored for window in plan.windows)
-        num_kept = sum(map(len, journal.windows.values()))
+    def _check_room(self, plan: OutputPlan[Result], journal: Journal[Result]) -> None:
+        num_kept = sum(window.num_scored for window in journal.windows.values())
         needed = (
-            _JOURNAL_BYTES_PER_NLL * (num_scored - num_kept)
-            + _OUTPUT_BYTES_PER_NLL * num_scored
-            + 2 * _BYTES_PER_WINDOW * len(plan.windows)
+            plan.JOURNAL_BYTES_PER_TOKEN * (plan.num_scored - num_kept)
+            + plan.OUTPUT_BYTES_PER_TOKEN * plan.num_scored
+            + 2 * _BYTES_PER_WINDOW * plan.num_windows
             + _OTHER_BYTES
         )
         free = shutil.disk_usage(self.path.parent).free
@@ -122,8 +141,28 @@ class Output:
             )
 
 
-def _progress(journal: Journal) -> str:
+def _progress(journal: Journal[Any]) -> str:
     return f"{journal.num_done} of {journal.num_windows} windows"
+
+
+def _write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files of one folder, whole, before any takes its place."""
+    temporaries = {path: path.with_name(f".{path.name}.tmp") for path in contents}
+    path = next(iter(contents))
+    try:
+        for path, content in contents.items():
+            with temporaries[path].open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in temporaries.items():
+            temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        for temporary in temporaries.values():
+            temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -4,12 +4,13 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from scoremode.evaluate import OnProgress, Progress
+from scoremode.run import OnProgress, Progress
 
 
 class _LinesOnStderr(logging.Handler):
@@ -34,24 +35,25 @@ def lines_on_stderr() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(*, quiet: bool) -> Iterator[OnProgress]:
-    """Show a bar, unless `quiet`; gives what is to be told of every step."""
+def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnProgress]:
+    """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives what is to be told of
+    every step."""
     bar = ProgressBar(
         TextColumn("windows"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]} tok/s"),
         TimeRemainingColumn(),
-        TextColumn("ppl {task.fields[perplexity]}"),
+        TextColumn(f"{figure} {{task.fields[figure]}}"),
         console=Console(stderr=True),
         disable=quiet,
     )
     with bar:
-        yield _advance(bar)
+        yield _advance(bar, figure)
 
 
-def _advance(bar: ProgressBar) -> OnProgress:
-    task = bar.add_task("", total=None, rate="-", perplexity="-")
+def _advance(bar: ProgressBar, figure: Literal["ppl", "kld"]) -> OnProgress:
+    task = bar.add_task("", total=None, rate="-", figure="-")
 
     def advance(progress: Progress) -> None:
         elapsed = bar.tasks[0].elapsed
@@ -61,7 +63,7 @@ def _advance(bar: ProgressBar) -> OnProgress:
             total=progress.num_windows,
             completed=progress.windows_done,
             rate=f"{num_scored / elapsed:,.0f}" if elapsed else "-",
-            perplexity=f"{progress.perplexity:.4f}",
+            figure=f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}",
         )
 
     return advance

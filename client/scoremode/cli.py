@@ -1,21 +1,24 @@
-"""`ppl-client`: the perplexity of a text on Scoremode servers, from the command line."""
+"""`ppl-client`: perplexity of a text and KL divergence from a reference on Scoremode servers, from the command line."""
 
 import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Any
 
 from rich.console import Console
 
+from scoremode import kld_report, report
 from scoremode._options import parse_options
 from scoremode._output import Output
 from scoremode._progress import lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
+from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
 from scoremode.evaluate import Evaluation, evaluate, evaluate_on_server
-from scoremode.report import as_json, as_table
+from scoremode.recording import Recording, record_reference
 from scoremode.windows import WindowError
 
 EXIT_FAILURE = 1
@@ -28,11 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Output | None = None
     try:
         with lines_on_stderr():
+            if options.command == "record":
+                _record(options)
+                return 0
             if options.output is not None:
                 output = Output(options.output, resume=options.resume)
-            _run(options, output)
+            if options.command == "kld":
+                _measure_kld(options, output)
+            else:
+                _measure_perplexity(options, output)
     except KeyboardInterrupt:
-        print(f"ppl-client: interrupted{_way_on(output)}", file=sys.stderr)
+        way_on = ": the same command goes on" if options.command == "record" else _way_on(output)
+        print(f"ppl-client: interrupted{way_on}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
         print(f"ppl-client: error: {' '.join(str(error).split())}{_way_on(output)}", file=sys.stderr)
@@ -44,8 +54,72 @@ def _way_on(output: Output | None) -> str:
     return "" if output is None else output.give_up()
 
 
-def _run(options: argparse.Namespace, output: Output | None) -> None:
-    corpus = load_corpus(
+def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
+    evaluation = asyncio.run(_evaluate(options, _corpus(options), output))
+    try:
+        if output is not None:
+            output.write(report.as_json(evaluation, options.urls), report.as_arrays(evaluation))
+    finally:
+        # A number that took hours is shown even where it cannot be written.
+        Console().print(report.as_table(evaluation))
+
+
+async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output | None) -> Evaluation:
+    async with AsyncExitStack() as stack:
+        clients = await _clients(options, stack)
+        on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
+        if options.server_side:
+            return await evaluate_on_server(clients[0], corpus, **_window_settings(options), on_progress=on_progress)
+        return await evaluate(
+            clients,
+            corpus,
+            **_window_settings(options),
+            return_ranks=output is not None,
+            concurrency=options.concurrency,
+            start_journal=None if output is None else output.start_journal,
+            on_progress=on_progress,
+        )
+
+
+def _record(options: argparse.Namespace) -> None:
+    print(kld_report.recording_as_text(asyncio.run(_record_reference(options, _corpus(options)))))
+
+
+async def _record_reference(options: argparse.Namespace, corpus: Corpus) -> Recording:
+    async with AsyncExitStack() as stack:
+        clients = await _clients(options, stack)
+        on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
+        return await record_reference(
+            clients[0], corpus, options.reference, **_window_settings(options), on_progress=on_progress
+        )
+
+
+def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
+    measurement = asyncio.run(_compare(options, output))
+    try:
+        if output is not None:
+            output.write(kld_report.as_json(measurement, options.urls), kld_report.as_arrays(measurement))
+    finally:
+        print(kld_report.as_text(measurement))
+
+
+async def _compare(options: argparse.Namespace, output: Output | None) -> KldMeasurement:
+    async with AsyncExitStack() as stack:
+        clients = await _clients(options, stack)
+        on_progress = stack.enter_context(progress_bar("kld", quiet=options.quiet))
+        if options.floor:
+            return await measure_noise_floor(clients[0], options.reference, on_progress=on_progress)
+        return await measure_kld(
+            clients,
+            options.reference,
+            concurrency=options.concurrency,
+            start_journal=None if output is None else output.start_journal,
+            on_progress=on_progress,
+        )
+
+
+def _corpus(options: argparse.Namespace) -> Corpus:
+    return load_corpus(
         options.dataset,
         text=options.text,
         text_file=options.text_file,
@@ -54,35 +128,19 @@ def _run(options: argparse.Namespace, output: Output | None) -> None:
         column=options.text_column,
         num_samples=options.num_samples,
     )
-    evaluation = asyncio.run(_evaluate(options, corpus, output))
-    try:
-        if output is not None:
-            output.write(as_json(evaluation, options.urls))
-    finally:
-        # A number that took hours is shown even where it cannot be written.
-        Console().print(as_table(evaluation))
 
 
-async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output | None) -> Evaluation:
-    settings = {
+def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "method": options.method,
         "context_length": options.context_length,
         "stride": options.stride,
         "max_tokens": options.max_tokens,
     }
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(_client(options, url)) for url in options.urls]
-        on_progress = stack.enter_context(progress_bar(quiet=options.quiet))
-        if options.server_side:
-            return await evaluate_on_server(clients[0], corpus, **settings, on_progress=on_progress)
-        return await evaluate(
-            clients,
-            corpus,
-            **settings,
-            concurrency=options.concurrency,
-            start_journal=None if output is None else output.start_journal,
-            on_progress=on_progress,
-        )
+
+
+async def _clients(options: argparse.Namespace, stack: AsyncExitStack) -> list[AsyncScoreClient]:
+    return [await stack.enter_async_context(_client(options, url)) for url in options.urls]
 
 
 def _client(options: argparse.Namespace, url: str) -> AsyncScoreClient:

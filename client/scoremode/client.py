@@ -16,11 +16,13 @@ from scoremode import _calls
 from scoremode._calls import Call
 from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
+from scoremode.kld_result import KldResult, KldWindowValues
 from scoremode.protocol import (
     Continuations,
     PerplexityResponse,
     PerplexityWindow,
     Prompt,
+    Reference,
     ServerInfo,
     Text,
 )
@@ -37,6 +39,7 @@ _LARGEST_PORT = 65535
 
 Answer = TypeVar("Answer")
 OnWindow = Callable[[PerplexityWindow], object]
+OnKldWindow = Callable[[KldWindowValues], object]
 
 
 def server_root(base_url: str) -> str:
@@ -211,6 +214,101 @@ class ScoreClient(_Client):
             )
         )
 
+    def record_reference(
+        self,
+        name: str,
+        prompt: Text | None = None,
+        *,
+        texts: list[str] | None = None,
+        method: Method = "sliding",
+        context_length: int | None = None,
+        stride: int | None = None,
+        max_tokens: int | None = None,
+        add_special_tokens: bool | None = None,
+        on_window: OnWindow | None = None,
+        model: str | None = None,
+    ) -> Reference:
+        """Record the served model's distributions over a text, for other models to be compared with.
+
+        Args:
+            name: Of the reference.
+            prompt: This and the following are as for `perplexity`.
+            texts: Several texts, in place of `prompt`.
+            method: How a text is cut into windows.
+            context_length: Tokens a window.
+            stride: Tokens from one window to the next.
+            max_tokens: Take no more than these tokens of the text.
+            add_special_tokens: Let the tokenizer add its special tokens.
+            on_window: Called with each window as it is recorded, and the running perplexity.
+            model: In place of the client's.
+
+        The answer is streamed. An interrupted recording goes on where it was when the same request is sent again, as
+        it is when the connection is lost. `BadRequestError` or another `APIStatusError` says that there is another
+        reference of that name.
+        """
+        return self._send(
+            _calls.record_reference(
+                on_window,
+                model=model or self.model,
+                name=name,
+                prompt=prompt,
+                texts=texts,
+                method=method,
+                context_length=context_length,
+                stride=stride,
+                max_tokens=max_tokens,
+                add_special_tokens=add_special_tokens,
+            )
+        )
+
+    def references(self) -> list[Reference]:
+        """All references of the server."""
+        return self._send(_calls.references())
+
+    def reference(self, name: str) -> Reference:
+        """What is known of a reference."""
+        return self._send(_calls.reference(name))
+
+    def delete_reference(self, name: str) -> None:
+        """Delete a reference."""
+        self._send(_calls.delete_reference(name))
+
+    def kld(
+        self,
+        reference: str,
+        windows: tuple[int, int] | None = None,
+        *,
+        top_logprobs: int = 0,
+        as_noise_floor: bool = False,
+        on_window: OnKldWindow | None = None,
+        model: str | None = None,
+    ) -> KldResult:
+        """KL divergence of the served model from a reference, over the whole vocabulary at every position.
+
+        Args:
+            reference: Name of a complete reference.
+            windows: The first window and the one after the last, from 0; all when left out.
+            top_logprobs: Return the k likeliest tokens of both at every position, 0 to 20.
+            as_noise_floor: Keep the result with the reference as its noise floor; all windows, and the reference's own
+                model.
+            on_window: Called with each window as it is done.
+            model: In place of the client's.
+
+        With `on_window` or `as_noise_floor` the answer is streamed. A connection lost after the first window is then an
+        error, not tried again.
+        """
+        return self._send(
+            _calls.kld(
+                on_window,
+                stream=on_window is not None or as_noise_floor,
+                model=model or self.model,
+                reference=reference,
+                windows=None if windows is None else list(windows),
+                top_logprobs=top_logprobs,
+                as_noise_floor=as_noise_floor,
+            )
+        )
+
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, by the server's tokenizer."""
         return self._send(_calls.tokenize(text, add_special_tokens, self.model))
@@ -323,6 +421,71 @@ class AsyncScoreClient(_Client):
                 stride=stride,
                 max_tokens=max_tokens,
                 add_special_tokens=add_special_tokens,
+            )
+        )
+
+    async def record_reference(
+        self,
+        name: str,
+        prompt: Text | None = None,
+        *,
+        texts: list[str] | None = None,
+        method: Method = "sliding",
+        context_length: int | None = None,
+        stride: int | None = None,
+        max_tokens: int | None = None,
+        add_special_tokens: bool | None = None,
+        on_window: OnWindow | None = None,
+        model: str | None = None,
+    ) -> Reference:
+        """As `ScoreClient.record_reference`; `on_window` is an ordinary function."""
+        return await self._send(
+            _calls.record_reference(
+                on_window,
+                model=model or self.model,
+                name=name,
+                prompt=prompt,
+                texts=texts,
+                method=method,
+                context_length=context_length,
+                stride=stride,
+                max_tokens=max_tokens,
+                add_special_tokens=add_special_tokens,
+            )
+        )
+
+    async def references(self) -> list[Reference]:
+        """As `ScoreClient.references`."""
+        return await self._send(_calls.references())
+
+    async def reference(self, name: str) -> Reference:
+        """As `ScoreClient.reference`."""
+        return await self._send(_calls.reference(name))
+
+    async def delete_reference(self, name: str) -> None:
+        """As `ScoreClient.delete_reference`."""
+        await self._send(_calls.delete_reference(name))
+
+    async def kld(
+        self,
+        reference: str,
+        windows: tuple[int, int] | None = None,
+        *,
+        top_logprobs: int = 0,
+        as_noise_floor: bool = False,
+        on_window: OnKldWindow | None = None,
+        model: str | None = None,
+    ) -> KldResult:
+        """As `ScoreClient.kld`; `on_window` is an ordinary function."""
+        return await self._send(
+            _calls.kld(
+                on_window,
+                stream=on_window is not None or as_noise_floor,
+                model=model or self.model,
+                reference=reference,
+                windows=None if windows is None else list(windows),
+                top_logprobs=top_logprobs,
+                as_noise_floor=as_noise_floor,
             )
         )
 

@@ -6,7 +6,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,29 +14,15 @@ from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.errors import ResponseError
 from scoremode.journal import Journal
-from scoremode.metrics import Perplexity, TextMetrics, exp, perplexity, text_metrics
+from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
 from scoremode.plan import Plan, WindowNlls, adds_special_tokens, make_plan
 from scoremode.pool import Pool
 from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.run import OnProgress, Progress, Run
+from scoremode.score import Score
 from scoremode.windows import Method, Window
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far an evaluation is."""
-
-    windows_done: int
-    num_windows: int
-    num_scored: int
-    """Tokens so far."""
-    perplexity: float
-    """Of the tokens so far."""
-    num_resumed: int = 0
-    """Tokens among them that an earlier sitting scored."""
-
-
-OnProgress = Callable[[Progress], object]
-StartJournal = Callable[[Plan], Journal]
+StartJournal = Callable[[Plan], Journal[WindowNlls]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +48,8 @@ class Evaluation:
     result: Perplexity
     text_metrics: TextMetrics
     windows: list[WindowNlls]
+    token_ids: list[int] | None
+    """Of all targets, in the order of windows; None where the server cut the windows."""
     seconds: float
     """From the first request for scores to the last answer; of a run in several sittings, the sum."""
 
@@ -80,6 +68,7 @@ async def evaluate(
     stride: int | None = None,
     max_tokens: int | None = None,
     add_special_tokens: bool | None = None,
+    return_ranks: bool = False,
     concurrency: int | None = None,
     start_journal: StartJournal | None = None,
     on_progress: OnProgress | None = None,
@@ -94,6 +83,7 @@ async def evaluate(
         stride: Tokens from one window to the next.
         max_tokens: Take at most this many tokens of the text.
         add_special_tokens: Let the tokenizer add its special tokens.
+        return_ranks: Keep the rank of every target too.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
         start_journal: Opens the journal once it is known what is to be scored. Windows that are in it are not scored
             again, and every other is added to it. Closing it is left to the caller.
@@ -115,11 +105,12 @@ async def evaluate(
         stride=stride,
         max_tokens=max_tokens,
         add_special_tokens=add_special_tokens,
+        return_ranks=return_ranks,
     )
     journal = None if start_journal is None else start_journal(plan)
-    windows = _Windows(plan, journal, on_progress)
-    await pool.score(windows.missing(), partial(_score_window, plan.tokens), windows.keep)
-    scored = windows.in_order()
+    run = Run(plan.num_windows, lambda window: window.nll_sum, journal, on_progress)
+    await pool.score(run.missing(), partial(_score_window, plan), run.keep)
+    scored = run.in_order()
     result = perplexity(nll for window in scored for nll in window.nlls or ())
     return Evaluation(
         corpus=corpus,
@@ -140,7 +131,8 @@ async def evaluate(
             result, method, num_tokens=len(plan.tokens), num_bytes=plan.num_bytes, num_words=plan.num_words
         ),
         windows=scored,
-        seconds=windows.seconds(),
+        token_ids=plan.target_ids(),
+        seconds=run.seconds(),
     )
 
 
@@ -166,7 +158,8 @@ async def evaluate_on_server(
     def take(window: PerplexityWindow) -> None:
         windows.append(WindowNlls(window.index, window.num_scored, window.nll_sum, None))
         if on_progress is not None:
-            on_progress(Progress(len(windows), window.num_windows, window.total_scored, window.perplexity))
+            mean = math.log(window.perplexity)
+            on_progress(Progress(len(windows), window.num_windows, window.total_scored, mean))
 
     started = time.perf_counter()
     response = await client.perplexity(
@@ -202,73 +195,31 @@ async def evaluate_on_server(
             math.inf if response.word_perplexity is None else response.word_perplexity,
         ),
         windows=sorted(windows, key=lambda window: window.index),
+        token_ids=None,
         seconds=seconds,
     )
 
 
-class _Windows:
-    """The windows of a plan as they are scored, and how far that is."""
-
-    def __init__(self, plan: Plan, journal: Journal | None, on_progress: OnProgress | None) -> None:
-        self._plan = plan
-        self._journal = journal
-        self._on_progress = on_progress
-        self._scored: dict[int, WindowNlls] = {}
-        self._num_scored = 0
-        self._nll_sum = 0.0
-        self._num_resumed = 0
-        self._seconds_before = 0.0
-        self._started = time.perf_counter()
-        if journal is not None and journal.windows:
-            self._seconds_before = journal.seconds
-            for index, nlls in journal.windows.items():
-                self._take(WindowNlls(index, len(nlls), math.fsum(nlls), nlls))
-            self._num_resumed = self._num_scored
-            self._report()
-
-    def missing(self) -> Iterator[tuple[int, Window]]:
-        """The windows that were not scored in an earlier sitting."""
-        return ((index, window) for index, window in enumerate(self._plan.windows) if index not in self._scored)
-
-    def keep(self, index: int, nlls: list[float]) -> None:
-        """Take the NLLs of a window that has just been scored."""
-        window = WindowNlls(index, len(nlls), math.fsum(nlls), nlls)
-        self._take(window)
-        if self._journal is not None:
-            self._journal.add(window, self.seconds())
-        self._report()
-
-    def in_order(self) -> list[WindowNlls]:
-        """All windows, in the order of the text."""
-        return [self._scored[index] for index in range(len(self._plan.windows))]
-
-    def seconds(self) -> float:
-        """Since scoring began, over all sittings."""
-        return self._seconds_before + time.perf_counter() - self._started
-
-    def _take(self, window: WindowNlls) -> None:
-        self._scored[window.index] = window
-        self._num_scored += window.num_scored
-        self._nll_sum += window.nll_sum
-
-    def _report(self) -> None:
-        if self._on_progress is not None:
-            so_far = exp(self._nll_sum / self._num_scored)
-            self._on_progress(
-                Progress(len(self._scored), len(self._plan.windows), self._num_scored, so_far, self._num_resumed)
-            )
-
-
-async def _score_window(tokens: Sequence[int], client: AsyncScoreClient, window: Window) -> list[float]:
-    sequence = window.token_ids(tokens)
-    scores = await client.score([sequence])
+async def _score_window(plan: Plan, client: AsyncScoreClient, index: int) -> WindowNlls:
+    window = plan.windows[index]
+    sequence = window.token_ids(plan.tokens)
+    scores = await client.score([sequence], return_ranks=plan.return_ranks)
     if len(scores) != 1 or scores[0].token_ids != sequence:
         raise ResponseError("the server did not score the tokens that it was sent")
     targets = scores[0].logprobs[window.first_scored :]
     nlls = [-logprob for logprob in targets if logprob is not None]
     if len(nlls) != window.num_scored:
         raise ResponseError(f"the server gave {len(nlls)} logprobs for the {window.num_scored} targets of a window")
-    return nlls
+    ranks = _ranks(scores[0], window) if plan.return_ranks else None
+    return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks)
+
+
+def _ranks(score: Score, window: Window) -> list[int]:
+    targets = (score.ranks or [])[window.first_scored :]
+    ranks = [rank for rank in targets if rank is not None]
+    if len(ranks) != window.num_scored:
+        raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
+    return ranks
 
 
 def _perplexity_of(response: PerplexityResponse) -> Perplexity:

@@ -6,64 +6,92 @@ killed leaves at most one torn line, the last.
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict
 
 from scoremode.errors import OutputError
-from scoremode.plan import Plan, WindowNlls, differences, identity
+from scoremode.plan import differences
 
 _log = logging.getLogger(__name__)
 
 # The first fields of a header: what tells a journal from any other file.
-_KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 1}
+_KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 2}
 _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Seconds(BaseModel):
+    model_config = ConfigDict(strict=True)
 
-    index: NonNegativeInt
-    num_scored: int
-    nll_sum: float
-    nlls: list[float]
     seconds: float
 
 
-class Journal:
+class WindowResult(Protocol):
+    """What one window came to."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def num_scored(self) -> int: ...
+
+
+Result = TypeVar("Result", bound=WindowResult)
+
+
+class JournalPlan(Protocol[Result]):
+    """A run, as its journal has it."""
+
+    @property
+    def num_windows(self) -> int:
+        """Of the whole run."""
+
+    def header(self) -> dict[str, object]:
+        """Everything that decides the windows and their numbers; flat, so that each difference has a name."""
+
+    def to_line(self, window: Result) -> dict[str, object]:
+        """A finished window as JSON, exact to the last bit."""
+
+    def from_line(self, line: dict[str, object]) -> Result:
+        """The window that a line has.
+
+        Raises:
+            ValueError: it has none of this run.
+        """
+
+
+class Journal(Generic[Result]):
     """The journal of a run: the windows of its earlier sittings, and a place for those of this one.
 
     Args:
         path: The file's.
         file: Open for appending, without a buffer.
-        num_windows: Windows of the whole run.
+        plan: The run.
     """
 
-    def __init__(self, path: Path, file: FileIO, num_windows: int) -> None:
+    def __init__(self, path: Path, file: FileIO, plan: JournalPlan[Result]) -> None:
         self.path = path
-        self.windows: dict[int, list[float]] = {}
-        """NLLs of the windows of earlier sittings, by the windows' indices."""
+        self.windows: dict[int, Result] = {}
+        """The windows of earlier sittings, by their indices."""
         self.seconds = 0.0
         """Scoring time of the earlier sittings."""
-        self.num_windows = num_windows
+        self.num_windows = plan.num_windows
         self.num_done = 0
+        self._plan = plan
         self._file = file
         self._failure: OutputError | None = None
 
-    def add(self, window: WindowNlls, seconds: float) -> None:
+    def add(self, window: Result, seconds: float) -> None:
         """Write down a finished window, and the scoring time until then over all sittings.
 
         Raises:
             OutputError: it cannot be written. Nothing is written after that, so that a torn line stays the last.
         """
-        self._append({**asdict(window), "seconds": seconds})
+        self._append({**self._plan.to_line(window), "seconds": seconds})
         self.num_done += 1
 
     def close(self) -> None:
@@ -77,31 +105,32 @@ class Journal:
         self.path.unlink(missing_ok=True)
         self._file.close()
 
-    def start(self, plan: Plan) -> None:
+    def start(self) -> None:
         """Begin the file anew, with a header."""
         self._file.truncate(0)
-        self._append(_header(plan))
+        self._append(_header(self._plan))
 
-    def go_on(self, plan: Plan) -> None:
+    def go_on(self) -> None:
         """Take the windows that the file has, and cut off a torn line."""
         size = 0
         for number, line in enumerate(_whole_lines(self.path), start=1):
             if number > 1:
-                self._take(number, line, plan)
+                self._take(number, line)
             size += len(line)
         self._file.truncate(size)
         self.num_done = len(self.windows)
 
-    def _take(self, number: int, text: bytes, plan: Plan) -> None:
+    def _take(self, number: int, text: bytes) -> None:
         try:
-            line = _Line.model_validate(json.loads(text))
-            fits = plan.windows[line.index].num_scored == line.num_scored == len(line.nlls)
-        except (ValueError, IndexError):
-            fits = False
-        if not fits or line.index in self.windows:
-            raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh")
-        self.windows[line.index] = line.nlls
-        self.seconds = max(self.seconds, line.seconds)
+            line = json.loads(text)
+            seconds = _Seconds.model_validate(line).seconds
+            window = self._plan.from_line({name: value for name, value in line.items() if name != "seconds"})
+            if window.index in self.windows:
+                raise ValueError("a window twice")
+        except ValueError as error:
+            raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
+        self.windows[window.index] = window
+        self.seconds = max(self.seconds, seconds)
 
     def _append(self, record: dict[str, object]) -> None:
         if self._failure is not None:
@@ -116,7 +145,7 @@ class Journal:
             raise self._failure from error
 
 
-def open_journal(path: Path, plan: Plan) -> Journal:
+def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
     """Open the journal of a run: the one that is there, or a new one.
 
     Raises:
@@ -124,16 +153,16 @@ def open_journal(path: Path, plan: Plan) -> Journal:
     """
     file = _open_locked(path)
     try:
-        journal = Journal(path, file, len(plan.windows))
+        journal = Journal(path, file, plan)
         header = _read_header(path)
         if header is None:
-            journal.start(plan)
+            journal.start()
         elif differing := differences(header, _header(plan)):
             raise OutputError(
                 f"{path} is of another run: {differing}; give the options of that run, or delete it to start afresh"
             )
         else:
-            journal.go_on(plan)
+            journal.go_on()
     except OSError as error:
         file.close()
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
@@ -156,22 +185,8 @@ def count_windows(path: Path) -> tuple[int, int]:
         return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
 
 
-def _header(plan: Plan) -> dict[str, object]:
-    """Everything that decides the windows and their numbers; flat, so that each difference has a name."""
-    return {
-        **_KIND,
-        "sha256": plan.corpus.fingerprint,
-        "method": plan.method,
-        "context_length": plan.context_length,
-        "stride": plan.stride,
-        "max_tokens": plan.max_tokens,
-        "add_special_tokens": plan.add_special_tokens,
-        "model": plan.model,
-        **{f"server.{name}": value for name, value in identity(plan.server).items()},
-        "num_tokens": len(plan.tokens),
-        "tokens_sha256": hashlib.sha256(" ".join(map(str, plan.tokens)).encode()).hexdigest(),
-        "num_windows": len(plan.windows),
-    }
+def _header(plan: JournalPlan[Any]) -> dict[str, object]:
+    return {**_KIND, **plan.header(), "num_windows": plan.num_windows}
 
 
 def _read_header(path: Path) -> dict[str, Any] | None:

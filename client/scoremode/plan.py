@@ -1,7 +1,11 @@
 """What an evaluation is to score, worked out before the first window is scored, and what a window comes to."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
@@ -21,11 +25,28 @@ class WindowNlls:
     nll_sum: float
     nlls: list[float] | None
     """NLL of each target, in order; None where the server cut the windows and kept them."""
+    ranks: list[int] | None = None
+    """Rank of each target in the vocabulary, 1 for the likeliest; None where they were not asked for."""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    index: NonNegativeInt
+    num_scored: int
+    nll_sum: float
+    nlls: list[float]
+    ranks: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The tokens and windows of an evaluation, and the settings that they follow from, all resolved."""
+
+    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 34
+    """Upper estimate of what a scored token takes in the journal."""
+    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 46
+    """Upper estimate of what a scored token takes in the output and the arrays beside it."""
 
     corpus: Corpus
     server: ServerInfo
@@ -41,6 +62,58 @@ class Plan:
     """UTF-8 bytes of the text used."""
     num_words: int
     windows: list[Window]
+    return_ranks: bool = False
+    """Whether ranks are asked for."""
+
+    @property
+    def num_windows(self) -> int:
+        """Of the whole run."""
+        return len(self.windows)
+
+    @property
+    def num_scored(self) -> int:
+        """Targets of all windows."""
+        return sum(window.num_scored for window in self.windows)
+
+    def target_ids(self) -> list[int]:
+        """Token ids of the targets, in the order of windows."""
+        return [token for window in self.windows for token in self.tokens[window.first_target : window.end]]
+
+    def header(self) -> dict[str, object]:
+        """Everything that decides the windows and their numbers."""
+        return {
+            "kind": "perplexity",
+            "sha256": self.corpus.fingerprint,
+            "method": self.method,
+            "context_length": self.context_length,
+            "stride": self.stride,
+            "max_tokens": self.max_tokens,
+            "add_special_tokens": self.add_special_tokens,
+            "return_ranks": self.return_ranks,
+            "model": self.model,
+            **server_header(self.server),
+            "num_tokens": len(self.tokens),
+            "tokens_sha256": hashlib.sha256(" ".join(map(str, self.tokens)).encode()).hexdigest(),
+        }
+
+    def to_line(self, window: WindowNlls) -> dict[str, object]:
+        """A finished window as JSON."""
+        return asdict(window)
+
+    def from_line(self, line: dict[str, object]) -> WindowNlls:
+        """The window that a line of a journal has.
+
+        Raises:
+            ValueError: it has none of this run.
+        """
+        found = _Line.model_validate(line)
+        expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
+        num_ranks = None if found.ranks is None else len(found.ranks)
+        if not found.num_scored == len(found.nlls) == expected or num_ranks != (
+            expected if self.return_ranks else None
+        ):
+            raise ValueError("not a window of this run")
+        return WindowNlls(**found.model_dump())
 
 
 async def make_plan(
@@ -53,6 +126,7 @@ async def make_plan(
     stride: int | None,
     max_tokens: int | None,
     add_special_tokens: bool | None,
+    return_ranks: bool,
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows.
 
@@ -94,6 +168,7 @@ async def make_plan(
         num_bytes=len(text.encode()),
         num_words=count_words(text),
         windows=windows,
+        return_ranks=return_ranks,
     )
 
 
@@ -106,6 +181,11 @@ def adds_special_tokens(method: Method, add_special_tokens: bool | None) -> bool
 def identity(server: ServerInfo) -> dict[str, object]:
     """What decides the numbers that a server gives: two servers with the same can share a run."""
     return server.model_dump(exclude=_FIELDS_WITHOUT_INFLUENCE)
+
+
+def server_header(server: ServerInfo) -> dict[str, object]:
+    """`identity`, flat, for the header of a journal."""
+    return {f"server.{name}": value for name, value in identity(server).items()}
 
 
 def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:

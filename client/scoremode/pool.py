@@ -5,13 +5,12 @@ from asyncio import TaskGroup
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.plan import differences, identity
 from scoremode.protocol import ServerInfo
-from scoremode.windows import Window
 
 _log = logging.getLogger(__name__)
 
@@ -22,10 +21,9 @@ MAX_CONCURRENCY = 64
 GRACE = 20.0
 """Seconds for which a server that is down is waited for while there are others."""
 
-Job = tuple[int, Window]
-"""A window and its index."""
-ScoreWindow = Callable[[AsyncScoreClient, Window], Awaitable[list[float]]]
-KeepWindow = Callable[[int, list[float]], object]
+Job = TypeVar("Job")
+"""What says which window it is."""
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +62,18 @@ class Pool:
         """
         return cls(clients, [await client.info() for client in clients], concurrency)
 
-    async def score(self, jobs: Iterable[Job], score: ScoreWindow, keep: KeepWindow) -> None:
-        """Score windows at whichever server has room, and hand each to `keep` with its index, in any order.
+    @property
+    def clients(self) -> list[AsyncScoreClient]:
+        """Of the servers that were not dropped."""
+        return [server.client for server in self._servers]
+
+    async def score(
+        self,
+        jobs: Iterable[Job],
+        score: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
+        keep: Callable[[Result], object],
+    ) -> None:
+        """Score windows at whichever server has room, and hand each result to `keep`, in any order.
 
         A server that fails is dropped, as long as there is another, which takes over its windows.
 
@@ -80,22 +88,26 @@ class Pool:
             for server in self._servers:
                 server.client.retries.grace = None
 
-    async def _score_round(self, jobs: Iterator[Job], score: ScoreWindow, keep: KeepWindow) -> deque[Job]:
+    async def _score_round(
+        self,
+        jobs: Iterator[Job],
+        score: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
+        keep: Callable[[Result], object],
+    ) -> deque[Job]:
         """Score windows until none is left; returns those of a server that failed when the others had finished."""
         lost: deque[Job] = deque()
 
         async def work(server: _Server) -> None:
-            while server in self._servers and (job := lost.popleft() if lost else next(jobs, None)):
-                index, window = job
+            while server in self._servers and (job := lost.popleft() if lost else next(jobs, None)) is not None:
                 try:
-                    nlls = await score(server.client, window)
+                    result = await score(server.client, job)
                     await self._check_still_the_same(server)
                 except (TransportError, ServerError, RateLimitError) as error:
                     if server in self._servers:
                         self._drop(server, error)
                     lost.append(job)
                 else:
-                    keep(index, nlls)
+                    keep(result)
 
         try:
             async with TaskGroup() as workers:

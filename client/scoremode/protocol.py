@@ -359,6 +359,104 @@ class KldWindow(TypedDict):
     reference_top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
 
 
+class KldFigures(TypedDict):
+    """How KL(p || q), in nats, is distributed over the positions."""
+
+    mean: float | None
+    stderr: float | None
+    """Standard error of the mean, with positions as independent; None for one position."""
+    stderr_clustered: float | None
+    """Standard error of the mean, with windows as independent; None for one window."""
+    median: float | None
+    max: float | None
+    min: float | None
+    p999: float | None
+    """The 99.9 % quantile; the others likewise, p01 being that of 0.1 %."""
+    p99: float | None
+    p95: float | None
+    p90: float | None
+    p10: float | None
+    p5: float | None
+    p1: float | None
+    p01: float | None
+
+
+class DeltaPFigures(KldFigures):
+    """How q(token) - p(token), a difference of probabilities, is distributed over the positions."""
+
+    p75: float | None
+    p25: float | None
+    rms: float | None
+    """Root of the mean square."""
+    rms_stderr: float | None
+
+
+class ConfidenceBucket(TypedDict):
+    """The positions where p of p's likeliest token is in [lower, upper); the last bucket has its upper end."""
+
+    lower: float
+    upper: float
+    count: int
+    share: float
+    """Of all positions."""
+    mean_kld: float | None
+    same_top_p: float | None
+
+
+class DivergentPosition(TypedDict):
+    """One of the positions with the largest KL(p || q)."""
+
+    index: int
+    """Among the positions of all windows, in order, from 0."""
+    window: int
+    """Index of its window in the reference."""
+    kld: float | None
+
+
+class KldStatistics(TypedDict):
+    """What the positions of some windows come to: null where a figure is infinite, or undefined.
+
+    `q` is the served model, `base` the reference. `scoremode.kld.statistics` has the formulas, docs/kld.md the meaning.
+    """
+
+    num_scored: int
+    num_windows: int
+    nll_q: float | None
+    """Mean, in nats."""
+    nll_q_stderr: float | None
+    nll_base: float | None
+    nll_base_stderr: float | None
+    ppl_q: float | None
+    ppl_q_stderr: float | None
+    ppl_base: float | None
+    ppl_base_stderr: float | None
+    ln_ppl_correlation: float | None
+    ln_ppl_ratio: float | None
+    ln_ppl_ratio_stderr: float | None
+    ln_ppl_ratio_stderr_clustered: float | None
+    ppl_ratio: float | None
+    ppl_ratio_stderr: float | None
+    ppl_difference: float | None
+    ppl_difference_stderr: float | None
+    kld: KldFigures
+    num_infinite_kld: int
+    """Positions where q gives no probability to a token that p has; one makes the mean infinite."""
+    top_1_percent_share: float | None
+    """Of the sum of all KL(p || q), what the largest hundredth makes."""
+    reverse_kld_mean: float | None
+    """Of KL(q || p), in nats."""
+    num_infinite_reverse_kld: int
+    acceptance_mean: float | None
+    delta_p: DeltaPFigures
+    same_top_p: float
+    """Share of the positions where both have the same likeliest token."""
+    same_top_p_stderr: float | None
+    same_top_p_stderr_clustered: float | None
+    confidence_buckets: list[ConfidenceBucket]
+    most_divergent: list[DivergentPosition]
+    """At most twenty that are more than 0, the largest first."""
+
+
 class KldResponse(TypedDict):
     """Response of `POST /v1/kld`, and the last event of a stream, which has no `data`."""
 
@@ -372,7 +470,7 @@ class KldResponse(TypedDict):
     windows: list[int]
     """[first, last)."""
     num_scored: int
-    statistics: dict[str, float | None]
-    """docs/kld.md defines every figure."""
+    statistics: KldStatistics
+    """Of the positions of these windows."""
     data: NotRequired[list[KldWindow]]
     usage: Usage

@@ -4,13 +4,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
 from scoremode._version import __version__
 from scoremode.evaluate import Evaluation
+
+RECORD_VERSION = 1
+"""Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""
 
 
 def as_table(evaluation: Evaluation) -> Table:
@@ -45,9 +51,7 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it; NLLs in nats. JSON lacks infinity: it becomes null."""
     corpus, result, text = evaluation.corpus, evaluation.result, evaluation.text_metrics
     return {
-        "client_version": __version__,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
+        **record_beginning("perplexity", urls),
         "model": evaluation.model,
         "server": evaluation.server.model_dump(),
         "corpus": {
@@ -71,6 +75,17 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
         **_finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
         "seconds": evaluation.seconds,
         "tokens_per_second": evaluation.tokens_per_second,
+        # Under the names that a comparison with a reference has for the served model.
+        "statistics": _finite_or_none(
+            {
+                "num_scored": result.num_scored,
+                "num_windows": len(evaluation.windows),
+                "nll_q": result.nll_mean,
+                "nll_q_stderr": result.nll_stderr,
+                "ppl_q": result.perplexity,
+                "ppl_q_stderr": result.perplexity_stderr,
+            }
+        ),
         "windows": [
             {
                 "index": window.index,
@@ -81,6 +96,32 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
             }
             for window in evaluation.windows
         ],
+    }
+
+
+def as_arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]] | None:
+    """The values of every target, in the order of windows, and the windows' sizes; None where the server kept them."""
+    if evaluation.token_ids is None:
+        return None
+    windows = evaluation.windows
+    arrays: dict[str, NDArray[Any]] = {
+        "token_ids": np.array(evaluation.token_ids, np.int32),
+        # As the server sent them, which float32 holds.
+        "logprobs": np.array([-nll for window in windows for nll in window.nlls or ()], np.float32),
+        "window_sizes": np.array([window.num_scored for window in windows], np.int32),
+    }
+    ranks = [rank for window in windows for rank in window.ranks or ()]
+    return {**arrays, "ranks": np.array(ranks, np.int32)} if ranks else arrays
+
+
+def record_beginning(kind: str, urls: Sequence[str]) -> dict[str, object]:
+    """What every kind of record begins with."""
+    return {
+        "kind": kind,
+        "version": RECORD_VERSION,
+        "client_version": __version__,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
     }
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
+
+from scoremode import ScoreClient
 
 
 def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -31,6 +34,17 @@ def test_windows_cut_here_and_on_the_server_give_the_same_number(server: str, tm
     for figure in ("perplexity", "nll_sum", "bits_per_byte", "word_perplexity", "perplexity_stderr"):
         assert here[figure] == pytest.approx(there[figure], rel=1e-6), figure
     assert here["num_scored"] == there["num_scored"]
+
+
+def test_the_arrays_beside_the_output_are_what_score_gives(server: str, client: ScoreClient, tmp_path: Path):
+    text = "The capital of France is Paris."
+    result_of(server, tmp_path, "--text", text, "--context-length", "64")
+    [score] = client.score(text, return_ranks=True)
+    arrays = load_file(tmp_path / "result.safetensors")
+    assert arrays["token_ids"].tolist() == score.token_ids[1:]
+    assert arrays["logprobs"] == pytest.approx(score.logprobs[1:], abs=1e-5)
+    assert arrays["ranks"].tolist() == score.ranks[1:]
+    assert arrays["window_sizes"].tolist() == [score.num_scored]
 
 
 def test_the_table_shows_the_perplexity(server: str):

@@ -54,7 +54,12 @@ def copy_of(response: httpx.Response) -> httpx.Response:
     return response
 
 
-def score_response(sequences: list[list[int]]) -> dict:
+def rank(tokens: list[int], position: int) -> int:
+    """Of tokens[position]; made up, as if each rank stood for one logprob."""
+    return round(-8 * logprob(tokens, position))
+
+
+def score_response(sequences: list[list[int]], return_ranks: bool = False) -> dict:
     """The answer to `/v1/score` with `encoding_format: base64`, for prompts given as token ids."""
     results = []
     for index, tokens in enumerate(sequences):
@@ -70,6 +75,8 @@ def score_response(sequences: list[list[int]]) -> dict:
                 "num_scored": len(tokens) - 1,
             }
         )
+        if return_ranks:
+            results[-1]["ranks"] = [None, *(rank(tokens, position) for position in range(1, len(tokens)))]
     usage = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
     return {"id": "score-1", "object": "score", "created": 0, "model": "bytes", "data": results, "usage": usage}
 
@@ -81,7 +88,7 @@ def answer(request: httpx.Request) -> httpx.Response:
         case ("GET", "/v1/score"):
             return httpx.Response(200, json=INFO)
         case ("POST", "/v1/score"):
-            return httpx.Response(200, json=score_response(body["prompt"]))
+            return httpx.Response(200, json=score_response(body["prompt"], body["return_ranks"]))
         case ("POST", "/tokenize"):
             tokens = [BOS] * body["add_special_tokens"] + list(body["prompt"].encode())
             return httpx.Response(200, json={"tokens": tokens, "count": len(tokens), "max_model_len": MAX_MODEL_LEN})
@@ -159,7 +166,7 @@ def serve(handler: Handler, port: int = 0) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(response.content)
 
-        do_GET = do_POST = _handle  # noqa: N815
+        do_GET = do_POST = do_DELETE = _handle  # noqa: N815
 
         def log_message(self, *_) -> None:
             pass

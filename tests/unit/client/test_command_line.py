@@ -1,6 +1,7 @@
 """`ppl-client` from end to end against a server on a real socket: what it prints, writes and exits with."""
 
 import functools
+import hashlib
 import json
 import math
 import signal
@@ -10,7 +11,8 @@ import threading
 
 import httpx
 import pytest
-from fake_scoremode import BOS, answer, error, events, logprob, result_event, serve, window_event
+from fake_scoremode import BOS, answer, error, events, logprob, rank, result_event, serve, window_event
+from safetensors.numpy import load_file
 
 from scoremode import __version__
 from scoremode.cli import main
@@ -72,6 +74,55 @@ def test_the_output_has_all_that_it_takes_to_repeat_the_run(url, tmp_path):
     assert record["urls"] == [url], "without the password"
 
 
+def test_the_values_of_every_token_are_beside_the_output(url, tmp_path):
+    output = tmp_path / "result.json"
+    options = ["--method", "disjoint", "--context-length", "4", "--output", str(output), "--quiet"]
+    assert main(["--url", url, "--text", TEXT, *options]) == 0
+    record = json.loads(output.read_text())
+    assert (record["kind"], record["version"]) == ("perplexity", 1)
+    windows = [TOKENS[start : start + 4] for start in (0, 4, 8)]
+    arrays = load_file(tmp_path / "result.safetensors")
+    assert {name: (str(array.dtype), array.tolist()) for name, array in arrays.items()} == {
+        "token_ids": ("int32", [token for window in windows for token in window[1:]]),
+        "logprobs": ("float32", [logprob(window, position) for window in windows for position in (1, 2, 3)]),
+        "ranks": ("int32", [rank(window, position) for window in windows for position in (1, 2, 3)]),
+        "window_sizes": ("int32", [3, 3, 3]),
+    }
+    assert record["arrays"] == {
+        "file": "result.safetensors",
+        "sha256": hashlib.sha256((tmp_path / "result.safetensors").read_bytes()).hexdigest(),
+    }
+    assert record["statistics"] == {
+        "num_scored": 9,
+        "num_windows": 3,
+        "nll_q": record["nll_mean"],
+        "nll_q_stderr": record["nll_stderr"],
+        "ppl_q": record["perplexity"],
+        "ppl_q_stderr": record["perplexity_stderr"],
+    }
+
+
+def test_ranks_are_asked_for_only_where_they_are_written():
+    asked = []
+
+    def note(request):
+        if request.url.path == "/v1/score" and request.method == "POST":
+            asked.append(json.loads(request.content)["return_ranks"])
+        return answer(request)
+
+    with serve(note) as url:
+        assert main(["--url", url, "--text", TEXT, "--quiet"]) == 0
+    assert asked == [False]
+
+
+def test_an_output_that_has_the_name_of_its_arrays_is_refused(tmp_path, capsys):
+    assert main(["--text", TEXT, "--output", str(tmp_path / "result.safetensors")]) == 1
+    assert "the values of single tokens go to a file of that name" in capsys.readouterr().err
+    (tmp_path / "taken.safetensors").mkdir()
+    assert main(["--text", TEXT, "--output", str(tmp_path / "taken.json")]) == 1
+    assert "taken.safetensors: it is no file" in capsys.readouterr().err
+
+
 def test_a_result_beyond_floats_is_null_in_json(url, tmp_path):
     output = tmp_path / "result.json"
     # A single word of many tokens: exp(NLL of the word) is more than a float holds.
@@ -95,6 +146,8 @@ def test_server_side_takes_the_servers_figures(tmp_path):
     record = json.loads(output.read_text())
     assert (record["perplexity"], record["settings"]["server_side"]) == (7.4, True)
     assert record["windows"] == [{"index": 0, "num_scored": 10, "nll_sum": 20.0, "nlls": None}]
+    assert record["arrays"] is None
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_datasets_text_files_and_samples(url, tmp_path):

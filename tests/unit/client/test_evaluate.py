@@ -6,7 +6,7 @@ import math
 
 import httpx
 import pytest
-from fake_scoremode import BOS, INFO, answer, copy_of, error, events, logprob, result_event, window_event
+from fake_scoremode import BOS, INFO, answer, copy_of, error, events, logprob, rank, result_event, window_event
 
 from scoremode import AsyncScoreClient, BadRequestError, ResponseError, ServerError
 from scoremode.corpora import Corpus
@@ -71,6 +71,16 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     assert evaluation.text_metrics.bits_per_byte == pytest.approx(text_nll / math.log(2) / len(TEXT))
     assert evaluation.text_metrics.word_perplexity == pytest.approx(math.exp(text_nll / 13))
     assert (evaluation.num_tokens, evaluation.num_bytes, evaluation.num_words) == (len(tokens), len(TEXT), 13)
+
+
+async def test_ranks_are_of_the_same_targets():
+    evaluation = await run(method="llama.cpp", context_length=8, return_ranks=True)
+    windows = windows_by_definition([BOS, *TEXT.encode()], "llama.cpp", 8, 8)
+    assert [window.ranks for window in evaluation.windows] == [
+        [rank(window, position) for position in range(first, len(window))] for window, first in windows
+    ]
+    assert evaluation.token_ids == [token for window, first in windows for token in window[first:]]
+    assert (await run(context_length=8)).windows[0].ranks is None
 
 
 async def test_settings_left_out_are_resolved_and_kept():
@@ -167,7 +177,9 @@ async def test_impossible_windows(settings, field):
 
 
 @pytest.mark.parametrize(
-    "change", [{"token_ids": [1, 2]}, {"logprobs": [None] * 8}], ids=["other tokens", "no logprob"]
+    "change",
+    [{"token_ids": [1, 2]}, {"logprobs": [None] * 8}, {"ranks": None}, {"ranks": [None] * 8}],
+    ids=["other tokens", "no logprob", "no ranks", "no rank"],
 )
 async def test_scores_that_do_not_fit_the_window_are_not_summed(change):
     def wrong(request):
@@ -175,13 +187,15 @@ async def test_scores_that_do_not_fit_the_window_are_not_summed(change):
         if request.url.path == "/v1/score" and request.method == "POST":
             content = response.json()
             content["data"][0] |= change
+            if change.get("ranks", ()) is None:
+                del content["data"][0]["ranks"]
             if "token_ids" in change:
                 content["data"][0]["logprobs"] = [None, -1.0]
             return httpx.Response(200, json=content)
         return response
 
     with pytest.raises(ResponseError, match="the server"):
-        await run(wrong, context_length=8)
+        await run(wrong, context_length=8, return_ranks=True)
 
 
 async def test_the_clients_model_is_asked_for_and_reported():

@@ -59,13 +59,15 @@ def test_a_header_and_a_line_for_each_window_in_the_order_of_their_ends(path):
     assert header.pop("tokens_sha256")
     assert header == {
         "object": "ppl-client.journal",
-        "format": 1,
+        "format": 2,
+        "kind": "perplexity",
         "sha256": PLAN.corpus.fingerprint,
         "method": "disjoint",
         "context_length": 4,
         "stride": 4,
         "max_tokens": None,
         "add_special_tokens": True,
+        "return_ranks": False,
         "model": "bytes",
         "server.scoremode_version": "9.9.9",
         "server.vllm_version": "0.32.0",
@@ -77,9 +79,23 @@ def test_a_header_and_a_line_for_each_window_in_the_order_of_their_ends(path):
         "server.adds_bos": True,
         "server.dtype": "float32",
         "server.quantization": None,
+        "server.fingerprint": None,
         "num_tokens": 13,
         "num_windows": 3,
     }
+
+
+def test_ranks_come_back_where_they_are_asked_for_and_must_be_there(path):
+    plan = dataclasses.replace(PLAN, return_ranks=True)
+    window = dataclasses.replace(WINDOWS[0], ranks=[1, 151_936, 2])
+    write(path, [window], plan)
+    with closing(open_journal(path, plan)) as journal:
+        assert journal.windows == {1: window}
+    with pytest.raises(OutputError, match="return_ranks is True instead of False"):
+        open_journal(path, PLAN)
+    write(other := path.with_name("other.journal"), WINDOWS[:1], plan)
+    with pytest.raises(OutputError, match="damaged at line 2"):
+        open_journal(other, plan)
 
 
 def test_every_line_is_in_the_file_when_add_returns(path):
@@ -93,7 +109,7 @@ def test_every_line_is_in_the_file_when_add_returns(path):
 def test_what_was_written_comes_back_to_the_last_bit(path):
     before = write(path, WINDOWS[:2])
     journal = open_journal(path, PLAN)
-    assert {index: list(map(float.hex, nlls)) for index, nlls in journal.windows.items()} == {
+    assert {index: list(map(float.hex, window.nlls)) for index, window in journal.windows.items()} == {
         window.index: list(map(float.hex, window.nlls)) for window in WINDOWS[:2]
     }
     assert (journal.num_done, journal.seconds) == (2, 20.0)
@@ -157,13 +173,25 @@ def test_a_server_that_runs_more_sequences_at_once_goes_on_with_the_run(path):
     [
         b"{",
         b"[1]",
-        b'{"index": 9, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "seconds": 1.0}',
-        b'{"index": -1, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "seconds": 1.0}',
-        b'{"index": 0, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0], "seconds": 1.0}',
-        b'{"index": 0, "num_scored": 2, "nll_sum": 1.0, "nlls": [1.0, 0.0], "seconds": 1.0}',
-        b'{"index": 1, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "seconds": 1.0}',
+        b'{"index": 9, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "ranks": null, "seconds": 1.0}',
+        b'{"index": -1, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "ranks": null, "seconds": 1.0}',
+        b'{"index": 0, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0], "ranks": null, "seconds": 1.0}',
+        b'{"index": 0, "num_scored": 2, "nll_sum": 1.0, "nlls": [1.0, 0.0], "ranks": null, "seconds": 1.0}',
+        b'{"index": 1, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "ranks": null, "seconds": 1.0}',
+        b'{"index": 0, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "ranks": [1, 2, 3], "seconds": 1.0}',
+        b'{"index": 0, "num_scored": 3, "nll_sum": 1.0, "nlls": [1.0, 0.0, 0.0], "ranks": null}',
     ],
-    ids=["not JSON", "no window", "too far", "negative", "too few", "not the window's", "twice"],
+    ids=[
+        "not JSON",
+        "no window",
+        "too far",
+        "negative",
+        "too few",
+        "not the window's",
+        "twice",
+        "ranks that were not asked for",
+        "no time",
+    ],
 )
 def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     damaged = write(path, WINDOWS[:1]) + line + b"\n"
@@ -200,7 +228,7 @@ def test_a_journal_without_a_window_is_deleted_when_it_is_closed(path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 def test_a_full_disk_is_an_error_that_names_the_file(path):
     with FileIO("/dev/full", "a") as full, pytest.raises(OutputError, match="No space left on device") as caught:
-        Journal(path, full, 3).add(WINDOWS[0], 1.0)
+        Journal(path, full, PLAN).add(WINDOWS[0], 1.0)
     assert str(path) in str(caught.value)
 
 
@@ -218,7 +246,7 @@ class AlmostFull(FileIO):
 
 def test_after_a_failed_write_nothing_follows_the_torn_line(path):
     before = write(path, WINDOWS[:1])
-    journal = Journal(path, AlmostFull(path, "a"), 3)
+    journal = Journal(path, AlmostFull(path, "a"), PLAN)
     for window in WINDOWS[1:]:
         with pytest.raises(OutputError, match="No space left"):
             journal.add(window, 1.0)

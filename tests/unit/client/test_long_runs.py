@@ -218,7 +218,7 @@ def test_a_whole_journal_whose_output_could_not_be_written_is_kept(unfinished, o
         assert main([*command, "--resume"]) == 1
     printed = capsys.readouterr()
     assert printed.err.splitlines()[-1] == (
-        f"ppl-client: error: cannot write {output}: No space left on device; "
+        f"ppl-client: error: cannot write {output.with_suffix('.safetensors')}: No space left on device; "
         f"{journal_file} has {NUM_WINDOWS} of {NUM_WINDOWS} windows: the same command with --resume goes on"
     )
     assert "perplexity" in printed.out, "the number is shown all the same"
@@ -274,6 +274,7 @@ def test_the_room_that_is_asked_for_is_enough(output, monkeypatch, capsys):
             content = response.json()
             (result,) = content["data"]
             result["logprobs"] = [None] + [-1.1920928244535389e-07] * (len(result["token_ids"]) - 1)
+            result["ranks"] = [None] + [151_936] * (len(result["token_ids"]) - 1)
             return httpx.Response(200, json=content)
         return response
 
@@ -281,7 +282,7 @@ def test_the_room_that_is_asked_for_is_enough(output, monkeypatch, capsys):
     options = ["--text", TEXT * 20, "--context-length", "64", "--stride", "32", "--quiet", "--output", str(output)]
     with serve(long_numbers) as url:
         assert main(["--url", url, *options]) == 0
-        written = sizes[0] + output.stat().st_size
+        written = sizes[0] + output.stat().st_size + output.with_suffix(".safetensors").stat().st_size
         monkeypatch.setattr("shutil.disk_usage", lambda folder: DiskUsage(0, 0, written))
         assert main(["--url", url, *options]) == 1
     assert "no room" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""KL divergence from a reference, on one or several servers: what `ppl-client kld` runs, as a library."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from scoremode.client import AsyncScoreClient
+from scoremode.divergent_tokens import DivergentToken, divergent_tokens
+from scoremode.errors import ResponseError, ServersDifferError
+from scoremode.journal import Journal
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.kld_result import KldWindowValues, decode_positions, encode_positions
+from scoremode.plan import differences, server_header
+from scoremode.pool import Pool
+from scoremode.protocol import KldStatistics, Reference, ServerInfo
+from scoremode.run import OnProgress, Run
+
+_IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
+"""The fields of a reference that tell it from any other."""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    index: NonNegativeInt
+    num_scored: int
+    positions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class KldPlan:
+    """A comparison, as its journal has it."""
+
+    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 6 * len(POSITION_DTYPES)
+    """Four bytes are six in base64, at most."""
+    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 4 * len(POSITION_DTYPES)
+
+    server: ServerInfo
+    model: str
+    reference: Reference
+
+    @property
+    def num_windows(self) -> int:
+        """Of the reference."""
+        return self.reference.num_windows
+
+    @property
+    def num_scored(self) -> int:
+        """Positions of all windows."""
+        return self.reference.num_scored
+
+    def header(self) -> dict[str, object]:
+        """Everything that decides the windows and their numbers."""
+        return {
+            "kind": "kld",
+            **{f"reference.{name}": value for name, value in _identity(self.reference).items()},
+            "model": self.model,
+            **server_header(self.server),
+        }
+
+    def to_line(self, window: KldWindowValues) -> dict[str, object]:
+        """A finished window as JSON: its arrays in base64, exact to the last bit."""
+        return {
+            "index": window.index,
+            "num_scored": window.num_scored,
+            "positions": encode_positions(window.positions),
+        }
+
+    def from_line(self, line: dict[str, object]) -> KldWindowValues:
+        """The window that a line of a journal has.
+
+        Raises:
+            ValueError: it has none of this run.
+        """
+        found = _Line.model_validate(line)
+        try:
+            window = KldWindowValues(found.index, decode_positions(found.positions))
+        except ResponseError as error:
+            raise ValueError(str(error)) from error
+        if found.index >= self.num_windows or found.num_scored != window.num_scored:
+            raise ValueError("not a window of this run")
+        return window
+
+
+StartKldJournal = Callable[[KldPlan], Journal[KldWindowValues]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KldMeasurement:
+    """A served model beside a reference, over all windows of the reference."""
+
+    server: ServerInfo
+    model: str
+    reference: Reference
+    """As it was at the end, with its noise floor."""
+    concurrency: int | None
+    """Windows in flight at once, at all servers together; None where the server decided."""
+    as_noise_floor: bool
+    window_sizes: list[int]
+    """Positions of each window."""
+    positions: KldPositions
+    """Of all windows, in order."""
+    statistics: KldStatistics
+    most_divergent: list[DivergentToken]
+    seconds: float
+    """From the first request for a window to the last answer; of a run in several sittings, the sum."""
+
+    @property
+    def positions_per_second(self) -> float:
+        """Compared positions a second."""
+        return len(self.positions) / self.seconds
+
+    @property
+    def kld_over_noise_floor(self) -> float | None:
+        """The mean KL divergence as a multiple of the reference's noise floor; None without one, or if it is 0."""
+        floor, mean = self.reference.noise_floor, self.statistics["kld"]["mean"]
+        return mean / floor.mean if floor is not None and floor.mean > 0 and mean is not None else None
+
+
+async def measure_kld(
+    clients: AsyncScoreClient | Sequence[AsyncScoreClient],
+    name: str,
+    *,
+    concurrency: int | None = None,
+    start_journal: StartKldJournal | None = None,
+    on_progress: OnProgress | None = None,
+) -> KldMeasurement:
+    """Measure the KL divergence of a served model from a reference, spread over servers of the same model.
+
+    Args:
+        clients: One, or one for each server; all must have the reference.
+        name: Of a complete reference.
+        concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
+        start_journal: As for `evaluate`.
+        on_progress: Called for the windows of the journal together, and then for each that was compared.
+
+    Raises:
+        ScoremodeError: the only server or the last of several fails, the servers or their references differ, the
+            reference is refused or was replaced meanwhile, or the journal cannot be written. Windows in flight are
+            cancelled.
+    """
+    clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
+    pool = await Pool.connect(clients, concurrency)
+    reference = await _common_reference(clients, name)
+    plan = KldPlan(pool.info, clients[0].model or pool.info.model, reference)
+    run = Run(plan.num_windows, _kld_sum, None if start_journal is None else start_journal(plan), on_progress)
+    await pool.score(run.missing(), partial(_compare_window, plan), run.keep)
+    return await _measurement(
+        pool.clients[0], plan, run.in_order(), run.seconds(), concurrency=pool.concurrency, as_noise_floor=False
+    )
+
+
+async def measure_noise_floor(
+    client: AsyncScoreClient, name: str, *, on_progress: OnProgress | None = None
+) -> KldMeasurement:
+    """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
+
+    It is one request, for which the server runs the windows in other batches than when they were recorded.
+
+    Args:
+        client: Of a server whose fingerprint is the reference's.
+        name: Of a complete reference.
+        on_progress: Called for each window.
+
+    Raises:
+        ScoremodeError: the server fails, or serves another model.
+    """
+    info = await client.info()
+    plan = KldPlan(info, client.model or info.model, await client.reference(name))
+    run: Run[KldWindowValues] = Run(plan.num_windows, _kld_sum, None, on_progress)
+    await client.kld(name, as_noise_floor=True, on_window=run.keep)
+    if missing := list(run.missing()):
+        raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
+    return await _measurement(client, plan, run.in_order(), run.seconds(), concurrency=None, as_noise_floor=True)
+
+
+async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> Reference:
+    """The reference, which must be the same on all servers."""
+    references = [await client.reference(name) for client in clients]
+    for client, reference in zip(clients, references, strict=True):
+        if differing := differences(_identity(reference), _identity(references[0])):
+            raise ServersDifferError(
+                f"{client.address} has another reference {name!r} than {clients[0].address}: {differing}"
+            )
+    return references[0]
+
+
+async def _compare_window(plan: KldPlan, client: AsyncScoreClient, index: int) -> KldWindowValues:
+    result = await client.kld(plan.reference.name, (index, index + 1))
+    if [window.index for window in result.data] != [index]:
+        raise ResponseError("the server did not compare the window that it was asked for")
+    if plan.server.fingerprint is not None and result.fingerprint != plan.server.fingerprint:
+        raise ServersDifferError(
+            f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
+            f"instead of {plan.server.fingerprint!r}"
+        )
+    return result.data[0]
+
+
+async def _measurement(
+    client: AsyncScoreClient,
+    plan: KldPlan,
+    windows: Sequence[KldWindowValues],
+    seconds: float,
+    *,
+    concurrency: int | None,
+    as_noise_floor: bool,
+) -> KldMeasurement:
+    positions = KldPositions.concatenate([window.positions for window in windows])
+    if len(positions) != plan.num_scored:
+        raise ResponseError(f"the server gave {len(positions)} positions for the {plan.num_scored} of the reference")
+    reference = await client.reference(plan.reference.name)
+    if differing := differences(_identity(reference), _identity(plan.reference)):
+        raise ResponseError(f"the reference was replaced while it was compared with: {differing}")
+    window_sizes = [window.num_scored for window in windows]
+    figures = statistics(positions, window_sizes)
+    return KldMeasurement(
+        server=plan.server,
+        model=plan.model,
+        reference=reference,
+        concurrency=concurrency,
+        as_noise_floor=as_noise_floor,
+        window_sizes=window_sizes,
+        positions=positions,
+        statistics=figures,
+        most_divergent=await divergent_tokens(
+            client, figures["most_divergent"], positions, window_sizes, reference.method
+        ),
+        seconds=seconds,
+    )
+
+
+def _identity(reference: Reference) -> Mapping[str, object]:
+    return reference.model_dump(include=_IDENTITY)
+
+
+def _kld_sum(window: KldWindowValues) -> float:
+    return float(window.positions.kld.sum(dtype="f8"))

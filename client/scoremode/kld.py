@@ -1,0 +1,265 @@
+"""From the KL divergence of every position to statistics: llama.cpp's, formula for formula, and what it lacks.
+
+`p` is the distribution of the reference, `q` that of the compared model. Sums are in float64. A figure that is infinite
+or undefined is None, because JSON has neither.
+
+For values x of n positions, with their mean m:
+
+| figure | formula |
+|---|---|
+| standard error of m | sqrt((mean(x²) - m²) / (n - 1)), computed as sqrt(mean((x - m)²) / (n - 1)) |
+| the same, clustered by window | sqrt(G / (G - 1) · Σ_w (Σ_{i in w} (x_i - m))²) / n, for G windows w |
+| perplexity | exp(mean NLL) ± itself · standard error of the mean NLL |
+| covariance of mean NLLs | (mean(nll_q · nll_base) - mean(nll_q) · mean(nll_base)) / (n - 1) |
+| correlation of ln PPL | covariance / (standard error of q · standard error of base) |
+| ln ratio of perplexities | mean(nll_q) - mean(nll_base) ± standard error of the mean of nll_q - nll_base |
+| ratio | exp(ln ratio) ± itself · standard error of the ln ratio |
+| difference of perplexities | ppl_q - ppl_base ± standard error of the mean of ppl_q · nll_q - ppl_base · nll_base |
+| quantile f | linear between the order statistics around f · (n - 1) |
+| Δp | q(token) - p(token) |
+| RMS Δp | r = sqrt(mean(Δp²)) ± 0.5 / r · standard error of mean(Δp²) |
+| same top p | v = share of positions with the same likeliest token ± sqrt(v (1 - v) / (n - 1)) |
+
+The errors of the paired figures are those of a difference, position by position. That is llama.cpp's
+sqrt(a² + b² - 2 · covariance), without its subtraction of nearly equal numbers.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.metrics import exp
+from scoremode.protocol import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
+
+Floats = NDArray[np.float64]
+
+CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+"""ExLlamaV3's."""
+NUM_MOST_DIVERGENT = 20
+_TAIL_DIVISOR = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KldPositions:
+    """What the comparison gives for n positions, in the order of windows: arrays of shape [n].
+
+    The fields have the names and meanings of `protocol.KldWindow`; on the wire they are of `POSITION_DTYPES`.
+    """
+
+    token_ids: NDArray[Any]
+    kld: NDArray[Any]
+    reverse_kld: NDArray[Any]
+    acceptance: NDArray[Any]
+    logprobs: NDArray[Any]
+    reference_logprobs: NDArray[Any]
+    ranks: NDArray[Any]
+    reference_ranks: NDArray[Any]
+    top_token_ids: NDArray[Any]
+    reference_top_token_ids: NDArray[Any]
+    reference_confidence: NDArray[Any]
+
+    def __post_init__(self) -> None:
+        shapes = {name: getattr(self, name).shape for name in POSITION_DTYPES}
+        if set(shapes.values()) != {(len(self.kld),)}:
+            raise ValueError(f"arrays of different shapes: {shapes}")
+
+    def __len__(self) -> int:
+        return len(self.kld)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """The positions of several windows, one after another."""
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in POSITION_DTYPES})
+
+
+POSITION_DTYPES = {
+    "token_ids": "<i4",
+    "kld": "<f4",
+    "reverse_kld": "<f4",
+    "acceptance": "<f4",
+    "logprobs": "<f4",
+    "reference_logprobs": "<f4",
+    "ranks": "<i4",
+    "reference_ranks": "<i4",
+    "top_token_ids": "<i4",
+    "reference_top_token_ids": "<i4",
+    "reference_confidence": "<f4",
+}
+"""Of every field of `KldPositions`, its type on the wire and on disk: little-endian int32 or float32."""
+
+
+def statistics(positions: KldPositions, window_sizes: Sequence[int], first_window: int = 0) -> KldStatistics:
+    """All statistics of some windows of a reference.
+
+    Args:
+        positions: The positions of all windows, in order.
+        window_sizes: Number of positions of each window.
+        first_window: Index of the first window in the reference.
+
+    Raises:
+        ValueError: there is no position, the windows' sizes do not add up to their number, or a value is NaN.
+    """
+    if not len(positions) or sum(window_sizes) != len(positions):
+        raise ValueError(f"{len(positions)} positions in windows of {sum(window_sizes)}")
+    # Infinities are expected, and what cannot be computed with them is None in the end.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _statistics(positions, np.asarray(window_sizes), first_window)
+
+
+def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_window: int) -> KldStatistics:
+    kld, reverse_kld = _floats(positions.kld), _floats(positions.reverse_kld)
+    nll_q, nll_base = -_floats(positions.logprobs), -_floats(positions.reference_logprobs)
+    acceptance = _floats(positions.acceptance)
+    delta_p = np.exp(-nll_q) - np.exp(-nll_base)
+    same_top = _floats(positions.top_token_ids == positions.reference_top_token_ids)
+
+    mean_q, mean_base = float(nll_q.mean()), float(nll_base.mean())
+    ppl_q, ppl_base = exp(mean_q), exp(mean_base)
+    stderr_q, stderr_base = _stderr(nll_q), _stderr(nll_base)
+    ln_ratio = float((nll_q - nll_base).mean())
+    ratio = exp(ln_ratio)
+    ln_ratio_stderr = _stderr(nll_q - nll_base)
+    return {
+        "num_scored": len(kld),
+        "num_windows": len(window_sizes),
+        "nll_q": _figure(mean_q),
+        "nll_q_stderr": _figure(stderr_q),
+        "nll_base": _figure(mean_base),
+        "nll_base_stderr": _figure(stderr_base),
+        "ppl_q": _figure(ppl_q),
+        "ppl_q_stderr": _figure(ppl_q * stderr_q),
+        "ppl_base": _figure(ppl_base),
+        "ppl_base_stderr": _figure(ppl_base * stderr_base),
+        "ln_ppl_correlation": _figure(_correlation(nll_q, nll_base)),
+        "ln_ppl_ratio": _figure(ln_ratio),
+        "ln_ppl_ratio_stderr": _figure(ln_ratio_stderr),
+        "ln_ppl_ratio_stderr_clustered": _figure(_clustered_stderr(nll_q - nll_base, window_sizes)),
+        "ppl_ratio": _figure(ratio),
+        "ppl_ratio_stderr": _figure(ratio * ln_ratio_stderr),
+        "ppl_difference": _figure(ppl_q - ppl_base),
+        "ppl_difference_stderr": _figure(_stderr(ppl_q * nll_q - ppl_base * nll_base)),
+        "kld": _kld_figures(kld, window_sizes),
+        "num_infinite_kld": int(np.isinf(kld).sum()),
+        "top_1_percent_share": _figure(_tail_share(kld)),
+        "reverse_kld_mean": _figure(reverse_kld.mean()),
+        "num_infinite_reverse_kld": int(np.isinf(reverse_kld).sum()),
+        "acceptance_mean": _figure(acceptance.mean()),
+        "delta_p": _delta_p_figures(delta_p, window_sizes),
+        "same_top_p": float(same_top.mean()),
+        "same_top_p_stderr": _figure(_stderr(same_top)),
+        "same_top_p_stderr_clustered": _figure(_clustered_stderr(same_top, window_sizes)),
+        "confidence_buckets": _confidence_buckets(_floats(positions.reference_confidence), kld, same_top),
+        "most_divergent": _most_divergent(kld, window_sizes, first_window),
+    }
+
+
+def _floats(values: NDArray[Any]) -> Floats:
+    floats = values.astype(np.float64)
+    if np.isnan(floats).any():
+        raise ValueError("a value is NaN")
+    return floats
+
+
+def _figure(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _stderr(values: Floats) -> float:
+    """Of the mean, with values as independent; NaN for a single one."""
+    if len(values) < 2:
+        return math.nan
+    return math.sqrt(np.square(values - values.mean()).mean() / (len(values) - 1))
+
+
+def _clustered_stderr(values: Floats, window_sizes: NDArray[Any]) -> float:
+    """Of the mean, with windows as independent and anything within them; NaN for a single one."""
+    sizes = window_sizes[window_sizes > 0]
+    if len(sizes) < 2:
+        return math.nan
+    sums = np.add.reduceat(values - values.mean(), np.cumsum(sizes) - sizes)
+    return math.sqrt(np.square(sums).sum() * len(sizes) / (len(sizes) - 1)) / len(values)
+
+
+def _correlation(first: Floats, second: Floats) -> float:
+    first, second = first - first.mean(), second - second.mean()
+    norm = math.sqrt((first @ first) * (second @ second))
+    return float(first @ second) / norm if norm else math.nan
+
+
+def _quantile(ordered: Floats, fraction: float) -> float:
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    share = position - below
+    lower, upper = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
+    # Not where the share is 0 or both are infinite: NaN would come of it.
+    return lower if not share or lower == upper else lower + share * (upper - lower)
+
+
+def _kld_figures(values: Floats, window_sizes: NDArray[Any]) -> KldFigures:
+    ordered = np.sort(values)
+    return {
+        "mean": _figure(values.mean()),
+        "stderr": _figure(_stderr(values)),
+        "stderr_clustered": _figure(_clustered_stderr(values, window_sizes)),
+        "median": _figure(_quantile(ordered, 0.5)),
+        "max": _figure(ordered[-1]),
+        "min": _figure(ordered[0]),
+        "p999": _figure(_quantile(ordered, 0.999)),
+        "p99": _figure(_quantile(ordered, 0.99)),
+        "p95": _figure(_quantile(ordered, 0.95)),
+        "p90": _figure(_quantile(ordered, 0.9)),
+        "p10": _figure(_quantile(ordered, 0.1)),
+        "p5": _figure(_quantile(ordered, 0.05)),
+        "p1": _figure(_quantile(ordered, 0.01)),
+        "p01": _figure(_quantile(ordered, 0.001)),
+    }
+
+
+def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigures:
+    ordered, squares = np.sort(values), np.square(values)
+    rms = math.sqrt(squares.mean())
+    return {
+        **_kld_figures(values, window_sizes),
+        "p75": _figure(_quantile(ordered, 0.75)),
+        "p25": _figure(_quantile(ordered, 0.25)),
+        "rms": rms,
+        "rms_stderr": _figure(0.5 / rms * _stderr(squares)) if rms else None,
+    }
+
+
+def _tail_share(kld: Floats) -> float:
+    """What the largest hundredth of the positions, rounded up, makes of the sum; NaN where the sum is 0."""
+    num_tail = -(-len(kld) // _TAIL_DIVISOR)
+    total = float(kld.sum())
+    return float(np.sort(kld)[-num_tail:].sum()) / total if total else math.nan
+
+
+def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> list[ConfidenceBucket]:
+    # A confidence that was rounded to more than 1 is in the last bucket.
+    bucket_of = np.digitize(confidence, CONFIDENCE_EDGES[1:-1])
+    buckets: list[ConfidenceBucket] = []
+    for number, (lower, upper) in enumerate(pairwise(CONFIDENCE_EDGES)):
+        inside = bucket_of == number
+        count = int(inside.sum())
+        buckets.append(
+            {
+                "lower": lower,
+                "upper": upper,
+                "count": count,
+                "share": count / len(kld),
+                "mean_kld": _figure(kld[inside].mean()) if count else None,
+                "same_top_p": _figure(same_top[inside].mean()) if count else None,
+            }
+        )
+    return buckets
+
+
+def _most_divergent(kld: Floats, window_sizes: NDArray[Any], first_window: int) -> list[DivergentPosition]:
+    window_of = np.repeat(np.arange(len(window_sizes)) + first_window, window_sizes)
+    largest = np.argsort(-kld, kind="stable")[: min(NUM_MOST_DIVERGENT, int((kld > 0).sum()))]
+    return [{"index": int(at), "window": int(window_of[at]), "kld": _figure(kld[at])} for at in largest]

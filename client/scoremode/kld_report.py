@@ -1,0 +1,270 @@
+"""A finished recording or comparison: as tables for people, and the comparison as JSON and arrays for the record.
+
+The statistics are llama.cpp's, label for label and format for format, so that two tables can be laid side by side.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.divergence import KldMeasurement
+from scoremode.divergent_tokens import DivergentToken
+from scoremode.kld import POSITION_DTYPES
+from scoremode.protocol import ConfidenceBucket, KldStatistics, Reference
+from scoremode.recording import Recording
+from scoremode.report import record_beginning
+
+_LABEL_WIDTH = 14
+_SHOWN_BEFORE = 60
+"""Characters of the text before a token."""
+
+
+def recording_as_text(recording: Recording) -> str:
+    """What was recorded, in two columns."""
+    reference, corpus = recording.reference, recording.corpus
+    resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
+    lines = _columns(
+        [
+            ("reference", reference.name),
+            ("model", reference.model),
+            ("weights", _weights(reference)),
+            ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
+            ("corpus", f"{corpus.name}, sha256 {corpus.fingerprint[:12]}"),
+            *_window_rows(reference),
+            ("recorded", f"{reference.num_recorded:,} windows{resumed}"),
+            ("on disk", f"{reference.disk_bytes / 1e6:,.1f} MB"),
+            ("time", f"{recording.seconds:,.1f} s"),
+            ("perplexity", f"{_number(reference.perplexity, 0, 4)} ± {_number(reference.perplexity_stderr, 0, 4)}"),
+        ]
+    )
+    return "\n".join(lines)
+
+
+def as_text(measurement: KldMeasurement) -> str:
+    """What was compared, llama.cpp's three tables, and what they lack."""
+    figures = measurement.statistics
+    parts = [
+        _heading(measurement),
+        _perplexity_table(figures),
+        _kld_table(figures),
+        _token_probability_table(figures),
+        _clustered_table(figures),
+        _bucket_table(figures["confidence_buckets"]),
+        _summary(measurement),
+        _divergent_table(measurement.most_divergent),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def as_json(measurement: KldMeasurement, urls: Sequence[str]) -> dict[str, object]:
+    """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
+    return {
+        **record_beginning("kld", urls),
+        "model": measurement.model,
+        "server": measurement.server.model_dump(),
+        "reference": _finite_or_none(measurement.reference.model_dump()),
+        "settings": {"concurrency": measurement.concurrency, "as_noise_floor": measurement.as_noise_floor},
+        "statistics": measurement.statistics,
+        "kld_over_noise_floor": measurement.kld_over_noise_floor,
+        "most_divergent": [_finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],
+        "seconds": measurement.seconds,
+        "positions_per_second": measurement.positions_per_second,
+    }
+
+
+def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
+    """The values of every position, in the order of windows, and the windows' sizes."""
+    arrays = {name: getattr(measurement.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
+    return {**arrays, "window_sizes": np.array(measurement.window_sizes, np.int32)}
+
+
+def _heading(measurement: KldMeasurement) -> list[str]:
+    server, reference = measurement.server, measurement.reference
+    seconds, rate = measurement.seconds, measurement.positions_per_second
+    return _columns(
+        [
+            ("model (Q)", f"{measurement.model}: {server.quantization or 'not quantized'}, {server.dtype}"),
+            ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
+            ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
+            *_window_rows(reference),
+            ("time", f"{seconds:,.1f} s, {rate:,.0f} tokens/s"),
+        ]
+    )
+
+
+def _window_rows(reference: Reference) -> list[tuple[str, str]]:
+    return [
+        ("method", reference.method),
+        ("context length", f"{reference.context_length:,} tokens"),
+        ("stride", f"{reference.stride:,} tokens"),
+        ("windows", f"{reference.num_windows:,}"),
+        ("tokens", f"{reference.num_scored:,} scored, {reference.num_tokens:,} in the text"),
+    ]
+
+
+def _weights(reference: Reference) -> str:
+    return f"{reference.quantization or 'not quantized'}, {reference.dtype}"
+
+
+def _columns(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"{name:{_LABEL_WIDTH}}  {value}" for name, value in rows]
+
+
+def _perplexity_table(figures: KldStatistics) -> list[str]:
+    correlation = _percent(figures["ln_ppl_correlation"], 6, 2)
+    return [
+        "====== Perplexity statistics ======",
+        f"Mean PPL(Q)                   : {_pair(figures['ppl_q'], figures['ppl_q_stderr'])}",
+        f"Mean PPL(base)                : {_pair(figures['ppl_base'], figures['ppl_base_stderr'])}",
+        f"Cor(ln(PPL(Q)), ln(PPL(base))): {correlation}%",
+        f"Mean ln(PPL(Q)/PPL(base))     : {_pair(figures['ln_ppl_ratio'], figures['ln_ppl_ratio_stderr'])}",
+        f"Mean PPL(Q)/PPL(base)         : {_pair(figures['ppl_ratio'], figures['ppl_ratio_stderr'])}",
+        f"Mean PPL(Q)-PPL(base)         : {_pair(figures['ppl_difference'], figures['ppl_difference_stderr'])}",
+    ]
+
+
+def _kld_table(figures: KldStatistics) -> list[str]:
+    kld = figures["kld"]
+    rows = [
+        ("Maximum", kld["max"]),
+        ("99.9%  ", kld["p999"]),
+        ("99.0%  ", kld["p99"]),
+        ("95.0%  ", kld["p95"]),
+        ("90.0%  ", kld["p90"]),
+        ("Median ", kld["median"]),
+        ("10.0%  ", kld["p10"]),
+        (" 5.0%  ", kld["p5"]),
+        (" 1.0%  ", kld["p1"]),
+        (" 0.1%  ", kld["p01"]),
+        ("Minimum", kld["min"]),
+    ]
+    return [
+        "====== KL divergence statistics ======",
+        f"Mean    KLD: {_pair(kld['mean'], kld['stderr'])}",
+        *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in rows),
+    ]
+
+
+def _token_probability_table(figures: KldStatistics) -> list[str]:
+    delta_p = figures["delta_p"]
+    rows = [
+        ("Maximum", delta_p["max"]),
+        ("99.9%  ", delta_p["p999"]),
+        ("99.0%  ", delta_p["p99"]),
+        ("95.0%  ", delta_p["p95"]),
+        ("90.0%  ", delta_p["p90"]),
+        ("75.0%  ", delta_p["p75"]),
+        ("Median ", delta_p["median"]),
+        ("25.0%  ", delta_p["p25"]),
+        ("10.0%  ", delta_p["p10"]),
+        (" 5.0%  ", delta_p["p5"]),
+        (" 1.0%  ", delta_p["p1"]),
+        (" 0.1%  ", delta_p["p01"]),
+        ("Minimum", delta_p["min"]),
+    ]
+    return [
+        "====== Token probability statistics ======",
+        f"Mean    Δp: {_percent_pair(delta_p['mean'], delta_p['stderr'])}",
+        *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in rows),
+        f"RMS Δp    : {_percent_pair(delta_p['rms'], delta_p['rms_stderr'])}",
+        f"Same top p: {_percent_pair(figures['same_top_p'], figures['same_top_p_stderr'])}",
+    ]
+
+
+def _clustered_table(figures: KldStatistics) -> list[str]:
+    kld, delta_p = figures["kld"], figures["delta_p"]
+    return [
+        "====== Errors clustered by window ======",
+        f"Mean    KLD              : {_pair(kld['mean'], kld['stderr_clustered'])}",
+        f"Mean ln(PPL(Q)/PPL(base)): {_pair(figures['ln_ppl_ratio'], figures['ln_ppl_ratio_stderr_clustered'])}",
+        f"Mean    Δp               : {_percent_pair(delta_p['mean'], delta_p['stderr_clustered'])}",
+        f"Same top p               : {_percent_pair(figures['same_top_p'], figures['same_top_p_stderr_clustered'])}",
+    ]
+
+
+def _bucket_table(buckets: list[ConfidenceBucket]) -> list[str]:
+    return [
+        "====== By confidence of the base ======",
+        "confidence      positions    share    mean KLD  same top p",
+        *(
+            f"[{bucket['lower']:.2f}, {bucket['upper']:.2f}{']' if bucket is buckets[-1] else ')'}"
+            f"  {bucket['count']:11,}  {_percent(bucket['share'], 6, 2)}%"
+            f"  {_number(bucket['mean_kld'], 10, 6)}  {_percent(bucket['same_top_p'], 9, 3)}%"
+            for bucket in buckets
+        ),
+    ]
+
+
+def _summary(measurement: KldMeasurement) -> list[str]:
+    figures = measurement.statistics
+    lines = [
+        "====== What the mean does not say ======",
+        f"Share of the top 1%: {_percent(figures['top_1_percent_share'], 6, 2)}% of the mean KLD",
+        f"Mean reverse KLD   : {_number(figures['reverse_kld_mean'], 10, 6)}",
+        f"Mean acceptance    : {_percent(figures['acceptance_mean'], 6, 2)}%",
+        f"Noise floor        : {_noise_floor(measurement)}",
+    ]
+    if num_infinite := figures["num_infinite_kld"]:
+        lines.append(f"Infinite KLD       : {num_infinite:,} positions, so that the mean is infinite")
+    return lines
+
+
+def _noise_floor(measurement: KldMeasurement) -> str:
+    floor, multiple = measurement.reference.noise_floor, measurement.kld_over_noise_floor
+    if measurement.as_noise_floor:
+        return "this comparison, kept with the reference"
+    if floor is None:
+        return "not measured (ppl-client kld --floor, on a server of the base model)"
+    said = f"mean KLD {floor.mean:.3g} of the base beside itself, 99.0% {floor.p99:.3g}"
+    return said if multiple is None else f"{said}; this is {multiple:,.1f} times the floor"
+
+
+def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
+    lines = ["====== Most divergent tokens ======"]
+    for token in tokens:
+        before = "" if token.text_before is None else token.text_before[-_SHOWN_BEFORE:]
+        reference_top = _shown(token.reference_top_token, token.reference_top_token_id)
+        lines += [
+            f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {_quoted(before)}",
+            f"    {_shown(token.token, token.token_id)}: "
+            f"base {token.reference_probability:.4f}, Q {token.probability:.4f}; "
+            f"base prefers {reference_top} ({token.reference_confidence:.4f}), "
+            f"Q {_shown(token.top_token, token.top_token_id)}",
+        ]
+    return lines if tokens else [*lines, "none"]
+
+
+def _shown(text: str | None, token_id: int) -> str:
+    return f"token {token_id}" if text is None else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    """In quotes and on one line, whatever the text has."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _number(value: float | None, width: int, digits: int) -> str:
+    return "-".rjust(width) if value is None or not math.isfinite(value) else f"{value:{width}.{digits}f}"
+
+
+def _percent(value: float | None, width: int, digits: int) -> str:
+    return _number(None if value is None else 100 * value, width, digits)
+
+
+def _pair(value: float | None, stderr: float | None) -> str:
+    return f"{_number(value, 10, 6)} ± {_number(stderr, 10, 6)}"
+
+
+def _percent_pair(value: float | None, stderr: float | None) -> str:
+    return f"{_percent(value, 6, 3)} ± {_percent(stderr, 5, 3)} %"
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite_or_none(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,102 @@
+"""Recording a corpus as a reference on a server: what `ppl-client record` runs, as a library."""
+
+import math
+import time
+from dataclasses import dataclass
+
+from scoremode.client import AsyncScoreClient
+from scoremode.corpora import Corpus
+from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
+from scoremode.protocol import PerplexityWindow, Reference
+from scoremode.run import OnProgress, Progress
+from scoremode.windows import Method
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A finished recording."""
+
+    corpus: Corpus
+    reference: Reference
+    num_resumed: int
+    """Windows that the server had recorded before."""
+    seconds: float
+
+    @property
+    def num_recorded(self) -> int:
+        """Windows that were recorded now."""
+        return self.reference.num_windows - self.num_resumed
+
+
+async def record_reference(
+    client: AsyncScoreClient,
+    corpus: Corpus,
+    name: str,
+    *,
+    method: Method = "sliding",
+    context_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    add_special_tokens: bool | None = None,
+    on_progress: OnProgress | None = None,
+) -> Recording:
+    """Record the served model's distributions over a corpus, for `measure_kld` to compare other models with.
+
+    The server cuts the windows and keeps what it has recorded: an interrupted recording goes on when this is called
+    again with the same arguments.
+
+    Args:
+        client: Of one server, which must have a folder for references.
+        corpus: The text.
+        name: Of the reference.
+        method: This and the next four are as for `AsyncScoreClient.perplexity`.
+        context_length: Tokens a window.
+        stride: Tokens from one window to the next.
+        max_tokens: Take at most this many tokens of the text.
+        add_special_tokens: Let the tokenizer add its special tokens.
+        on_progress: Called for each window.
+
+    Raises:
+        ScoremodeError: the server fails and records nothing more when it is asked again, refuses the windows, or has
+            another reference of that name.
+    """
+    num_resumed = await _num_recorded(client, name)
+    num_new = tokens_before = 0
+
+    def take(window: PerplexityWindow) -> None:
+        nonlocal num_new, tokens_before
+        if not num_new:
+            tokens_before = window.total_scored - window.num_scored
+        num_new += 1
+        if on_progress is not None:
+            done = min(num_resumed + num_new, window.num_windows)
+            mean = math.log(window.perplexity)
+            on_progress(Progress(done, window.num_windows, window.total_scored, mean, tokens_before))
+
+    started = time.perf_counter()
+    while True:
+        num_before = num_new
+        try:
+            reference = await client.record_reference(
+                name,
+                corpus.text,
+                method=method,
+                context_length=context_length,
+                stride=stride,
+                max_tokens=max_tokens,
+                add_special_tokens=add_special_tokens,
+                on_window=take,
+            )
+        except (TransportError, ServerError, RateLimitError):
+            # The client's patience is for one failure; a server that has recorded more since then has a new one.
+            if num_new == num_before:
+                raise
+        else:
+            return Recording(corpus, reference, num_resumed, time.perf_counter() - started)
+
+
+async def _num_recorded(client: AsyncScoreClient, name: str) -> int:
+    try:
+        return (await client.reference(name)).num_recorded
+    except NotFoundError:
+        return 0

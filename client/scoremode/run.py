@@ -1,0 +1,97 @@
+"""The windows of one run as they are finished, over all its sittings, and how far that is."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic
+
+from scoremode.journal import Journal, Result
+from scoremode.metrics import exp
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    windows_done: int
+    num_windows: int
+    num_scored: int
+    """Tokens so far."""
+    mean: float
+    """Of the tokens so far, in nats: of their NLLs, or of their KL divergences."""
+    num_resumed: int = 0
+    """Tokens among them that an earlier sitting scored."""
+
+    @property
+    def perplexity(self) -> float:
+        """Of the tokens so far, where `mean` is that of their NLLs."""
+        return exp(self.mean)
+
+
+OnProgress = Callable[[Progress], object]
+
+
+class Run(Generic[Result]):
+    """Takes each window when it is finished, writes it into the journal, and reports the progress.
+
+    Args:
+        num_windows: Of the whole run.
+        total: What a window adds to the sum that `Progress.mean` is of.
+        journal: Its windows are taken at once, and reported together.
+        on_progress: Called after the journal, and after each window.
+    """
+
+    def __init__(
+        self,
+        num_windows: int,
+        total: Callable[[Result], float],
+        journal: Journal[Result] | None,
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._num_windows = num_windows
+        self._total_of = total
+        self._journal = journal
+        self._on_progress = on_progress
+        self._windows: dict[int, Result] = {}
+        self._num_scored = 0
+        self._total = 0.0
+        self._num_resumed = 0
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
+        if journal is not None and journal.windows:
+            self._seconds_before = journal.seconds
+            for window in journal.windows.values():
+                self._take(window)
+            self._num_resumed = self._num_scored
+            self._report()
+
+    def missing(self) -> Iterator[int]:
+        """Indices of the windows that were not finished in an earlier sitting."""
+        return (index for index in range(self._num_windows) if index not in self._windows)
+
+    def keep(self, window: Result) -> None:
+        """Take a window that has just been finished."""
+        self._take(window)
+        if self._journal is not None:
+            self._journal.add(window, self.seconds())
+        self._report()
+
+    def in_order(self) -> list[Result]:
+        """All windows, in the order of the text."""
+        return [self._windows[index] for index in range(self._num_windows)]
+
+    def seconds(self) -> float:
+        """Since the run began, over all sittings."""
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def _take(self, window: Result) -> None:
+        self._windows[window.index] = window
+        self._num_scored += window.num_scored
+        self._total += self._total_of(window)
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            mean = self._total / self._num_scored
+            self._on_progress(
+                Progress(len(self._windows), self._num_windows, self._num_scored, mean, self._num_resumed)
+            )

@@ -1,0 +1,103 @@
+"""`ppl-client record` and `kld` against real servers that share a folder of references."""
+
+import base64
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from scoremode import ScoreClient
+
+NAME = "command-line"
+TEXT = ("--dataset", "pydoc", "--max-tokens", "1024", "--method", "disjoint", "--context-length", "128")
+NUM_WINDOWS = 7
+
+
+def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(
+        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def compared(server: str, folder: Path, *more: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
+    """What a comparison printed, its record and its arrays."""
+    output = folder / "run.json"
+    done = ppl_client("kld", "--url", server, "--reference", NAME, "--output", str(output), "--quiet", *more)
+    return done.stdout, json.loads(output.read_text()), load_file(output.with_suffix(".safetensors"))
+
+
+@pytest.fixture(scope="module")
+def recorded(server: str) -> Iterator[str]:
+    """What recording printed."""
+    yield ppl_client("record", "--url", server, "--reference", NAME, *TEXT, "--quiet").stdout
+    with ScoreClient(server) as client:
+        client.delete_reference(NAME)
+
+
+def test_a_reference_is_recorded_once_and_its_perplexity_is_the_texts(server: str, recorded: str, tmp_path: Path):
+    output = tmp_path / "result.json"
+    ppl_client("--url", server, *TEXT, "--output", str(output), "--quiet")
+    with ScoreClient(server) as client:
+        reference = client.reference(NAME)
+    assert (reference.complete, reference.num_windows) == (True, NUM_WINDOWS)
+    assert reference.perplexity == pytest.approx(json.loads(output.read_text())["perplexity"], rel=1e-5)
+    assert f"recorded        {NUM_WINDOWS} windows" in recorded
+    again = ppl_client("record", "--url", server, "--reference", NAME, *TEXT, "--quiet").stdout
+    assert f"recorded        {NUM_WINDOWS} windows, {NUM_WINDOWS} of them before" in again
+
+
+def test_a_model_beside_itself_diverges_nowhere_and_is_the_floor(server: str, recorded: str, tmp_path: Path):
+    _, record, arrays = compared(server, tmp_path)
+    assert np.abs(arrays["kld"]).max() < 1e-6
+    assert record["statistics"]["same_top_p"] == 1
+    assert arrays["window_sizes"].tolist() == [127] * NUM_WINDOWS
+    printed, record, _ = compared(server, tmp_path, "--floor")
+    assert "this comparison, kept with the reference" in printed
+    assert record["reference"]["noise_floor"]["num_scored"] == 127 * NUM_WINDOWS
+
+
+def test_every_figure_of_another_model_is_numpys_on_the_values(int8_server: str, recorded: str, tmp_path: Path):
+    printed, record, arrays = compared(int8_server, tmp_path)
+    kld = arrays["kld"].astype(np.float64)
+    assert kld.mean() > 1e-4
+    stderr = kld.std(ddof=1) / np.sqrt(len(kld))
+    assert f"Mean    KLD: {kld.mean():10.6f} ± {stderr:10.6f}" in printed
+    for name, percent in {"p999": 99.9, "p99": 99, "median": 50, "p1": 1}.items():
+        assert record["statistics"]["kld"][name] == pytest.approx(np.percentile(kld, percent), rel=1e-9)
+    same = (arrays["top_token_ids"] == arrays["reference_top_token_ids"]).mean()
+    assert record["statistics"]["same_top_p"] == pytest.approx(same)
+    assert record["most_divergent"][0]["token"] is not None
+    with ScoreClient(int8_server) as client:
+        there = client.kld(NAME).statistics
+    assert there["kld"]["mean"] == pytest.approx(kld.mean(), abs=1e-5)
+
+
+def test_a_comparison_that_is_killed_goes_on(int8_server: str, recorded: str, tmp_path: Path):
+    output, journal = tmp_path / "run.json", tmp_path / "run.json.journal"
+    options = ["kld", "--url", int8_server, "--reference", NAME, "--output", str(output), "--concurrency", "1"]
+    with subprocess.Popen([sys.executable, "-m", "scoremode.cli", *options, "--quiet"]) as client:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and client.poll() is None:
+            if journal.exists() and journal.read_bytes().count(b"\n") > 2:
+                break
+            time.sleep(0.01)
+        client.kill()
+    assert client.returncode == -signal.SIGKILL, "it was not done yet"
+    before = [line for line in journal.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    _, record, arrays = compared(int8_server, tmp_path, "--resume")
+    assert record["statistics"]["num_windows"] == NUM_WINDOWS
+    starts = np.cumsum([0, *arrays["window_sizes"]])
+    for line in map(json.loads, before[1:]):
+        index = line["index"]
+        kept = arrays["kld"][starts[index] : starts[index + 1]]
+        assert kept.tobytes() == base64.b64decode(line["positions"]["kld"]), "byte for byte"

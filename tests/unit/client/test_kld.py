@@ -1,0 +1,295 @@
+"""Statistics of KL divergence: against numpy on random vectors, and against llama.cpp's formulas worked by hand."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+
+SIZES = [700, 1, 0, 299, 1000]
+QUANTILES = {"p999": 99.9, "p99": 99, "p95": 95, "p90": 90, "median": 50, "p10": 10, "p5": 5, "p1": 1, "p01": 0.1}
+
+
+def positions(n: int, seed: int = 0, **fields) -> KldPositions:
+    """Made-up positions; `fields` replace arrays."""
+    random = np.random.default_rng(seed)
+    base = random.exponential(3, n)
+    arrays = {
+        "token_ids": random.integers(0, 1000, n),
+        "kld": random.exponential(0.05, n) ** 2,
+        "reverse_kld": random.exponential(0.06, n) ** 2,
+        "acceptance": random.uniform(0.8, 1, n),
+        "logprobs": -np.abs(base + random.normal(0, 0.1, n)),
+        "reference_logprobs": -base,
+        "ranks": random.integers(1, 9, n),
+        "reference_ranks": random.integers(1, 9, n),
+        "top_token_ids": random.integers(0, 3, n),
+        "reference_top_token_ids": random.integers(0, 2, n),
+        "reference_confidence": random.uniform(0, 1, n),
+        **fields,
+    }
+    return KldPositions(**{name: np.asarray(array, POSITION_DTYPES[name]) for name, array in arrays.items()})
+
+
+def float64(array):
+    return array.astype(np.float64)
+
+
+@pytest.fixture(scope="module")
+def made_up():
+    return positions(sum(SIZES))
+
+
+@pytest.fixture(scope="module")
+def figures(made_up):
+    return statistics(made_up, SIZES)
+
+
+def stderr(values):
+    """numpy's sample deviation over the root of n: llama.cpp's sqrt((mean(x²) - mean(x)²) / (n - 1))."""
+    return values.std(ddof=1) / math.sqrt(len(values))
+
+
+def test_divergences_are_as_numpy_has_them(made_up, figures):
+    kld = float64(made_up.kld)
+    assert figures["kld"]["mean"] == pytest.approx(kld.mean(), rel=1e-12)
+    assert figures["kld"]["stderr"] == pytest.approx(stderr(kld), rel=1e-12)
+    assert (figures["kld"]["min"], figures["kld"]["max"]) == (kld.min(), kld.max())
+    for name, percent in QUANTILES.items():
+        assert figures["kld"][name] == pytest.approx(np.percentile(kld, percent), rel=1e-12), name
+    assert figures["reverse_kld_mean"] == pytest.approx(float64(made_up.reverse_kld).mean(), rel=1e-12)
+    assert figures["acceptance_mean"] == pytest.approx(float64(made_up.acceptance).mean(), rel=1e-12)
+    assert figures["top_1_percent_share"] == pytest.approx(np.sort(kld)[-20:].sum() / kld.sum(), rel=1e-12)
+    assert (figures["num_scored"], figures["num_windows"], figures["num_infinite_kld"]) == (2000, 5, 0)
+
+
+def test_perplexities_and_what_is_paired_are_as_numpy_has_them(made_up, figures):
+    q, base = -float64(made_up.logprobs), -float64(made_up.reference_logprobs)
+    n = len(q)
+    covariance = np.cov(q, base)
+    ppl_q, ppl_base = np.exp(q.mean()), np.exp(base.mean())
+    expected = {
+        "nll_q": q.mean(),
+        "nll_base_stderr": stderr(base),
+        "ppl_q": ppl_q,
+        "ppl_q_stderr": ppl_q * stderr(q),
+        "ppl_base": ppl_base,
+        "ppl_base_stderr": ppl_base * stderr(base),
+        "ln_ppl_correlation": np.corrcoef(q, base)[0, 1],
+        "ln_ppl_ratio": q.mean() - base.mean(),
+        "ln_ppl_ratio_stderr": math.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / n),
+        "ppl_ratio": ppl_q / ppl_base,
+        "ppl_ratio_stderr": ppl_q / ppl_base * stderr(q - base),
+        "ppl_difference": ppl_q - ppl_base,
+        "ppl_difference_stderr": math.sqrt(
+            (ppl_q**2 * covariance[0, 0] + ppl_base**2 * covariance[1, 1] - 2 * ppl_q * ppl_base * covariance[0, 1]) / n
+        ),
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+
+
+def test_token_probabilities_are_as_numpy_has_them(made_up, figures):
+    delta = np.exp(float64(made_up.logprobs)) - np.exp(float64(made_up.reference_logprobs))
+    quantiles = {name: np.percentile(delta, percent) for name, percent in {**QUANTILES, "p75": 75, "p25": 25}.items()}
+    rms = math.sqrt((delta**2).mean())
+    expected = {
+        "mean": delta.mean(),
+        "stderr": stderr(delta),
+        "min": delta.min(),
+        "max": delta.max(),
+        "rms": rms,
+        "rms_stderr": 0.5 / rms * stderr(delta**2),
+        **quantiles,
+    }
+    assert {name: figures["delta_p"][name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    same = (made_up.top_token_ids == made_up.reference_top_token_ids).mean()
+    assert figures["same_top_p"] == same
+    assert figures["same_top_p_stderr"] == pytest.approx(math.sqrt(same * (1 - same) / 1999), rel=1e-12)
+
+
+def test_llama_cpps_formulas_by_hand():
+    # Four tokens, q against base: probabilities 1/2, 1/4, 1/2, 1/8 against 1/2, 1/2, 1/4, 1/8. In units of ln 2:
+    #   NLLs of q 1, 2, 1, 3: mean 1.75, squares 15/4 - 49/16 = 0.6875, over n - 1 = 3: 0.2291667, root 0.4787136
+    #   NLLs of base 1, 1, 2, 3: the same mean and error
+    #   mean of products (1 + 2 + 2 + 9) / 4 = 3.5; covariance (3.5 - 3.0625) / 3 = 0.1458333
+    #   correlation 0.1458333 / 0.2291667 = 7/11
+    #   ln ratio 0, ± sqrt(2 · 0.2291667 - 2 · 0.1458333) = sqrt(1/6)
+    # Perplexities 2^1.75 = 3.363586; ± 3.363586 · 0.4787136 ln 2 = 1.116101.
+    # Difference 0, ± 3.363586 · sqrt(1/6) · ln 2 = 0.951814.
+    # Δp 0, -1/4, 1/4, 0: mean 0 ± sqrt((1/32) / 3) = 0.1020621; squares' mean 1/32, so RMS 0.1767767;
+    #   squares' error sqrt((1/512 - 1/1024) / 3) = 0.0180422; RMS ± 0.5 / 0.1767767 · 0.0180422 = 0.0510310
+    # Same top at 3 of 4: ± sqrt(0.75 · 0.25 / 3) = 0.25.
+    # KL 0, 1, 2, 5: mean 2, ± sqrt((30/4 - 4) / 3) = 1.0801234; median 1.5; 90 % at 2.7: 2 + 0.7 · 3 = 4.1.
+    figures = statistics(
+        positions(
+            4,
+            logprobs=np.log([1 / 2, 1 / 4, 1 / 2, 1 / 8]),
+            reference_logprobs=np.log([1 / 2, 1 / 2, 1 / 4, 1 / 8]),
+            kld=[0, 1, 2, 5],
+            top_token_ids=[1, 2, 3, 4],
+            reference_top_token_ids=[1, 2, 3, 9],
+        ),
+        [2, 2],
+    )
+    ln2 = math.log(2)
+    expected = {
+        "ppl_q": 3.363586,
+        "ppl_q_stderr": 1.116101,
+        "ppl_base": 3.363586,
+        "ppl_base_stderr": 1.116101,
+        "ln_ppl_correlation": 7 / 11,
+        "ln_ppl_ratio": 0,
+        "ln_ppl_ratio_stderr": math.sqrt(1 / 6) * ln2,
+        "ppl_ratio": 1,
+        "ppl_ratio_stderr": math.sqrt(1 / 6) * ln2,
+        "ppl_difference": 0,
+        "ppl_difference_stderr": 0.951814,
+        "same_top_p": 0.75,
+        "same_top_p_stderr": 0.25,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    kld, delta_p = figures["kld"], figures["delta_p"]
+    assert [kld[name] for name in ("mean", "stderr", "median", "p90")] == pytest.approx([2, 1.0801234, 1.5, 4.1])
+    assert [delta_p[name] for name in ("mean", "stderr", "rms", "rms_stderr")] == pytest.approx(
+        [0, 0.1020621, 0.1767767, 0.0510310], abs=1e-7
+    )
+
+
+def test_errors_clustered_by_window_by_hand():
+    # Windows (0, 1) and (2, 5) of mean 2: their sums of deviations are -3 and 3. sqrt(2 / 1 · (9 + 9)) / 4 = 1.5.
+    assert statistics(positions(4, kld=[0, 1, 2, 5]), [2, 2])["kld"]["stderr_clustered"] == pytest.approx(1.5)
+
+
+def test_windows_of_one_position_cluster_to_the_usual_error(made_up):
+    figures = statistics(made_up, [1] * len(made_up))
+    for name in ("kld", "delta_p"):
+        assert figures[name]["stderr_clustered"] == pytest.approx(figures[name]["stderr"], rel=1e-12)
+    for name in ("ln_ppl_ratio_stderr", "same_top_p_stderr"):
+        assert figures[f"{name}_clustered"] == pytest.approx(figures[name], rel=1e-12)
+
+
+def test_neighbours_that_depend_on_each_other_make_the_clustered_error_larger():
+    repeated = positions(100, kld=np.repeat(np.random.default_rng(1).exponential(1, 10), 10))
+    figures = statistics(repeated, [10] * 10)["kld"]
+    assert figures["stderr_clustered"] > 3 * figures["stderr"]
+
+
+def test_one_window_has_no_clustered_error_and_one_position_no_error_at_all():
+    figures = statistics(positions(5), [5])
+    assert figures["kld"]["stderr_clustered"] is None
+    assert figures["kld"]["stderr"] is not None
+    figures = statistics(positions(1), [1])
+    assert [figures["kld"]["stderr"], figures["same_top_p_stderr"], figures["ppl_q_stderr"]] == [None] * 3
+    assert figures["kld"]["median"] == figures["kld"]["p99"] == figures["kld"]["mean"]
+
+
+def test_errors_do_not_drown_in_large_means():
+    # mean(x²) - mean(x)² of float64 would be 0 or worse here.
+    far = positions(1000, logprobs=np.full(1000, -9000.0), reference_logprobs=np.full(1000, -9000.0) + 2**-10)
+    assert statistics(far, [1000])["ln_ppl_ratio_stderr"] == 0
+    assert statistics(far, [1000])["ln_ppl_ratio"] == 2**-10
+
+
+def test_a_model_beside_itself_diverges_nowhere():
+    same = np.log([0.5, 0.25])
+    figures = statistics(
+        positions(
+            2,
+            logprobs=same,
+            reference_logprobs=same,
+            kld=[0, 0],
+            top_token_ids=[1, 2],
+            reference_top_token_ids=[1, 2],
+        ),
+        [1, 1],
+    )
+    assert (figures["kld"]["mean"], figures["kld"]["stderr"], figures["ln_ppl_ratio_stderr"]) == (0, 0, 0)
+    assert (figures["same_top_p"], figures["same_top_p_stderr"], figures["delta_p"]["rms"]) == (1, 0, 0)
+    assert (figures["top_1_percent_share"], figures["delta_p"]["rms_stderr"]) == (None, None), "0 / 0"
+    assert figures["most_divergent"] == []
+
+
+def test_infinite_divergences_are_counted_and_make_no_number_that_they_do_not_touch():
+    kld = [0.0, 1.0, 2.0, math.inf, math.inf]
+    figures = statistics(positions(5, kld=kld, reverse_kld=[0, 0, 0, 0, math.inf]), [3, 2], first_window=7)
+    assert (figures["num_infinite_kld"], figures["num_infinite_reverse_kld"]) == (2, 1)
+    assert [figures["kld"][name] for name in ("mean", "stderr", "stderr_clustered", "max", "p99")] == [None] * 5
+    assert (figures["kld"]["median"], figures["kld"]["min"], figures["kld"]["p10"]) == (2.0, 0.0, pytest.approx(0.4))
+    assert (figures["reverse_kld_mean"], figures["top_1_percent_share"]) == (None, None)
+    assert figures["most_divergent"] == [
+        {"index": 3, "window": 8, "kld": None},
+        {"index": 4, "window": 8, "kld": None},
+        {"index": 2, "window": 7, "kld": 2.0},
+        {"index": 1, "window": 7, "kld": 1.0},
+    ]
+
+
+def test_an_impossible_token_makes_the_perplexity_infinite_and_nothing_else_wrong():
+    figures = statistics(positions(3, logprobs=[-1, -math.inf, -2], reference_logprobs=[-1, -5, -2]), [2, 1])
+    assert (figures["ppl_q"], figures["ppl_difference"], figures["ln_ppl_correlation"]) == (None, None, None)
+    assert figures["ppl_base"] == pytest.approx(math.exp(8 / 3))
+    assert figures["delta_p"]["min"] == pytest.approx(-math.exp(-5))
+
+
+def test_buckets_of_confidence_are_closed_below_and_the_last_at_both_ends():
+    confidence = [0, 0.2, 0.25, 0.5, 0.6, 0.75, 0.949, 0.951, 1, 1]
+    figures = statistics(
+        positions(
+            10,
+            reference_confidence=confidence,
+            kld=range(10),
+            top_token_ids=[1] * 10,
+            reference_top_token_ids=[1, 2, 1, 1, 1, 1, 1, 2, 2, 1],
+        ),
+        [10],
+    )
+    rows = [tuple(bucket.values()) for bucket in figures["confidence_buckets"]]
+    assert rows == [
+        (0.0, 0.25, 2, 0.2, 0.5, 0.5),
+        (0.25, 0.5, 1, 0.1, 2.0, 1.0),
+        (0.5, 0.75, 2, 0.2, 3.5, 1.0),
+        (0.75, 0.95, 2, 0.2, 5.5, 1.0),
+        (0.95, 1.0, 3, 0.3, 8.0, pytest.approx(1 / 3)),
+    ]
+
+
+def test_an_empty_bucket_has_no_mean():
+    bucket = statistics(positions(1, reference_confidence=[0.9]), [1])["confidence_buckets"][0]
+    assert (bucket["count"], bucket["share"], bucket["mean_kld"], bucket["same_top_p"]) == (0, 0, None, None)
+
+
+def test_the_most_divergent_positions_are_twenty_and_of_equal_ones_the_first_come_first(made_up, figures):
+    order = sorted(range(2000), key=lambda at: (-made_up.kld[at], at))[:20]
+    windows = [window for window, size in enumerate(SIZES) for _ in range(size)]
+    assert figures["most_divergent"] == [
+        {"index": at, "window": windows[at], "kld": float(made_up.kld[at])} for at in order
+    ]
+    equal = statistics(positions(3, kld=[1, 2, 1]), [3])["most_divergent"]
+    assert [entry["index"] for entry in equal] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("sizes", [[], [4], [6], [2, 2]])
+def test_windows_that_do_not_hold_the_positions_are_refused(sizes):
+    with pytest.raises(ValueError, match=f"5 positions in windows of {sum(sizes)}"):
+        statistics(positions(5), sizes)
+
+
+def test_nothing_and_nan_have_no_statistics():
+    with pytest.raises(ValueError, match="0 positions"):
+        statistics(positions(0), [])
+    with pytest.raises(ValueError, match="NaN"):
+        statistics(positions(2, kld=[0, math.nan]), [2])
+
+
+def test_arrays_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="different shapes"):
+        dataclasses.replace(positions(3), ranks=np.ones(2))
+
+
+def test_windows_are_put_one_after_another():
+    first, second = positions(2, seed=1), positions(3, seed=2)
+    both = KldPositions.concatenate([first, second])
+    for name in POSITION_DTYPES:
+        assert getattr(both, name).tolist() == [*getattr(first, name).tolist(), *getattr(second, name).tolist()]

@@ -1,0 +1,244 @@
+"""The tables of a comparison, literally, and its record."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from fake_references import FINGERPRINT
+from fake_scoremode import INFO
+
+from scoremode.divergence import KldMeasurement
+from scoremode.divergent_tokens import DivergentToken
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.kld_report import as_arrays, as_json, as_text
+from scoremode.protocol import NoiseFloor, Reference, ServerInfo
+
+REFERENCE = Reference(
+    name="base",
+    created=1_700_000_000,
+    complete=True,
+    model="bytes",
+    revision=None,
+    dtype="bfloat16",
+    quantization=None,
+    scoremode_version="9.9.9",
+    vllm_version="0.32.0",
+    vocab_size=257,
+    fingerprint=FINGERPRINT,
+    text_fingerprint="text",
+    method="disjoint",
+    context_length=2048,
+    stride=2048,
+    num_tokens=4096,
+    num_windows=2,
+    num_recorded=2,
+    num_scored=4,
+    num_bytes=None,
+    num_words=None,
+    disk_bytes=1,
+    perplexity=math.inf,
+    perplexity_stderr=None,
+    nll_mean=800.0,
+)
+TOKEN = DivergentToken(
+    index=3,
+    window=1,
+    kld=5.0,
+    token_id=10,
+    reference_probability=0.125,
+    probability=0.5,
+    reference_top_token_id=3,
+    reference_confidence=0.75,
+    top_token_id=4,
+    text_before='and "so"\n it',
+    token="\n",
+    reference_top_token=" the",
+    top_token=" a",
+)
+# The hand-worked case of test_kld.py.
+ARRAYS = {
+    "token_ids": [1, 2, 3, 10],
+    "kld": [0, 1, 2, 5],
+    "reverse_kld": [0, 1, 1, 2],
+    "acceptance": [1, 0.5, 0.5, 0.25],
+    "logprobs": np.log([1 / 2, 1 / 4, 1 / 2, 1 / 8]),
+    "reference_logprobs": np.log([1 / 2, 1 / 2, 1 / 4, 1 / 8]),
+    "ranks": [1, 2, 1, 3],
+    "reference_ranks": [1, 1, 2, 3],
+    "top_token_ids": [1, 2, 3, 4],
+    "reference_top_token_ids": [1, 2, 3, 9],
+    "reference_confidence": [0.1, 0.6, 0.8, 1],
+}
+
+
+def measured(**changes) -> KldMeasurement:
+    """A measurement of four positions; `changes` replace arrays or fields."""
+    arrays = {name: changes.pop(name, values) for name, values in ARRAYS.items()}
+    positions = KldPositions(**{name: np.array(values, POSITION_DTYPES[name]) for name, values in arrays.items()})
+    measurement = KldMeasurement(
+        server=ServerInfo(**{**INFO, "quantization": "fp8"}),
+        model="adapter",
+        reference=REFERENCE,
+        concurrency=8,
+        as_noise_floor=False,
+        window_sizes=[2, 2],
+        positions=positions,
+        statistics=statistics(positions, [2, 2]),
+        most_divergent=[TOKEN],
+        seconds=2.0,
+    )
+    return dataclasses.replace(measurement, **changes)
+
+
+def with_floor(mean, **changes) -> KldMeasurement:
+    floor = NoiseFloor(mean=mean, p99=0.004, max=0.1, num_scored=4, created=1)
+    return measured(reference=REFERENCE.model_copy(update={"noise_floor": floor}), **changes)
+
+
+def test_every_line():
+    assert as_text(with_floor(0.0005)).splitlines() == [
+        "model (Q)       adapter: fp8, float32",
+        "server          scoremode 9.9.9, vLLM 0.32.0",
+        "base            base: bytes, not quantized, bfloat16",
+        "method          disjoint",
+        "context length  2,048 tokens",
+        "stride          2,048 tokens",
+        "windows         2",
+        "tokens          4 scored, 4,096 in the text",
+        "time            2.0 s, 2 tokens/s",
+        "",
+        "====== Perplexity statistics ======",
+        "Mean PPL(Q)                   :   3.363586 ±   1.116101",
+        "Mean PPL(base)                :   3.363586 ±   1.116101",
+        "Cor(ln(PPL(Q)), ln(PPL(base))):  63.64%",
+        "Mean ln(PPL(Q)/PPL(base))     :   0.000000 ±   0.282976",
+        "Mean PPL(Q)/PPL(base)         :   1.000000 ±   0.282976",
+        "Mean PPL(Q)-PPL(base)         :   0.000000 ±   0.951815",
+        "",
+        "====== KL divergence statistics ======",
+        "Mean    KLD:   2.000000 ±   1.080123",
+        "Maximum KLD:   5.000000",
+        "99.9%   KLD:   4.991000",
+        "99.0%   KLD:   4.910000",
+        "95.0%   KLD:   4.550000",
+        "90.0%   KLD:   4.100000",
+        "Median  KLD:   1.500000",
+        "10.0%   KLD:   0.300000",
+        " 5.0%   KLD:   0.150000",
+        " 1.0%   KLD:   0.030000",
+        " 0.1%   KLD:   0.003000",
+        "Minimum KLD:   0.000000",
+        "",
+        "====== Token probability statistics ======",
+        "Mean    Δp:  0.000 ± 10.206 %",
+        "Maximum Δp: 25.000%",
+        "99.9%   Δp: 24.925%",
+        "99.0%   Δp: 24.250%",
+        "95.0%   Δp: 21.250%",
+        "90.0%   Δp: 17.500%",
+        "75.0%   Δp:  6.250%",
+        "Median  Δp:  0.000%",
+        "25.0%   Δp: -6.250%",
+        "10.0%   Δp: -17.500%",
+        " 5.0%   Δp: -21.250%",
+        " 1.0%   Δp: -24.250%",
+        " 0.1%   Δp: -24.925%",
+        "Minimum Δp: -25.000%",
+        "RMS Δp    : 17.678 ± 5.103 %",
+        "Same top p: 75.000 ± 25.000 %",
+        "",
+        "====== Errors clustered by window ======",
+        "Mean    KLD              :   2.000000 ±   1.500000",
+        "Mean ln(PPL(Q)/PPL(base)):   0.000000 ±   0.346574",
+        "Mean    Δp               :  0.000 ± 12.500 %",
+        "Same top p               : 75.000 ± 25.000 %",
+        "",
+        "====== By confidence of the base ======",
+        "confidence      positions    share    mean KLD  same top p",
+        "[0.00, 0.25)            1   25.00%    0.000000    100.000%",
+        "[0.25, 0.50)            0    0.00%           -          -%",
+        "[0.50, 0.75)            1   25.00%    1.000000    100.000%",
+        "[0.75, 0.95)            1   25.00%    2.000000    100.000%",
+        "[0.95, 1.00]            1   25.00%    5.000000      0.000%",
+        "",
+        "====== What the mean does not say ======",
+        "Share of the top 1%:  62.50% of the mean KLD",
+        "Mean reverse KLD   :   1.000000",
+        "Mean acceptance    :  56.25%",
+        "Noise floor        : mean KLD 0.0005 of the base beside itself, 99.0% 0.004; this is 4,000.0 times the floor",
+        "",
+        "====== Most divergent tokens ======",
+        r'KLD 5.000000, window 1, after "and \"so\"\n it"',
+        r'    "\n": base 0.1250, Q 0.5000; base prefers " the" (0.7500), Q " a"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measurement", "line"),
+    [
+        (measured(), "Noise floor        : not measured (ppl-client kld --floor, on a server of the base model)"),
+        (with_floor(0.0), "Noise floor        : mean KLD 0 of the base beside itself, 99.0% 0.004"),
+        (with_floor(0.5, as_noise_floor=True), "Noise floor        : this comparison, kept with the reference"),
+        (measured(kld=[0, 1, 2, math.inf]), "Infinite KLD       : 1 positions, so that the mean is infinite"),
+        (measured(kld=[0, 1, 2, math.inf]), "Mean    KLD:          - ±          -"),
+        (measured(kld=[0, 1, 2, math.inf]), "Maximum KLD:          -"),
+        (measured(logprobs=ARRAYS["reference_logprobs"]), "RMS Δp    :  0.000 ±     - %"),
+        (measured(most_divergent=[]), "none"),
+        (
+            measured(most_divergent=[dataclasses.replace(TOKEN, text_before="x" * 61, kld=None)]),
+            f'KLD -, window 1, after "{"x" * 60}"',
+        ),
+        (
+            measured(
+                most_divergent=[
+                    dataclasses.replace(TOKEN, text_before=None, token=None, reference_top_token=None, top_token=None)
+                ]
+            ),
+            "    token 10: base 0.1250, Q 0.5000; base prefers token 3 (0.7500), Q token 4",
+        ),
+    ],
+    ids=str,
+)
+def test_what_may_be_missing_or_infinite(measurement, line):
+    assert line in as_text(measurement).splitlines()
+
+
+def test_the_record_has_a_number_for_every_figure_and_null_for_what_is_none():
+    record = as_json(measured(kld=[0, 1, 2, math.inf]), ["http://me:secret@host:8000"])
+    text = json.dumps(record, allow_nan=False)
+    assert json.loads(text) == record
+    assert (record["kind"], record["version"], record["urls"]) == ("kld", 1, ["http://host:8000"])
+    assert record["model"] == "adapter"
+    assert record["server"]["quantization"] == "fp8"
+    assert (record["reference"]["name"], record["reference"]["perplexity"]) == ("base", None)
+    assert record["settings"] == {"concurrency": 8, "as_noise_floor": False}
+    assert record["statistics"]["same_top_p"] == 0.75
+    assert record["statistics"]["kld"]["mean"] is None
+    assert record["kld_over_noise_floor"] is None
+    assert record["most_divergent"] == [dataclasses.asdict(TOKEN)]
+    assert (record["seconds"], record["positions_per_second"]) == (2.0, 2.0)
+
+
+def test_the_record_has_the_keys_that_were_promised():
+    statistics = as_json(measured(), [])["statistics"]
+    assert set(statistics["kld"]) == {
+        *("mean", "stderr", "stderr_clustered", "median", "max", "min"),
+        *("p999", "p99", "p95", "p90", "p10", "p5", "p1", "p01"),
+    }
+    for name in ("ppl_q", "ppl_base", "ln_ppl_ratio", "same_top_p"):
+        assert {name, f"{name}_stderr"} <= set(statistics)
+
+
+def test_multiples_of_the_floor_are_in_the_record():
+    assert as_json(with_floor(0.0005), [])["kld_over_noise_floor"] == pytest.approx(4000)
+
+
+def test_the_arrays_are_those_of_the_positions_and_the_sizes_of_windows():
+    arrays = as_arrays(measured())
+    assert set(arrays) == {*ARRAYS, "window_sizes"}
+    for name, values in ARRAYS.items():
+        assert arrays[name].dtype == np.dtype(POSITION_DTYPES[name])
+        assert arrays[name].tolist() == np.array(values, POSITION_DTYPES[name]).tolist()
+    assert arrays["window_sizes"].tolist() == [2, 2]
