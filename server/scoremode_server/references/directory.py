@@ -1,0 +1,263 @@
+"""The folder of all references, `--reference-dir`, and what is in the folder of one:
+
+    manifest.json           what is known of it (`manifest.py`)
+    tokens.safetensors      token_ids [n] int32 of all documents, one after the other; windows [windows, 5] int32
+    lm_head.safetensors     weight [vocabulary, hidden] without padding; bias [vocabulary] where there is one
+    windows/000000.safetensors, ...
+                            hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
+
+A row of `windows` is the position of the document's first token in `token_ids`, and the window's start, end, first
+target and head (-1 for none), all within the document. Hidden states are those that the targets are predicted from.
+"""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from scoremode.protocol import REFERENCE_NAME
+from scoremode.windows import Window
+from scoremode_server.references.manifest import HeadFormat, Manifest, ManifestError
+from scoremode_server.references.tensor_files import BrokenFileError, partial_path, read_tensors, write_tensors
+
+_MANIFEST = "manifest.json"
+_SHARD = re.compile(r"(\d{6,})\.safetensors")
+_DELETED = ".deleted-"
+
+
+class NoReferenceError(Exception):
+    """There is no reference of that name."""
+
+
+@dataclass(frozen=True)
+class StoredReference:
+    """One reference. Its files are read when they are asked for."""
+
+    name: str
+    path: Path
+    manifest: Manifest
+
+    @cached_property
+    def text(self) -> "StoredText":
+        """Tokens and windows.
+
+        Raises:
+            BrokenFileError: the file is not what was written.
+        """
+        tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
+        return StoredText(tensors["token_ids"].numpy(), tensors["windows"].numpy())
+
+    def shard(self, index: int) -> Path:
+        """The file of a window."""
+        return self.path / "windows" / f"{index:06}.safetensors"
+
+    def recorded(self) -> set[int]:
+        """The windows that have a file."""
+        names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
+        return {int(name[1]) for name in names if name}
+
+    def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Keep a window: [scored, hidden] in the served dtype, and [scored] float32.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        tensors = {"hidden_states": hidden_states, "logprobs": logprobs}
+        write_tensors(self.shard(index), tensors, self.about(f"window {index}"))
+
+    def read_shard(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logprobs of a window.
+
+        Raises:
+            BrokenFileError: the file is missing, cut short or changed.
+        """
+        tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
+        return tensors["hidden_states"], tensors["logprobs"]
+
+    def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Keep the LM head.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        write_tensors(self.path / "lm_head.safetensors", tensors, self.about("LM head"))
+
+    def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [vocabulary, hidden], and bias.
+
+        Raises:
+            BrokenFileError: the file is missing, cut short or changed.
+        """
+        tensors = read_tensors(self.path / "lm_head.safetensors", self.about("LM head"))
+        return tensors["weight"], tensors.get("bias")
+
+    def save(self, manifest: Manifest) -> "StoredReference":
+        """The reference with another manifest, on disk too.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = self.path / _MANIFEST
+        partial = partial_path(path)
+        try:
+            partial.write_text(manifest.to_json())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        return StoredReference(self.name, self.path, manifest)
+
+    def remove_partial_files(self) -> None:
+        """Remove what writers that were killed have left, once nobody writes."""
+        for folder in (self.path, self.path / "windows"):
+            for path in folder.glob(".*"):
+                path.unlink(missing_ok=True)
+
+    def disk_bytes(self) -> int:
+        """Of all its files."""
+        return sum(_size(Path(folder, name)) for folder, _, names in os.walk(self.path) for name in names)
+
+    def about(self, part: str) -> dict[str, str]:
+        """What is written into a file of it, so that no other reference's passes for it."""
+        return {"reference": self.manifest.identity, "part": part}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        # Written or deleted meanwhile.
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredText:
+    """Tokens [n] int32 and windows [windows, 5] int32, as on disk."""
+
+    token_ids: np.ndarray
+    windows: np.ndarray
+
+    @classmethod
+    def of(cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]]) -> "StoredText":
+        """Of the windows of each document."""
+        offset, rows = 0, []
+        for token_ids, windows in documents:
+            rows += [
+                (offset, window.start, window.end, window.first_target, -1 if window.head is None else window.head)
+                for window in windows
+            ]
+            offset += len(token_ids)
+        joined = [np.asarray(token_ids, np.int32) for token_ids, _ in documents]
+        return cls(np.concatenate(joined), np.array(rows, np.int32).reshape(-1, 5))
+
+    def window(self, index: int) -> tuple[list[int], int]:
+        """A window's tokens, and the position of its first target among them."""
+        offset, start, end, first_target, head = self.windows[index].tolist()
+        token_ids = self.token_ids[offset + start : offset + end].tolist()
+        window = Window(0, end - start, first_target - start, None if head < 0 else head)
+        return window.token_ids(token_ids), window.first_scored
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """Tokens [windows] of each window."""
+        _, start, end, _, head = self.windows.T
+        num_tokens: np.ndarray = np.add(end - start, head >= 0)
+        return num_tokens
+
+
+class ReferenceDirectory:
+    """All references of a server."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def names(self) -> list[str]:
+        """Of the references that are there."""
+        return sorted(path.parent.name for path in self.root.glob(f"[!.]*/{_MANIFEST}"))
+
+    def open(self, name: str) -> StoredReference:
+        """The reference of a name.
+
+        Raises:
+            NoReferenceError: there is none.
+            BrokenFileError: its manifest cannot be read.
+        """
+        path = self._path(name)
+        try:
+            text = (path / _MANIFEST).read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            raise NoReferenceError(f"there is no reference {name!r}") from None
+        except (OSError, ValueError) as error:
+            raise BrokenFileError(f"{path / _MANIFEST} cannot be read: {error}") from None
+        try:
+            return StoredReference(name, path, Manifest.from_json(text))
+        except ManifestError as error:
+            raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
+
+    def all(self) -> Iterator[StoredReference]:
+        """Those whose manifest can be read."""
+        for name in self.names():
+            try:
+                yield self.open(name)
+            except (NoReferenceError, BrokenFileError):
+                continue
+
+    def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
+        """Begin a reference.
+
+        Raises:
+            NoReferenceError: it is no name.
+            FileExistsError: there is one of that name.
+            OSError: it cannot be written.
+        """
+        # Filled beside it and moved, so that nobody sees a reference without a manifest.
+        path = self._path(name)
+        self.root.mkdir(parents=True, exist_ok=True)
+        partial = self.root / f".{uuid.uuid4().hex}"
+        reference = StoredReference(name, partial, manifest)
+        try:
+            (partial / "windows").mkdir(parents=True)
+            tensors = {"token_ids": torch.from_numpy(text.token_ids), "windows": torch.from_numpy(text.windows)}
+            write_tensors(partial / "tokens.safetensors", tensors, reference.about("tokens"))
+            reference.save(manifest)
+            os.rename(partial, path)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if path.exists():
+                raise FileExistsError(f"there is a reference {name!r} already") from error
+            raise
+        return self.open(name)
+
+    def delete(self, name: str) -> None:
+        """Remove a reference.
+
+        Raises:
+            NoReferenceError: there is none.
+            OSError: it cannot be removed.
+        """
+        path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
+        try:
+            # Whoever opens it from now on finds nothing, not a half of it.
+            path.rename(trash)
+        except FileNotFoundError:
+            raise NoReferenceError(f"there is no reference {name!r}") from None
+        # Those too that were not removed to their end: a process was killed, or a file was written meanwhile.
+        for each in self.root.glob(f"{_DELETED}*"):
+            shutil.rmtree(each, ignore_errors=True)
+
+    def largest_head(self) -> HeadFormat | None:
+        """Of all references that have a head."""
+        heads = (reference.manifest.head for reference in self.all())
+        return max((head for head in heads if head), key=lambda head: head.num_bytes, default=None)
+
+    def _path(self, name: str) -> Path:
+        if not re.fullmatch(REFERENCE_NAME, name):
+            raise NoReferenceError(f"{name!r} is no name of a reference")
+        return self.root / name

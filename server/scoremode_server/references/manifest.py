@@ -1,0 +1,148 @@
+"""What is known of a reference: `manifest.json` in its folder.
+
+The file is one JSON object: the fields of `Manifest`, and `checksum`, which is of all others.
+"""
+
+import json
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from scoremode.metrics import Perplexity
+from scoremode.protocol import Figure, NoiseFloor
+from scoremode.windows import Method
+
+FORMAT_VERSION = 1
+"""Raised whenever a server of an older version would take a reference for something else than it is."""
+
+_CHECKSUM = "checksum"
+
+HeadDtype = Literal["float32", "float16", "bfloat16"]
+
+
+class ManifestError(Exception):
+    """A text that is no manifest, or was changed, or is of another version; the message says which."""
+
+
+class ModelIdentity(BaseModel):
+    """The model that served when the reference was recorded."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    revision: str | None
+    dtype: str
+    quantization: str | None
+    scoremode_version: str
+    vllm_version: str
+    fingerprint: str
+    tokenizer_fingerprint: str
+
+
+class HeadFormat(BaseModel):
+    """How hidden states become logits: scale * cap(hidden · weightᵀ + bias)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    weight_dtype: HeadDtype
+    """Of weight and bias, and of hidden states."""
+    head_dtype: HeadDtype
+    """Of logits."""
+    has_bias: bool
+    scale: float
+    soft_cap: float | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight and the bias."""
+        entry_bytes = {"float32": 4, "float16": 2, "bfloat16": 2}[self.weight_dtype]
+        return self.vocab_size * (self.hidden_size + self.has_bias) * entry_bytes
+
+
+class TextPlan(BaseModel):
+    """The text, and how it was cut into windows."""
+
+    model_config = ConfigDict(frozen=True)
+
+    fingerprint: str
+    method: Method
+    context_length: int
+    stride: int
+    num_tokens: int
+    num_windows: int
+    num_scored: int
+    num_bytes: int | None
+    num_words: int | None
+
+
+class Result(BaseModel):
+    """Perplexity over all windows; NLLs in nats."""
+
+    perplexity: Figure
+    perplexity_stderr: float | None
+    nll_mean: float
+
+    @classmethod
+    def of(cls, result: Perplexity) -> "Result":
+        """The part of it that is kept."""
+        return cls(perplexity=result.perplexity, perplexity_stderr=result.perplexity_stderr, nll_mean=result.nll_mean)
+
+
+class Manifest(BaseModel):
+    """All of it. What names the files of a reference, so that no other's pass for them, is `identity`."""
+
+    format_version: int = FORMAT_VERSION
+    identity: str
+    created: int
+    model: ModelIdentity
+    head: HeadFormat | None
+    """None until the head is on disk."""
+    text: TextPlan
+    result: Result | None = None
+    """None until all windows are."""
+    noise_floor: NoiseFloor | None = None
+
+    def to_json(self) -> str:
+        """The text of its file."""
+        fields = self.model_dump(mode="json")
+        return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Manifest":
+        """The reverse of `to_json`.
+
+        Raises:
+            ManifestError: it is not what was written, or of a version that this one cannot read.
+        """
+        try:
+            fields = json.loads(text)
+            if not isinstance(fields, dict):
+                raise ManifestError("it is no JSON object")
+            version = fields.get("format_version")
+            if version != FORMAT_VERSION:
+                raise ManifestError(f"it has format version {version}, and this server reads {FORMAT_VERSION}")
+            if fields.pop(_CHECKSUM, None) != _checksum(fields):
+                raise ManifestError("it was changed: its checksum is another")
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            raise ManifestError(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"it is no JSON: {error}") from None
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def text_fingerprint(token_ids: np.ndarray, windows: np.ndarray, method: Method) -> str:
+    """Equal where tokens [n] int32, windows [windows, 5] int32 and method are."""
+    fingerprint = blake2b(method.encode(), digest_size=16)
+    for array in (token_ids, windows):
+        fingerprint.update(f"{array.shape}".encode())
+        fingerprint.update(array.tobytes())
+    return fingerprint.hexdigest()

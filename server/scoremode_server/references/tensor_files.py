@@ -1,0 +1,101 @@
+"""Files of tensors that say what they are of, and that cannot change by a byte unnoticed."""
+
+import json
+import uuid
+from collections.abc import Mapping
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+DTYPES = {"I32": torch.int32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""By their names in a safetensors file."""
+
+_KEY = "scoremode"
+_METADATA = "__metadata__"
+
+
+class BrokenFileError(Exception):
+    """A file is not there, cannot be read, or is not what it should be; the message names it."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> None:
+    """Write a safetensors file, whole or not at all: another writer of the same path replaces it.
+
+    Args:
+        path: of the file.
+        tensors: on the CPU, contiguous, of one of `DTYPES`.
+        about: what the file is of.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = partial_path(path)
+    try:
+        save_file(dict(tensors), partial, {_KEY: _metadata(tensors, about)})
+        partial.replace(path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it is moved to its path. Writers may be on several hosts, in containers whose
+    processes have the same ids."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.Tensor]:
+    """The tensors of a file that `write_tensors` wrote.
+
+    Raises:
+        BrokenFileError: it is missing, cut short, changed, or about something else.
+    """
+    try:
+        # Not mapped into memory: a file that is then cut short, or removed on another host, would end the process.
+        metadata, tensors = _parse(np.fromfile(path, np.uint8))
+        actual = json.loads(metadata)["about"]
+    except FileNotFoundError:
+        raise BrokenFileError(f"{path} is missing") from None
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise BrokenFileError(f"{path} is cut short or damaged: {error}") from None
+    if actual != about:
+        raise BrokenFileError(f"{path} belongs to something else: {actual}, not {about}")
+    if metadata != _metadata(tensors, about):
+        raise BrokenFileError(f"{path} was changed: its checksum is another")
+    return tensors
+
+
+def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
+    """Our metadata and the tensors of a safetensors file: 8 bytes with the size of a header, the header, which is JSON
+    and spaces, and the tensors one after another."""
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header_text = content[8:start].tobytes()
+    header = json.loads(header_text)
+    metadata, end = header.pop(_METADATA)[_KEY], 0
+    tensors = {}
+    for name, entry in header.items():
+        dtype, (first, after) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        end = max(end, after)
+        if after - first != prod(entry["shape"]) * dtype.itemsize:
+            raise ValueError(f"{name} has {after - first} bytes")
+        values = torch.from_numpy(content[start + first : start + after])
+        tensors[name] = values.view(dtype).view(entry["shape"])
+    if len(content) != start + end or not header_text.rstrip(b" ").endswith(b"}"):
+        raise ValueError(f"{len(content)} bytes do not fit its header")
+    return metadata, tensors
+
+
+def _metadata(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> str:
+    """In one text: safetensors writes several in any order, and the same tensors are to make the same bytes."""
+    checksum = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return json.dumps({"about": dict(about), "checksum": checksum.hexdigest()}, sort_keys=True)
