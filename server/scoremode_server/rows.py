@@ -150,9 +150,8 @@ def read_rows(
     Raises:
         UnfinishedError: the engine ended the request early.
     """
+    check_finished(output)
     completion = output.outputs[0]
-    if completion.finish_reason in ("abort", "error"):
-        raise UnfinishedError(completion.finish_reason)
     actual = np.asarray(token_ids, np.int32)
     num_rows = len(actual) - 1
     rows = Rows.empty(num_rows, num_columns)
@@ -170,6 +169,30 @@ def read_rows(
     computed = rows[num_cached:]
     trusted = (computed.token_ids[:, 0] == actual[num_cached + 1 :]) & ~np.isnan(computed.logprobs.sum(axis=1))
     return rows, num_cached + (0 if trusted.all() else int(np.flatnonzero(~trusted)[-1]) + 1)
+
+
+def read_prompt_columns(output: RequestOutput) -> Columns:
+    """What the engine computed for a prompt, whatever its columns are.
+
+    Raises:
+        UnfinishedError: the engine ended the request early.
+        EngineOutputError: there is nothing.
+    """
+    check_finished(output)
+    if not isinstance(output.prompt_logprobs, PromptLogprobs):
+        raise EngineOutputError("the engine ended a request without logprobs")
+    return output.prompt_logprobs.columns(1)
+
+
+def check_finished(output: RequestOutput) -> None:
+    """Make sure that the engine did all of a request.
+
+    Raises:
+        UnfinishedError: it ended the request early.
+    """
+    reason = output.outputs[0].finish_reason
+    if reason in ("abort", "error"):
+        raise UnfinishedError(reason)
 
 
 def missing_row(position: int) -> EngineOutputError:

@@ -5,6 +5,7 @@ import os
 import re
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 SCORE_CACHE_BYTES = 512 * 1024**2
 SCORE_CACHE_VARIABLE = "SCOREMODE_SCORE_CACHE_BYTES"
@@ -15,6 +16,9 @@ LOGPROB_BYTES = 256 * 1024**2
 LOGPROB_VARIABLE = "SCOREMODE_LOGPROB_BYTES"
 
 MAX_SEQUENCES = 65_536
+
+REFERENCE_VARIABLE = "SCOREMODE_REFERENCE_DIR"
+WORKER_EXTENSION = "scoremode_server.vllm_patches.worker_extension.ReferenceWorker"
 
 PLUGIN = "scoremode"
 """The name of both entry points, by which VLLM_PLUGINS allows them."""
@@ -63,6 +67,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=None,
         metavar="SECONDS",
         help="Seconds after which a scoring request is given up and answered 504. Default: none.",
+    )
+    group.add_argument(
+        "--reference-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Folder for references (/v1/references, /v1/kld), which all workers and API servers see under this name. "
+        f"Default: the environment's {REFERENCE_VARIABLE}, else none.",
     )
     group.add_argument(
         "--max-request-bytes",
@@ -116,6 +128,31 @@ def logprob_bytes() -> int:
     if not num_bytes:
         raise ValueError(f"{LOGPROB_VARIABLE}: scoring needs some working memory")
     return num_bytes
+
+
+def keep_references(arguments: Namespace) -> None:
+    """Let the engine's workers, which inherit the environment, know the folder of references and have our methods.
+
+    Raises:
+        SystemExit: the folder cannot be made, or `--worker-extension-cls` names another class.
+    """
+    directory = arguments.reference_dir or reference_directory()
+    if directory is None:
+        return
+    if arguments.worker_extension_cls not in ("", WORKER_EXTENSION):
+        raise SystemExit("scoremode: --reference-dir needs --worker-extension-cls for itself")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"scoremode: --reference-dir: {error}") from None
+    arguments.worker_extension_cls = WORKER_EXTENSION
+    os.environ[REFERENCE_VARIABLE] = str(directory.resolve())
+
+
+def reference_directory() -> Path | None:
+    """The folder of references, from the environment, where `scoremode serve --reference-dir` puts it for workers."""
+    path = os.environ.get(REFERENCE_VARIABLE)
+    return Path(path) if path else None
 
 
 def _from_environment(variable: str, default: int) -> int:

@@ -91,7 +91,7 @@ def row_bytes_compared(
 ) -> int:
     """Peak working memory per row of `kl_divergence.compare`, with `num_top` likeliest tokens of both sides.
 
-    Two peaks: the served model's projection, and both sides' logits, of which a `ReferenceHead` makes no second copy.
+    Two peaks: the served model's projection, and both sides' logits.
     On a CPU there is `block_bytes` beside it, for all rows together.
 
     Args:

@@ -5,7 +5,8 @@ from typing import Any
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from scoremode_server.settings import logprob_bytes
+from scoremode_server.references.directory import ReferenceDirectory
+from scoremode_server.settings import logprob_bytes, reference_directory
 from scoremode_server.vllm_patches import output_processor
 
 
@@ -38,9 +39,12 @@ def patch_runners(budget_bytes: int) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.vllm_patches import runner_v1, runner_v2
+    from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
-    runner_v1.patch(budget_bytes)
-    runner_v2.patch(budget_bytes)
+    root = reference_directory()
+    windows = None if root is None else ReferenceWindows(ReferenceDirectory(root))
+    runner_v1.patch(budget_bytes, windows)
+    runner_v2.patch(budget_bytes, windows)
     GPUModelRunner._scoremode_patched = True

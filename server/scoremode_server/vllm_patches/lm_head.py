@@ -32,20 +32,30 @@ class LMHead:
             padding after them.
         copies: how many times over the logits are held at the peak of it; None where that is not known.
         shard: of the vocabulary, where each rank of a group keeps to its own.
+        source: what its logits are made with, where they are one projection that vLLM's `LogitsProcessor` scales and
+            caps, and nothing else.
     """
 
     project: LogitsFunction
     copies: int | None
     shard: Shard | None
+    source: "LogitsSource | None"
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of a `LogitsProcessor`; `before` is a copy of its output as it was when it returned."""
+class LogitsSource:
+    """What a `LogitsProcessor` was called with when its output was the model's logits."""
 
     processor: Any
     lm_head: Any
     bias: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(LogitsSource):
+    """With its input, its output, and a copy of that as it was when it returned."""
+
+    hidden_states: torch.Tensor
     output: torch.Tensor
     before: torch.Tensor
 
@@ -70,13 +80,15 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
         logger.warning("Prompt logprobs gather the whole vocabulary on each rank: what computes logits is not known")
         shard = None
     copies = _copies(call) if call else None
+    # Some models scale hidden states before they project them.
+    source = call if call is not None and torch.equal(call.hidden_states, example) else None
     if shard is None or local is None:
-        return LMHead(logits_fn, copies, None)
+        return LMHead(logits_fn, copies, None, source)
     logger.info("Prompt logprobs of each of %d ranks keep to its part of the vocabulary", group.world_size)
-    return LMHead(local, copies, shard)
+    return LMHead(local, copies, shard, source)
 
 
-def _copies(call: _Call) -> int:
+def _copies(call: LogitsSource) -> int:
     # Scaling is in place in `LogitsProcessor`, and cutting off the vocabulary's padding is a view; capping is neither.
     method = getattr(call.lm_head, "quant_method", None)
     plain = isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
@@ -92,7 +104,7 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> _Call | 
         named = signature.bind(processor, *arguments, **options).arguments
         if not named.get("skip_gather") and not processor.logits_as_input:
             bias = named.get("embedding_bias")
-            calls.append(_Call(processor, named["lm_head"], bias, output, output.clone()))
+            calls.append(_Call(processor, named["lm_head"], bias, named["hidden_states"], output, output.clone()))
 
     model = getattr(logits_fn, "__self__", None)
     if not isinstance(model, torch.nn.Module):

@@ -11,7 +11,7 @@ the token adds, and here only the prompt's end.
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import Any, Self
 
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
@@ -37,7 +37,7 @@ class ScoringParams(SamplingParams):
     """
 
     @classmethod
-    def of(cls, params: SamplingParams) -> "ScoringParams":
+    def of(cls, params: SamplingParams) -> Self:
         """The same parameters."""
         return cls(**{name: getattr(params, name) for name in params.__struct_fields__})
 

@@ -10,39 +10,106 @@ import math
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.kernels.working_memory import RESERVED_TOP, row_bytes_v1, rows_per_chunk
+from scoremode_server.kernels import kl_divergence
+from scoremode_server.kernels.kl_divergence import Comparison
+from scoremode_server.kernels.working_memory import (
+    RESERVED_TOP,
+    block_bytes,
+    row_bytes_compared,
+    row_bytes_v1,
+    rows_per_chunk,
+)
+from scoremode_server.vllm_patches.lm_head import LogitsFunction
 from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
+from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows, Window
 
 
-def patch(budget_bytes: int) -> None:
+def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
     """Patch the V1 model runner."""
 
     def get_prompt_logprobs_dict(
         self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, LogprobsTensors]:
-        return prompt_logprobs(self, hidden_states, num_scheduled_tokens, budget_bytes)
+        return prompt_logprobs(self, hidden_states, num_scheduled_tokens, budget_bytes, windows)
 
     GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
-    add_to_profile(GPUModelRunner, lambda runner, hidden_states: reserve(runner, hidden_states, budget_bytes))
+    GPUModelRunner._scoremode_windows = windows
+    add_to_profile(GPUModelRunner, lambda runner, hidden_states: reserve(runner, hidden_states, budget_bytes, windows))
 
 
-def reserve(runner: Any, hidden_states: torch.Tensor, budget_bytes: int) -> None:
+def reserve(
+    runner: Any, hidden_states: torch.Tensor, budget_bytes: int, windows: ReferenceWindows | None = None
+) -> None:
     rows = min(_chunk_rows(runner, RESERVED_TOP, budget_bytes), runner.max_num_tokens)
     # A step still holds the logits that it sampled from when it comes to prompt logprobs.
     sampled_logits = runner.model.compute_logits(hidden_states)
     _score_chunk(runner, *dummy_rows(hidden_states, rows), RESERVED_TOP)
+    if windows is not None:
+        windows.reserve(runner, hidden_states, ChunkedProjections(runner, budget_bytes))
     del sampled_logits
 
 
+class ChunkedProjections(Projections):
+    """Of the V1 runner, which gathers the whole vocabulary on each rank."""
+
+    local = False
+
+    def __init__(self, runner: Any, budget_bytes: int) -> None:
+        self._runner = runner
+        self._budget_bytes = budget_bytes
+        self.project = runner.model.compute_logits
+
+    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
+        chunk_rows = _chunk_rows(self._runner, 0, self._budget_bytes)
+        chunks = [
+            _score_chunk(
+                self._runner, hidden_states[start : start + chunk_rows], targets[start : start + chunk_rows], 0
+            )
+            for start in range(0, len(targets), chunk_rows)
+        ]
+        whole = LogprobsTensors.cat(chunks) if len(chunks) > 1 else chunks[0]
+        return whole.logprob_token_ids, whole.logprobs, whole.selected_token_ranks
+
+    def compare(
+        self,
+        targets: torch.Tensor,
+        hidden_states: torch.Tensor,
+        reference_logits_fn: LogitsFunction,
+        reference_hidden_states: torch.Tensor,
+        num_top: int,
+        reference_logit_bytes: int,
+    ) -> Comparison:
+        """See `kernels.kl_divergence.compare`."""
+        shape = logits_shape(self._runner)
+        row_bytes = row_bytes_compared(shape, reference_logit_bytes, num_top, None)
+        return kl_divergence.compare(
+            targets,
+            self.project,
+            hidden_states,
+            reference_logits_fn,
+            reference_hidden_states,
+            num_top,
+            rows_per_chunk(max(1, self._budget_bytes - block_bytes(shape)), row_bytes),
+        )
+
+
 def prompt_logprobs(
-    runner: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int], budget_bytes: int
+    runner: Any,
+    hidden_states: torch.Tensor,
+    num_scheduled_tokens: dict[str, int],
+    budget_bytes: int,
+    windows: ReferenceWindows | None = None,
 ) -> dict[str, LogprobsTensors]:
     """Compute the rows that this step has of every prompt; return the prompts that are complete with them."""
     complete = {}
+    if windows is not None:
+        windows.keep_only(runner.requests)
     for request_id, num_top in runner.num_prompt_logprobs.items():
         num_tokens = num_scheduled_tokens.get(request_id)
         if num_tokens is None:
@@ -51,6 +118,13 @@ def prompt_logprobs(
         request = runner.requests[request_id]
         if request.prompt_token_ids is None:
             # Given as embeddings, it has no tokens to score.
+            continue
+        window = None if windows is None else _window(runner, windows, request_id, request)
+        if windows is not None and window is not None:
+            rows = _step_window(runner, window, request_id, hidden_states, num_tokens, budget_bytes)
+            if rows is not None:
+                complete[request_id] = rows
+                windows.remove(request_id)
             continue
         result = _result(request, num_top)
         first = request.num_computed_tokens
@@ -67,6 +141,29 @@ def prompt_logprobs(
         # Copies to the host do not block.
         runner._sync_device()
     return complete
+
+
+def _window(runner: Any, windows: ReferenceWindows, request_id: str, request: Any) -> Window | None:
+    if request.num_computed_tokens > 0:
+        return windows.get(request_id)
+    # Begun, or begun again after it was preempted.
+    writes = get_tp_group().rank_in_group == 0
+    return windows.add(request_id, request.sampling_params, writes=writes, device=runner.device)
+
+
+def _step_window(
+    runner: Any, window: Window, request_id: str, hidden_states: torch.Tensor, num_tokens: int, budget_bytes: int
+) -> LogprobsTensors | None:
+    request = runner.requests[request_id]
+    offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+    rows = window.step(
+        request.num_computed_tokens,
+        hidden_states[offset : offset + num_tokens],
+        async_tensor_h2d(request.prompt_token_ids, device=runner.device),
+        len(request.prompt_token_ids),
+        ChunkedProjections(runner, budget_bytes),
+    )
+    return None if rows is None else rows.to_cpu_nonblocking()
 
 
 def _result(request: Any, num_top: int) -> LogprobsTensors:

@@ -2,21 +2,26 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import get_tp_group
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
-from scoremode_server.kernels import fused_logprobs
+from scoremode_server.kernels import fused_logprobs, kl_divergence
+from scoremode_server.kernels.kl_divergence import Comparison
 from scoremode_server.kernels.working_memory import (
     RESERVED_TOP,
     LogitsShape,
+    row_bytes_compared,
     row_bytes_fused,
     row_bytes_v2,
     rows_per_chunk,
 )
 from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
 from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
+from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, top + 1], ranks [rows]."""
@@ -41,13 +46,44 @@ class PromptLogprobs:
         self._shape, self._head = shape, None
         return rows_per_chunk(self._budget_bytes, row_bytes_v2(shape))
 
-    def prepare(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int) -> tuple[LMHead, int]:
-        """How to project, and rows of a chunk. Ranks of a tensor-parallel group must come here at the same time."""
-        assert self._shape is not None
+    def head(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LMHead:
+        """How to project. Ranks of a tensor-parallel group must come here at the same time."""
         if self._head is None:
             self._head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, get_tp_group())
-        row_bytes = row_bytes_fused(self._shape, num_top, self._head.copies, self._head.shard is not None)
-        return self._head, rows_per_chunk(self._budget_bytes, row_bytes)
+        return self._head
+
+    def prepare(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int) -> tuple[LMHead, int]:
+        """How to project, and rows of a chunk."""
+        assert self._shape is not None
+        head = self.head(logits_fn, hidden_states)
+        row_bytes = row_bytes_fused(self._shape, num_top, head.copies, head.shard is not None)
+        return head, rows_per_chunk(self._budget_bytes, row_bytes)
+
+    def compare(
+        self,
+        logits_fn: LogitsFunction,
+        targets: torch.Tensor,
+        hidden_states: torch.Tensor,
+        reference_logits_fn: LogitsFunction,
+        reference_hidden_states: torch.Tensor,
+        num_top: int,
+        reference_logit_bytes: int,
+    ) -> Comparison:
+        """`kernels.kl_divergence.compare` within the budget."""
+        assert self._shape is not None
+        head = self.head(logits_fn, hidden_states)
+        row_bytes = row_bytes_compared(self._shape, reference_logit_bytes, num_top, head.copies, head.shard is not None)
+        limit = rows_per_chunk(self._budget_bytes, row_bytes)
+        return kl_divergence.compare(
+            targets,
+            head.project,
+            hidden_states,
+            reference_logits_fn,
+            reference_hidden_states,
+            num_top,
+            limit,
+            head.shard,
+        )
 
     def __call__(
         self,
@@ -69,7 +105,41 @@ class PromptLogprobs:
         )
 
 
-def patch(budget_bytes: int) -> None:
+class FusedProjections(Projections):
+    """Of one step."""
+
+    def __init__(self, compute: PromptLogprobs, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> None:
+        self._compute = compute
+        self._logits_fn = logits_fn
+        head = compute.head(logits_fn, hidden_states)
+        self.local, self.project = head.shard is not None, head.project
+
+    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> Scores:
+        """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
+        return self._compute(targets, hidden_states, self._logits_fn, 0)
+
+    def compare(
+        self,
+        targets: torch.Tensor,
+        hidden_states: torch.Tensor,
+        reference_logits_fn: LogitsFunction,
+        reference_hidden_states: torch.Tensor,
+        num_top: int,
+        reference_logit_bytes: int,
+    ) -> Comparison:
+        """See `kernels.kl_divergence.compare`."""
+        return self._compute.compare(
+            self._logits_fn,
+            targets,
+            hidden_states,
+            reference_logits_fn,
+            reference_hidden_states,
+            num_top,
+            reference_logit_bytes,
+        )
+
+
+def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
     """Patch the V2 model runner."""
     compute = PromptLogprobs(budget_bytes, prompt_logprob.compute_prompt_logprobs_with_chunking)
     load_model = GPUModelRunner.load_model
@@ -79,14 +149,71 @@ def patch(budget_bytes: int) -> None:
         prompt_logprob.CHUNK_SIZE = compute.load(logits_shape(self))
 
     GPUModelRunner.load_model = load_model_then_set_rows
+    GPUModelRunner._scoremode_windows = windows
     prompt_logprob.compute_prompt_logprobs_with_chunking = compute
-    add_to_profile(GPUModelRunner, lambda runner, hidden_states: _reserve(runner, hidden_states, compute))
+    if windows is not None:
+        _patch_windows(compute, windows)
+    add_to_profile(GPUModelRunner, lambda runner, hidden_states: _reserve(runner, hidden_states, compute, windows))
 
 
-def _reserve(runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs) -> None:
+def _patch_windows(compute: PromptLogprobs, windows: ReferenceWindows) -> None:
+    """Let windows of references take their own way, one level above chunks, which know no request."""
+    worker_class = prompt_logprob.PromptLogprobsWorker
+    add_request, remove_request = worker_class.add_request, worker_class.remove_request
+    compute_prompt_logprobs = worker_class.compute_prompt_logprobs
+
+    def add_request_or_window(self: Any, req_id: str, req_idx: int, sampling_params: Any) -> None:
+        add_request(self, req_id, req_idx, sampling_params)
+        writes = get_tp_group().rank_in_group == 0
+        if windows.add(req_id, sampling_params, writes=writes, device=self.device) is not None:
+            self.uses_prompt_logprobs[req_idx] = False
+
+    def remove_request_and_window(self: Any, req_id: str) -> None:
+        remove_request(self, req_id)
+        windows.remove(req_id)
+
+    def compute_with_windows(
+        self: Any,
+        logits_fn: LogitsFunction,
+        hidden_states: torch.Tensor,
+        input_batch: Any,
+        all_token_ids: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        prompt_lens: np.ndarray,
+    ) -> dict[str, LogprobsTensors]:
+        results: dict[str, LogprobsTensors] = compute_prompt_logprobs(
+            self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
+        )
+        for place, req_id in enumerate(input_batch.req_ids):
+            window = windows.get(req_id)
+            if window is None:
+                continue
+            index = int(input_batch.idx_mapping_np[place])
+            start, num_fed = int(input_batch.num_computed_prefill_tokens_np[place]), int(prompt_lens[index])
+            # As in vLLM: the rows of a request that was preempted after its prompt have been returned.
+            if start >= num_fed or num_fed < input_batch.prefill_len_np[place]:
+                continue
+            first, end = (int(each) for each in input_batch.query_start_loc_np[place : place + 2])
+            projections = FusedProjections(compute, logits_fn, hidden_states)
+            rows = window.step(start, hidden_states[first:end], all_token_ids[index], num_fed, projections)
+            if rows is not None:
+                results[req_id] = rows
+                windows.remove(req_id)
+        return results
+
+    worker_class.add_request = add_request_or_window
+    worker_class.remove_request = remove_request_and_window
+    worker_class.compute_prompt_logprobs = compute_with_windows
+
+
+def _reserve(
+    runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs, windows: ReferenceWindows | None
+) -> None:
     # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
     logits_fn, mode = runner.model.compute_logits, runner.model_config.logprobs_mode
     for num_top in (0, RESERVED_TOP):
         _, limit = compute.prepare(logits_fn, hidden_states, num_top)
         states, targets = dummy_rows(hidden_states, min(limit, runner.max_num_tokens))
         compute(targets, states, logits_fn, num_top, mode)
+    if windows is not None:
+        windows.reserve(runner, hidden_states, FusedProjections(compute, logits_fn, hidden_states))

@@ -120,6 +120,13 @@ class Scaled(Model):
         return super().compute_logits(hidden_states) * 0.5
 
 
+class ScaledBefore(Model):
+    """Its logits are one projection, but not of the hidden states that it is given."""
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states * 0.5)
+
+
 class Twice(Model):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         super().compute_logits(hidden_states)
@@ -157,6 +164,7 @@ def one_rank(rank: int, port: int) -> None:
         with torch.inference_mode():
             in_parts(rank)
             as_ever()
+            source()
             in_the_runner()
 
 
@@ -197,7 +205,17 @@ def as_ever() -> None:
         head, scores = scores_of(made, hidden_states, targets, 3, 4)
         assert head.shard is None
         assert copies == "either" or head.copies is copies
+        assert kind is Uncertain or head.source is None
         check(made.compute_logits(hidden_states), targets, scores)
+
+
+def source() -> None:
+    """What a reference can keep is what takes hidden states to logits by itself."""
+    for kind in (Model, ScaledBefore):
+        made = kind(1000)
+        found = examine(made.compute_logits, HIDDEN, torch.float32, get_tp_group()).source
+        assert (found is None) == (kind is ScaledBefore)
+        assert found is None or found.lm_head is made.lm_head
 
 
 def in_the_runner() -> None:

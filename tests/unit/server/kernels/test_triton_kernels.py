@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("names", [("interpreted_kernels.py", "interpreted_shards.py"), ("test_kl_divergence.py",)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("kernels/interpreted_kernels.py", "kernels/interpreted_shards.py"),
+        ("kernels/test_kl_divergence.py",),
+        ("vllm_patches/interpreted_windows.py",),
+    ],
+)
 def test_in_the_interpreter(names: tuple[str, ...]):
-    paths = [str(Path(__file__).with_name(name)) for name in names]
+    paths = [str(Path(__file__).parents[1] / name) for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *paths]
     done = subprocess.run(
         command,

@@ -1,17 +1,22 @@
 """The patched model runners: the replaced V1 method beside vLLM's own on the same made-up steps, and what V2 leaves."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_v1
-from scoremode_server.vllm_patches import runner_v1, runner_v2
+from scoremode_server.references.directory import ReferenceDirectory
+from scoremode_server.vllm_patches import reference_windows, runner_v1, runner_v2
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
+from tests.unit.server.references.reference_setup import create
 
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
@@ -20,12 +25,15 @@ FLOAT32_SHAPE = LogitsShape(VOCAB, 4)
 WIDEST_ROW = row_bytes_v1(FLOAT32_SHAPE, VOCAB)
 
 
-def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch):
+def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu.sample import prompt_logprob
 
     for owner, name in (
         (RunnerV2, "load_model"),
+        (prompt_logprob.PromptLogprobsWorker, "add_request"),
+        (prompt_logprob.PromptLogprobsWorker, "remove_request"),
+        (prompt_logprob.PromptLogprobsWorker, "compute_prompt_logprobs"),
         (RunnerV2, "_dummy_sampler_run"),
         (prompt_logprob, "CHUNK_SIZE"),
         (prompt_logprob, "compute_prompt_logprobs_with_chunking"),
@@ -37,7 +45,11 @@ def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch):
         "load_model",
         lambda self, load_dummy_weights=False, *args, model=None, **kwargs: loaded.append(self),
     )
-    runner_v2.patch(256 * MEBIBYTE)
+    monkeypatch.setattr(RunnerV2, "_scoremode_windows", None, raising=False)
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    runner_v2.patch(256 * MEBIBYTE, windows)
+    # There `ReferenceWorker` looks for them.
+    assert RunnerV2._scoremode_windows is windows
     runner = SimpleNamespace(
         model_config=SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
@@ -171,3 +183,71 @@ def test_profiling_computes_one_chunk():
     runner_v1.reserve(runner, sampled, 9 * row_bytes_v1(FLOAT32_SHAPE))
     runner_v1.reserve(runner, sampled, 256 * MEBIBYTE)
     assert runner.projected == [4, 9, 4, 64]
+
+
+WINDOW_LENGTHS = {"window": 9, "ordinary": 10}
+WINDOW_STEPS = [
+    {"window": 3, "ordinary": 5},
+    # Preempted, and begun again.
+    {"ordinary": 2},
+    {"window": 5},
+    {"ordinary": 3, "window": 4},
+]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+    alone = SimpleNamespace(world_size=1, rank_in_group=0)
+    for module in (runner_v1, reference_windows):
+        monkeypatch.setattr(module, "get_tp_group", lambda: alone)
+    generator = torch.Generator().manual_seed(5)
+    prompts = {
+        name: torch.randint(VOCAB, (length,), generator=generator).tolist() for name, length in WINDOW_LENGTHS.items()
+    }
+    states = {name: torch.randn(length, HIDDEN, generator=generator) for name, length in WINDOW_LENGTHS.items()}
+    runner = Runner(prompts, {"window": 0, "ordinary": 0}, "raw_logprobs")
+    reference, windows = create(tmp_path), ReferenceWindows(ReferenceDirectory(tmp_path))
+    mark = WindowMark("record", "base", "one", 2, first=4, num_scored=6, last_token=17)
+    runner.requests["window"].sampling_params = SamplingParams(extra_args=mark.as_extra_args())
+
+    def compute(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, chunk * WIDEST_ROW, windows)
+
+    results: dict[str, Any] = {}
+    for scheduled in WINDOW_STEPS:
+        if "window" not in scheduled:
+            runner.requests["window"].num_computed_tokens = 0
+        of_step = [
+            states[name][(start := runner.requests[name].num_computed_tokens) : start + count]
+            for name, count in scheduled.items()
+        ]
+        results |= runner.step(compute, scheduled, torch.cat(of_step))
+    assert results.keys() == WINDOW_LENGTHS.keys()
+    assert not windows._windows
+    windows._threads.shutdown()
+    weight = runner.model.compute_logits(torch.eye(HIDDEN))
+    for name, first, targets in (("ordinary", 1, prompts["ordinary"][1:]), ("window", 4, [*prompts["window"][4:], 17])):
+        logits = states[name][first - 1 : first - 1 + len(targets)] @ weight
+        expected = logits.log_softmax(1).gather(1, torch.tensor(targets)[:, None])
+        assert torch.allclose(results[name].logprobs, expected, rtol=0, atol=1e-5)
+    hidden_states, logprobs = reference.read_shard(2)
+    assert torch.equal(hidden_states, states["window"][3:])
+    assert torch.equal(logprobs, results["window"].logprobs[:, 0])
+
+
+def test_windows_of_requests_that_have_ended_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner_v1, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
+    create(tmp_path)
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    runner = Runner({"window": [1] * 9}, {"window": 0}, "raw_logprobs")
+    mark = WindowMark("record", "base", "one", 0, first=1, num_scored=9, last_token=17)
+    runner.requests["window"].sampling_params = SamplingParams(extra_args=mark.as_extra_args())
+
+    def compute(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, MEBIBYTE, windows)
+
+    runner.step(compute, {"window": 5}, torch.zeros(5, HIDDEN))
+    assert windows.get("window") is not None
+    del runner.requests["window"], runner.num_prompt_logprobs["window"]
+    runner.step(compute, {}, torch.zeros(0, HIDDEN))
+    assert windows.get("window") is None

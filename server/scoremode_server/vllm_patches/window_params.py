@@ -1,0 +1,40 @@
+"""Sampling parameters of a reference's window, which no client can send, and what API servers ask of engine workers."""
+
+from typing import Any
+
+from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.vllm_patches.reference_windows import MARK, WindowMark
+
+
+class WindowParams(ScoringParams):
+    """Their type is what allows the mark: it stays in this process, and `guard_marks` looks at it."""
+
+    @classmethod
+    def mark(cls, params: ScoringParams, mark: WindowMark) -> "WindowParams":
+        """The parameters of a scoring request, for a window."""
+        marked = cls.of(params)
+        # The row of the last target comes with those of the prompt.
+        marked.logprobs = None
+        marked.extra_args = mark.as_extra_args()
+        return marked
+
+
+def guard_marks(engine: Any) -> None:
+    """Let an engine client refuse the mark in any other request: clients may set `extra_args` (`vllm_xargs`)."""
+    add_request = engine.add_request
+
+    async def add_unforged(request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
+        forged = MARK in (getattr(params, "extra_args", None) or {})
+        if forged and not isinstance(params, WindowParams):
+            raise ValueError(f"vllm_xargs: {MARK} cannot be set")
+        return await add_request(request_id, prompt, params, *args, **options)
+
+    engine.add_request = add_unforged
+
+
+async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
+    """What a method of `ReferenceWorker` returns on each worker of each engine."""
+    # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
+    # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
+    of_engines = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
+    return [result for results in of_engines for result in results]

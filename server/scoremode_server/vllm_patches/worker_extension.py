@@ -1,0 +1,67 @@
+"""What API servers ask of engine workers by vLLM's `collective_rpc`: its `--worker-extension-cls`."""
+
+from typing import Any
+
+from vllm.distributed import get_pp_group, get_tp_group
+
+from scoremode_server.references.directory import NoReferenceError
+from scoremode_server.references.manifest import HeadFormat
+from scoremode_server.references.tensor_files import BrokenFileError
+from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
+from scoremode_server.vllm_patches.reference_head import UnsuitableHeadError, describe_head, gather_head
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+
+
+class ReferenceWorker:
+    """Methods of every worker. All that they take and return can be sent as JSON. A failure is returned as text: of an
+    exception vLLM makes one line that names neither its type nor the worker."""
+
+    def scoremode_head_bytes(self) -> int:
+        """Bytes of the largest LM head that a reference may have here, all ranks together; 0 on a rank without one."""
+        if not get_pp_group().is_last_rank:
+            return 0
+        runner = self._scoremode_runner()
+        return self._scoremode_windows().make_slot(runner.vllm_config, runner.device).num_bytes
+
+    def scoremode_describe_head(self) -> dict[str, Any] | str:
+        """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
+        try:
+            return self._scoremode_head()[1].model_dump()
+        except UnsuitableHeadError as error:
+            return str(error)
+
+    def scoremode_write_head(self, name: str) -> str | None:
+        """Write the served model's LM head into a reference. Returns why that failed, if it did."""
+        if not get_pp_group().is_last_rank:
+            return None
+        group = get_tp_group()
+        try:
+            source, head = self._scoremode_head()
+            weight, bias = gather_head(source, head.vocab_size, group)
+            if group.rank_in_group == 0:
+                self._scoremode_windows().root.open(name).write_head(weight, bias)
+        except (UnsuitableHeadError, NoReferenceError, BrokenFileError, OSError) as error:
+            return str(error)
+        return None
+
+    def scoremode_write_failure(self, identity: str, index: int) -> str | None:
+        """Why a window was not written, if it was not."""
+        return self._scoremode_windows().failure(identity, index)
+
+    def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
+        runner = self._scoremode_runner()
+        config = runner.model_config
+        hidden_size, dtype = config.get_hidden_size(), config.dtype
+        if not get_pp_group().is_last_rank:
+            raise UnsuitableHeadError("this rank has no LM head")
+        head = examine(runner.model.compute_logits, hidden_size, dtype, get_tp_group())
+        described = describe_head(head.source, hidden_size, dtype)
+        assert head.source is not None
+        return head.source, described
+
+    def _scoremode_runner(self) -> Any:
+        return self.model_runner  # type: ignore[attr-defined]
+
+    def _scoremode_windows(self) -> ReferenceWindows:
+        windows: ReferenceWindows = type(self._scoremode_runner())._scoremode_windows
+        return windows

@@ -1,0 +1,275 @@
+"""A reference's LM head in the slot of a worker gives the logits of the model that it was taken from, bit for bit.
+
+Ranks are processes with vLLM's own layers and collectives.
+"""
+
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.tensor_files import BrokenFileError
+from scoremode_server.vllm_patches import worker_extension
+from scoremode_server.vllm_patches.lm_head import examine
+from scoremode_server.vllm_patches.reference_head import HeadSlot, UnsuitableHeadError, describe_head, gather_head
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
+from tests.unit.server.references.reference_setup import TEXT, manifest
+
+HIDDEN = 16
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """A head of vLLM's layers, tied to the embeddings or not, with weights that follow from its vocabulary."""
+
+    def __init__(
+        self,
+        vocab: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        tied: bool = False,
+        bias: bool = False,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        layer = VocabParallelEmbedding if tied else ParallelLMHead
+        self.lm_head = layer(vocab, HIDDEN, params_dtype=dtype, **({} if tied else {"bias": bias}))
+        self.logits_processor = LogitsProcessor(vocab, scale=scale, soft_cap=soft_cap)
+        generator = torch.Generator().manual_seed(vocab + seed)
+        self.lm_head.weight_loader(self.lm_head.weight, torch.randn(vocab, HIDDEN, generator=generator).to(dtype))
+        if bias:
+            self.lm_head.weight_loader(self.lm_head.bias, torch.randn(vocab, generator=generator).to(dtype))
+        self.lm_head.quant_method.process_weights_after_loading(self.lm_head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.logits_processor(self.lm_head, hidden_states, getattr(self.lm_head, "bias", None))
+
+    def hidden_states(self) -> torch.Tensor:
+        return 3 * torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(9)).to(self.dtype)
+
+
+class Masked(Model):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden_states)
+        logits[:, 7] = -torch.inf
+        return logits
+
+
+class Quantized(Model):
+    class Method:
+        def __init__(self, method: Any) -> None:
+            self.apply = method.apply
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.lm_head.quant_method = self.Method(self.lm_head.quant_method)
+
+
+def models() -> list[Model]:
+    return [
+        Model(1000),
+        Model(1000, torch.bfloat16),
+        Model(1000, tied=True),
+        Model(1000, torch.bfloat16, tied=True, soft_cap=30.0),
+        Model(1000, bias=True),
+        Model(1000, torch.bfloat16, bias=True, scale=0.3, soft_cap=5.0),
+        Model(128),
+        # vLLM pads vocabularies to multiples of 64; the second of two ranks has little but padding, or nothing else.
+        Model(70, scale=2.0),
+        Model(20, bias=True),
+    ]
+
+
+def taken_from(model: Model, root: Path, name: str) -> StoredReference:
+    """The reference of a model; the first rank writes it."""
+    group = get_tp_group()
+    source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
+    head = describe_head(source, HIDDEN, model.dtype)
+    assert source is not None
+    weight, bias = gather_head(source, head.vocab_size, group)
+    assert weight.shape == (model.logits_processor.org_vocab_size, HIDDEN)
+    if group.rank_in_group == 0:
+        ReferenceDirectory(root).create(name, manifest(name, head), TEXT).write_head(weight, bias)
+    group.barrier()
+    return ReferenceDirectory(root).open(name)
+
+
+def logits_are_those_of_the_model(slot: HeadSlot, reference: StoredReference, model: Model) -> None:
+    hidden_states, head = model.hidden_states(), examine(model.compute_logits, HIDDEN, model.dtype, get_tp_group())
+    whole = slot.load(reference, local=False).logits_fn(hidden_states)
+    assert whole.dtype == model.dtype
+    assert torch.equal(whole, model.compute_logits(hidden_states))
+    if head.shard is not None:
+        columns = head.shard.columns
+        own = slot.load(reference, local=True).logits_fn(hidden_states)
+        assert torch.equal(own[:, :columns], head.project(hidden_states)[:, :columns])
+        assert torch.equal(own[:, :columns], whole[:, head.shard.first : head.shard.first + columns])
+
+
+def heads_of_one_slot(root: Path, config: VllmConfig) -> None:
+    """Each takes the place of the one before it, and the first comes back."""
+    slot = HeadSlot(1000 * (HIDDEN + 1) * 4, config, CPU)
+    made = models()
+    references = [taken_from(model, root, f"model-{number}") for number, model in enumerate(made)]
+    for number in [*range(len(made)), 0, 0, len(made) - 1]:
+        logits_are_those_of_the_model(slot, references[number], made[number])
+
+
+def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
+    """A cap needs both what it caps and what comes of it."""
+    slot = HeadSlot(1 << 20, config, CPU)
+    for number, (made, expected) in enumerate(
+        [(Model(64), 4), (Model(64, torch.bfloat16), 2), (Model(64, torch.bfloat16, soft_cap=2.0), 4)]
+    ):
+        assert slot.load(taken_from(made, root, f"bytes-{number}"), local=False).logit_bytes == expected
+
+
+def heads_that_do_not_fit_or_are_damaged(root: Path, config: VllmConfig) -> None:
+    good, large = Model(100), Model(101)
+    slot = HeadSlot(100 * HIDDEN * 4, config, CPU)
+    reference = taken_from(good, root, "good")
+    logits_are_those_of_the_model(slot, reference, good)
+    with pytest.raises(BrokenFileError, match="'large' does not fit"):
+        slot.load(taken_from(large, root, "large"), local=False)
+    unfinished = replace(reference, manifest=reference.manifest.model_copy(update={"head": None, "identity": "none"}))
+    with pytest.raises(BrokenFileError, match="no LM head yet"):
+        slot.load(unfinished, local=False)
+    damaged = taken_from(Model(90), root, "damaged")
+    get_tp_group().barrier()
+    if get_tp_group().rank_in_group == 0:
+        os.truncate(damaged.path / "lm_head.safetensors", 500)
+    get_tp_group().barrier()
+    with pytest.raises(BrokenFileError, match=r"lm_head\.safetensors is cut short"):
+        slot.load(damaged, local=False)
+    logits_are_those_of_the_model(slot, reference, good)
+
+
+def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
+    group = get_tp_group()
+    for model, dtype, reason in (
+        (Masked(100), torch.float32, "not one projection"),
+        (Quantized(100), torch.float32, "quantized .Method."),
+        (Model(100, torch.float64), torch.float64, "is of float64"),
+        (Model(100), torch.bfloat16, "has the form .* and torch.float32"),
+    ):
+        source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
+        with pytest.raises(UnsuitableHeadError, match=reason):
+            describe_head(source, HIDDEN, dtype)
+
+
+class Runner:
+    """As much of a model runner as `ReferenceWorker` asks for."""
+
+    device = CPU
+    _scoremode_windows: ReferenceWindows
+
+    class model_config:  # noqa: N801
+        dtype = torch.float32
+
+        @staticmethod
+        def get_hidden_size() -> int:
+            return HIDDEN
+
+        @staticmethod
+        def get_vocab_size() -> int:
+            return 1000
+
+    def __init__(self, model: Model, config: VllmConfig) -> None:
+        self.model = model
+        self.vllm_config = replace_model(config, self.model_config)
+
+
+def replace_model(config: VllmConfig, model_config: Any) -> VllmConfig:
+    class Config:
+        parallel_config = config.parallel_config
+
+    Config.model_config = model_config  # type: ignore[attr-defined]
+    return Config  # type: ignore[return-value]
+
+
+def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
+    Runner._scoremode_windows = ReferenceWindows(ReferenceDirectory(root))
+    group, worker = get_tp_group(), ReferenceWorker()
+    made = Model(1000, scale=0.5)
+    worker.model_runner = Runner(made, config)  # type: ignore[attr-defined]
+    described = worker.scoremode_describe_head()
+    assert described["vocab_size"] == 1000  # type: ignore[index]
+    assert described["scale"] == 0.5  # type: ignore[index]
+    assert worker.scoremode_head_bytes() == 1000 * (HIDDEN + 1) * 4
+
+    failure = worker.scoremode_write_head("none")
+    assert failure == (None if group.rank_in_group else "there is no reference 'none'")
+    if group.rank_in_group == 0:
+        ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
+    group.barrier()
+    assert worker.scoremode_write_head("asked") is None
+    group.barrier()
+    weight, bias = ReferenceDirectory(root).open("asked").read_head()
+    assert bias is None
+    assert torch.equal(weight, torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(1000)))
+    assert worker.scoremode_write_failure("asked", 0) is None
+
+    worker.model_runner = Runner(Masked(1000), config)  # type: ignore[attr-defined]
+    assert "not one projection" in str(worker.scoremode_describe_head())
+    assert "not one projection" in str(worker.scoremode_write_head("asked"))
+
+
+def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
+    """Of pipeline stages but the last."""
+
+    class Stage:
+        is_last_rank = False
+
+    last = worker_extension.get_pp_group
+    worker_extension.get_pp_group = Stage  # type: ignore[assignment]
+    worker = ReferenceWorker()
+    worker.model_runner = Runner(Model(100), config)  # type: ignore[attr-defined]
+    assert worker.scoremode_head_bytes() == 0
+    assert worker.scoremode_describe_head() == "this rank has no LM head"
+    assert worker.scoremode_write_head("none") is None
+    worker_extension.get_pp_group = last
+
+
+def one_rank(rank: int, num_ranks: int, port: int, root: str) -> None:
+    # Ranks that wait for each other keep their cores busy.
+    torch.set_num_threads(1)
+    # Ranks that name it differently exchange tensors through torch.distributed, and not in vLLM's shared memory.
+    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
+    config = VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=num_ranks))
+    with set_current_vllm_config(config), torch.inference_mode():
+        init_distributed_environment(num_ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        ensure_model_parallel_initialized(num_ranks, 1)
+        for check in (
+            heads_of_one_slot,
+            bytes_of_a_logit,
+            heads_that_do_not_fit_or_are_damaged,
+            models_that_cannot_be_references,
+            what_api_servers_ask_of_workers,
+            ranks_without_a_head,
+        ):
+            check(Path(root) / check.__name__, config)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks(num_ranks: int, tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(one_rank, (num_ranks, port, str(tmp_path)), nprocs=num_ranks)

@@ -1,0 +1,378 @@
+"""Windows in an engine worker: hidden states of steps in, files and rows out."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+
+from scoremode_server.kernels import kl_divergence
+from scoremode_server.kernels.kl_divergence import Comparison
+from scoremode_server.references import tensor_files
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.vllm_patches import reference_windows
+from scoremode_server.vllm_patches.reference_head import ReferenceHead
+from scoremode_server.vllm_patches.reference_windows import Projections, RecordedWindow, ReferenceWindows, WindowMark
+from tests.unit.server.references.reference_setup import HIDDEN, create, files
+
+VOCAB = 100
+CPU = torch.device("cpu")
+TOKENS = torch.randint(VOCAB, (8,), generator=torch.Generator().manual_seed(1)).tolist()
+NUM_FED = len(TOKENS) - 1
+WEIGHT = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(2))
+REFERENCE_WEIGHT = torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(3))
+STATES = torch.randn(NUM_FED, HIDDEN, generator=torch.Generator().manual_seed(4))
+REFERENCE_STATES = torch.randn(NUM_FED, HIDDEN, generator=torch.Generator().manual_seed(5))
+FIRSTS = [1, 2, 4, NUM_FED - 1, NUM_FED]
+"""Every target, all but the first, half of them, the last two, and the last one, which is not fed."""
+
+SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first, NUM_FED)]
+"""Where a prompt's first and second step of three end; fewer steps among them."""
+
+
+class LinearProjections(Projections):
+    """Float32 logits of `WEIGHT`; `agrees` is what the other ranks of a group say."""
+
+    local = False
+
+    def __init__(self, *, agrees: bool = True) -> None:
+        self.project = lambda hidden_states: hidden_states @ WEIGHT
+        self._agrees = agrees
+
+    def all_ranks_agree(self, yes: bool) -> bool:
+        return yes and self._agrees
+
+    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logprobs = self.project(hidden_states).log_softmax(1)
+        of_targets = logprobs.gather(1, targets[:, None].long())
+        return targets[:, None].int(), of_targets, (logprobs >= of_targets).sum(1).int()
+
+    def compare(self, *arguments: Any) -> Comparison:
+        targets, hidden_states, reference_logits_fn, reference_hidden_states, num_top, _ = arguments
+        return kl_divergence.compare(
+            targets, self.project, hidden_states, reference_logits_fn, reference_hidden_states, num_top, 5
+        )
+
+
+class Slot:
+    """A head that is there at once."""
+
+    def load(self, reference: StoredReference, *, local: bool) -> ReferenceHead:
+        return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
+
+
+def mark(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> WindowMark:
+    return WindowMark(action, "base", identity, index, first, len(TOKENS) - first, TOKENS[-1], num_top)
+
+
+def add(windows: ReferenceWindows, window: WindowMark, request_id: str = "request", *, writes: bool = True) -> Any:
+    params = SamplingParams(extra_args=window.as_extra_args())
+    return windows.add(request_id, params, writes=writes, device=CPU)
+
+
+def steps(window: Any, *ends: int, projections: Projections | None = None) -> LogprobsTensors | None:
+    """Feed the prompt up to each of `ends`; the rows of the last step."""
+    # The V2 runner's row of tokens is longer than the prompt.
+    token_ids = torch.tensor([*TOKENS[:-1], 77, 78], dtype=torch.int32)
+    rows = None
+    for start, end in zip([0, *ends], ends, strict=False):
+        if start < end:
+            assert rows is None
+            rows = window.step(start, STATES[start:end], token_ids, NUM_FED, projections or LinearProjections())
+    return rows
+
+
+@contextmanager
+def windows_in(root: Path) -> Iterator[ReferenceWindows]:
+    """Windows of a worker. At the end all files are written, as they are when a worker ends."""
+    windows = ReferenceWindows(ReferenceDirectory(root))
+    windows.slot = Slot()  # type: ignore[assignment]
+    yield windows
+    windows._threads.shutdown()
+
+
+def whole_rows(first: int) -> tuple[torch.Tensor, ...]:
+    return LinearProjections().score(torch.tensor(TOKENS[first:]), STATES[first - 1 :])
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> StoredReference:
+    """With each window of `FIRSTS` recorded, from `REFERENCE_STATES`."""
+    reference = create(tmp_path)
+    for index, first in enumerate(FIRSTS):
+        states = REFERENCE_STATES[first - 1 :].contiguous()
+        reference.write_shard(index, states, torch.zeros(len(states)))
+    return reference
+
+
+def test_requests_without_a_mark_are_not_ours(tmp_path: Path):
+    with windows_in(tmp_path) as windows:
+        assert windows.add("request", SamplingParams(prompt_logprobs=0), writes=True, device=CPU) is None
+        assert windows.get("request") is None
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Path, first: int):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        for index, split in enumerate(SPLITS):
+            rows = steps(add(windows, mark("record", first, index)), *split, NUM_FED)
+            assert rows is not None
+            for actual, expected in zip(rows, whole_rows(first), strict=False):
+                assert torch.allclose(actual, expected)
+    assert reference.recorded() == set(range(len(SPLITS)))
+    for index in range(len(SPLITS)):
+        hidden_states, logprobs = reference.read_shard(index)
+        assert torch.equal(hidden_states, STATES[first - 1 :])
+        assert torch.allclose(logprobs, whole_rows(first)[1][:, 0])
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+@pytest.mark.parametrize("first", FIRSTS)
+def test_a_compared_window_is_the_same_however_its_prompt_is_split(
+    reference: StoredReference, first: int, num_top: int
+):
+    expected = kl_divergence.compare(
+        torch.tensor(TOKENS[first:]),
+        lambda states: states @ WEIGHT,
+        STATES[first - 1 :],
+        lambda states: states @ REFERENCE_WEIGHT,
+        REFERENCE_STATES[first - 1 :],
+        num_top,
+        100,
+    )
+    width = 1 + max(1, num_top)
+    with windows_in(reference.path.parent) as windows:
+        for split in SPLITS:
+            rows = steps(add(windows, mark("compare", first, FIRSTS.index(first), num_top)), *split, NUM_FED)
+            assert rows is not None
+            tokens, logprobs, ranks, *_ = rows
+            assert torch.equal(tokens[:, :width], expected.served.tokens)
+            assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
+            assert torch.equal(tokens[:, -1], expected.reference.ranks)
+            assert torch.equal(ranks, expected.served.ranks)
+            assert torch.allclose(logprobs[:, :width], expected.served.logprobs)
+            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs)
+            divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
+            assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
+
+
+def test_a_preempted_window_begins_again(tmp_path: Path):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        assert steps(add(windows, mark("record", 3)), 4, 6) is None
+        windows.remove("request")
+        rows = steps(add(windows, mark("record", 3)), 5, NUM_FED)
+        assert rows is not None
+        assert torch.allclose(rows.logprobs, whole_rows(3)[1])
+    assert torch.equal(reference.read_shard(0)[0], STATES[2:])
+
+
+def test_hidden_states_are_kept_as_they_were_when_they_came(tmp_path: Path):
+    """The runner writes those of the next step into the same memory."""
+    reference, buffer = create(tmp_path), torch.empty(NUM_FED, HIDDEN)
+    with windows_in(tmp_path) as windows:
+        window = add(windows, mark("record", 1))
+        for start in range(NUM_FED):
+            buffer[0] = STATES[start]
+            window.step(start, buffer[:1], torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
+            buffer.fill_(math.nan)
+    assert torch.equal(reference.read_shard(0)[0], STATES)
+
+
+def test_of_several_ranks_one_writes(tmp_path: Path):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        rows = steps(add(windows, mark("record", 1), writes=False), NUM_FED)
+        assert rows is not None
+        assert torch.allclose(rows.logprobs, whole_rows(1)[1])
+    assert reference.recorded() == set()
+
+
+def test_nan_is_returned_and_not_written(tmp_path: Path):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        window = add(windows, mark("record", 1))
+        states = STATES.clone()
+        states[4] = math.nan
+        rows = window.step(0, states, torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
+        assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
+    assert reference.recorded() == set()
+    assert windows.failure("one", 0) is None
+
+
+def damaged(reference: StoredReference) -> None:
+    with reference.shard(0).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+
+
+def of_another_size(reference: StoredReference) -> None:
+    reference.write_shard(0, REFERENCE_STATES[1:].contiguous(), torch.zeros(NUM_FED - 1))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        damaged,
+        of_another_size,
+        lambda reference: reference.shard(0).unlink(),
+        lambda reference: ReferenceDirectory(reference.path.parent).delete("base"),
+        lambda reference: (reference.path / "manifest.json").write_text("{}"),
+    ],
+)
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_what_cannot_be_read_gives_rows_that_are_no_numbers(
+    reference: StoredReference, harm: Callable[[StoredReference], Any], num_top: int
+):
+    """As wide as the others, so that nothing depends on which it is."""
+    with windows_in(reference.path.parent) as windows:
+        good = steps(add(windows, mark("compare", 1, 0, num_top)), NUM_FED)
+    harm(reference)
+    with windows_in(reference.path.parent) as windows:
+        bad = steps(add(windows, mark("compare", 1, 0, num_top)), 4, NUM_FED)
+    assert good is not None
+    assert bad is not None
+    for one, other in zip(good[:3], bad[:3], strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert bad.logprobs.isnan().all()
+
+
+def test_another_reference_of_the_name_is_not_read_and_not_written_to(reference: StoredReference):
+    before = files(reference.path)
+    with windows_in(reference.path.parent) as windows:
+        rows = steps(add(windows, mark("compare", 1, identity="deleted")), NUM_FED)
+        assert rows is not None
+        assert rows.logprobs.isnan().all()
+        steps(add(windows, mark("record", 1, identity="deleted")), NUM_FED)
+    assert windows.failure("deleted", 0) == "another reference has the name 'base' now"
+    assert files(reference.path) == before
+
+
+def test_a_name_that_was_given_anew_while_a_window_was_computed(reference: StoredReference):
+    root = reference.path.parent
+    with windows_in(root) as windows:
+        steps(add(windows, mark("record", 1)), NUM_FED)
+        window = add(windows, mark("record", 1, 1), "other")
+        steps(window, 5)
+        ReferenceDirectory(root).delete("base")
+        create(root, identity="two")
+        window.step(5, STATES[5:], torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
+    assert windows.failure("one", 1) == "another reference has the name 'base' now"
+    assert ReferenceDirectory(root).open("base").recorded() == set()
+
+
+def test_a_head_that_does_not_load_gives_no_numbers(reference: StoredReference):
+    class Broken:
+        def load(self, reference: StoredReference, *, local: bool) -> ReferenceHead:
+            raise RuntimeError("out of memory")
+
+    with windows_in(reference.path.parent) as windows:
+        windows.slot = Broken()  # type: ignore[assignment]
+        rows = steps(add(windows, mark("compare", 1)), NUM_FED)
+    assert rows is not None
+    assert rows.logprobs.isnan().all()
+
+
+def test_ranks_compare_together_or_not_at_all(reference: StoredReference):
+    with windows_in(reference.path.parent) as windows:
+        rows = steps(add(windows, mark("compare", 1)), NUM_FED, projections=LinearProjections(agrees=False))
+    assert rows is not None
+    assert rows.logprobs.isnan().all()
+
+
+def test_why_a_window_was_not_written_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    create(tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_files, "save_file", full)
+    with windows_in(tmp_path) as windows:
+        for index in (0, 1):
+            steps(add(windows, mark("record", 1, index)), NUM_FED)
+    assert windows.failure("other", 0) is None
+    assert "No space left" in (windows.failure("one", 0) or "")
+    assert windows.failure("one", 0) is None
+    assert "No space left" in (windows.failure("one", 1) or "")
+
+
+def test_the_engine_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Windows that are computed and not written take memory."""
+    create(tmp_path)
+    let_go, all_taken = threading.Event(), threading.Event()
+    write_shard = StoredReference.write_shard
+
+    def slow(*arguments: Any) -> None:
+        let_go.wait()
+        write_shard(*arguments)
+
+    monkeypatch.setattr(StoredReference, "write_shard", slow)
+    most = reference_windows.MAX_UNWRITTEN
+    finished: list[int] = []
+    with windows_in(tmp_path) as windows:
+
+        def compute() -> None:
+            for index in range(most + 1):
+                if index == most:
+                    all_taken.set()
+                steps(add(windows, mark("record", 1, index), str(index)), NUM_FED)
+                finished.append(index)
+
+        engine = threading.Thread(target=compute)
+        engine.start()
+        all_taken.wait()
+        assert not windows._unwritten.acquire(blocking=False)
+        assert finished == list(range(most))
+        let_go.set()
+        engine.join()
+    assert ReferenceDirectory(tmp_path).open("base").recorded() == set(range(most + 1))
+
+
+def test_windows_of_requests_that_are_gone_are_let_go(reference: StoredReference):
+    with windows_in(reference.path.parent) as windows:
+        for name in "abc":
+            add(windows, mark("compare", 1), name)
+        windows.keep_only({"b": None})
+        assert [name for name in "abc" if windows.get(name)] == ["b"]
+        windows.remove("b")
+        windows.remove("b")
+        assert not windows._windows
+
+
+def test_a_window_that_is_let_go_early_is_not_written(tmp_path: Path):
+    reference = create(tmp_path)
+    with windows_in(tmp_path) as windows:
+        window = add(windows, mark("record", 1))
+        assert isinstance(window, RecordedWindow)
+        steps(window, 5)
+        windows.remove("request")
+    assert reference.recorded() == set()
+
+
+@pytest.mark.parametrize(("largest", "served_size", "expected"), [(None, 10, 90), (50, 10, 800), (5, 100, 900)])
+def test_the_slot_has_room_for_the_largest_head_and_at_least_the_served_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int | None, served_size: int, expected: int
+):
+    made = []
+    monkeypatch.setattr(
+        reference_windows, "HeadSlot", lambda num_bytes, config, device: made.append(num_bytes) or "slot"
+    )
+    if largest is not None:
+        reference = create(tmp_path)
+        head = reference.manifest.head
+        assert head is not None
+        wider = head.model_copy(update={"vocab_size": largest})
+        reference.save(reference.manifest.model_copy(update={"head": wider}))
+    model = SimpleNamespace(get_vocab_size=lambda: served_size, get_hidden_size=lambda: 8, dtype=torch.int8)
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    config: Any = SimpleNamespace(model_config=model)
+    assert windows.make_slot(config, CPU) == windows.make_slot(config, CPU) == "slot"
+    assert made == [expected]
