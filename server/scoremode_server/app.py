@@ -21,13 +21,16 @@ from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
 from scoremode_server.prefix_cache.run import RowsRequest, run_engine
 from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.model_identity import model_identity
+from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.settings import ServerSettings, logprob_bytes
+from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
 from scoremode_server.vllm_patches.served_models import ServedModels
 from scoremode_server.vllm_patches.shutdown import Shutdown
+from scoremode_server.vllm_patches.window_params import guard_marks
 
 GC_THRESHOLD = 20_000
 """Containers made and not yet freed before Python looks for cycles among them, 700 by default. In-flight requests hold
@@ -54,6 +57,8 @@ class ScoremodeState:
     limits: Limits
     info: ServerInfo
     admission: Admission
+    references: References | None
+    """None where the server has no folder for them."""
     owner_key: bytes | None
     """A secret of this process, where the server has API keys."""
 
@@ -84,14 +89,20 @@ async def make_state(
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
     turns = Turns()
     models = ServedModels(state.openai_serving_models, client.model_config)
+    identity = await asyncio.to_thread(model_identity, client.model_config, client.renderer.tokenizer)
+    guard_marks(client)
+    # Without our methods in its workers, an engine has nothing to offer here.
+    extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
+    root = reference_directory() if extended else None
     return ScoremodeState(
         scorer=Scorer(engine, turns),
         tokenizer=tokenizer,
         completions=ScoringCompletions(state.openai_serving_completion, engine, tokenizer.strings, turns),
         models=models,
         limits=limits,
-        info=await _server_info(client, limits, tokenizer, models),
+        info=await _server_info(client, limits, tokenizer, models, identity.fingerprint),
         admission=engine.admission,
+        references=None if root is None else References(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
     )
 
@@ -107,7 +118,9 @@ def _engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
     )
 
 
-async def _server_info(client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels) -> ServerInfo:
+async def _server_info(
+    client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels, fingerprint: str
+) -> ServerInfo:
     return ServerInfo(
         scoremode_version=importlib.metadata.version("scoremode"),
         vllm_version=vllm.__version__,
@@ -121,6 +134,7 @@ async def _server_info(client: EngineClient, limits: Limits, tokenizer: Tokenize
         adds_bos=await tokenizer.adds_bos(),
         dtype=str(client.model_config.dtype).removeprefix("torch."),
         quantization=client.model_config.quantization,
+        fingerprint=fingerprint,
     )
 
 

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import sys
 
-from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin
+from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, keep_references
 
 SHUTDOWN_TIMEOUT = 30
 """Seconds in which requests may finish after SIGTERM; vLLM's own default is none."""
@@ -49,6 +49,7 @@ def serve(arguments: list[str]) -> None:
     add_arguments(subparser)
     subparser.usage = "scoremode serve [model_tag] [any option of vllm serve]"
     namespace = parser.parse_args(["serve", *arguments])
+    keep_references(namespace)
     configure_logging_from_args(namespace)
     command.validate(namespace)
     command.cmd(namespace)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from scoremode.protocol import PerplexityRequest, ScoreRequest
+from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest
 from scoremode_server.app import scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.json_fields import (
@@ -18,6 +18,7 @@ from scoremode_server.json_fields import (
     ONE_PROMPT,
     PROMPTS,
     TEXTS,
+    read_anything,
     read_list,
     read_scalar,
     split,
@@ -33,6 +34,8 @@ a time holds the interpreter."""
 _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     ScoreRequest: {"prompt": PROMPTS, "continuations": CONTINUATIONS},
     PerplexityRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
+    ReferenceRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
+    KldRequest: {},
 }
 """Fields of each request that may be large, and the forms that they may have. All others hold one value."""
 
@@ -102,7 +105,7 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
             lists[name] = read_list(raw, name, forms[name])
             to_validate[name] = stand_in(lists[name])
         elif name in model.model_fields:
-            to_validate[name] = read_scalar(raw, name)
+            to_validate[name] = read_scalar(raw, name) if forms else read_anything(raw, name)
         else:
             unknown.append(name)
     request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})

@@ -28,9 +28,9 @@ from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.block_hashes import HASH_BYTES, BlockHasher
 from scoremode_server.prefix_cache.in_flight import InFlightRequests
 from scoremode_server.prefix_cache.request import CachedRequest
-from scoremode_server.prefix_cache.run import RowsRequest, run_engine
+from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import RowStore
-from scoremode_server.rows import Rows
+from scoremode_server.rows import Columns, Rows, read_prompt_columns
 from scoremode_server.vllm_patches.weight_changes import may_go_unnoticed, within_changes
 
 logger = init_logger(f"vllm.{__name__}")
@@ -86,6 +86,24 @@ class ScoringEngine:
         if request.queue is not None:
             request.queue.done(len(request.token_ids), answer.num_cached_tokens)
         return answer
+
+    async def prompt_columns(self, request: RowsRequest) -> Columns:
+        """What the engine computes for the prompt of a request that no cache serves, as it is: for a window of a
+        reference, which has rows of another kind.
+
+        Raises:
+            EngineOutputError: the engine ended the request early, or without them.
+        """
+        arrival = time.monotonic()
+
+        def read(output: RequestOutput) -> tuple[RequestOutput, Columns]:
+            return output, read_prompt_columns(output)
+
+        output, columns = await in_engine(self._engine, request, read)
+        self._metrics.count(output, len(request.token_ids) - 1, arrival)
+        if request.queue is not None:
+            request.queue.done(len(request.token_ids), 0)
+        return columns
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
         """The tokens [n] int32 of a request that the cache can serve."""

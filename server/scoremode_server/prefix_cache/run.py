@@ -5,10 +5,10 @@ step is forced to emit t[-1], and its raw logprob is the last target's. So no te
 as the model's context fits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -23,6 +23,8 @@ from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import Rows, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
+
+T = TypeVar("T")
 
 
 def engine_id(request_id: str) -> str:
@@ -163,6 +165,25 @@ async def run_engine(
         EngineOutputError: the engine ended the request early.
         RequestError: the engine has died, or the server stops (503).
     """
+
+    def read(output: RequestOutput) -> Run:
+        return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output))
+
+    return await in_engine(
+        engine, request, read, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
+    )
+
+
+async def in_engine(
+    engine: EngineClient,
+    request: RowsRequest,
+    read: Callable[[RequestOutput], T],
+    *,
+    reads_prefix_cache: bool = False,
+    num_known: int = 0,
+    suffix: str = "",
+) -> T:
+    """What `read` makes of the engine's output for a request; else as `run_engine`."""
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id = request.request_id + suffix
@@ -175,7 +196,7 @@ async def run_engine(
                 output = part
         if output is None:
             raise EngineOutputError("the engine ended a request without an output")
-        rows, first = read_rows(request.token_ids, request.num_fed, request.num_columns, output)
+        return read(output)
     except EngineDeadError:
         raise engine_has_died() from None
     except UnfinishedError:
@@ -185,4 +206,3 @@ async def run_engine(
     finally:
         if queue is not None:
             queue.leave(request_id, request.num_fed, num_known)
-    return Run(output, rows, first)

@@ -8,14 +8,14 @@ import httpx
 import pytest
 
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PAGE, PERPLEXITY, SCORE, BadInput, page
-from tests.unit.server.api.light_app import light_app
+from tests.unit.server.api.light_app import light_app, no_references
 
 ROUTES = [SCORE, PERPLEXITY, COMPLETIONS]
 GOOD = {"prompt": [5, 6, 7]}
 
 
 def client(max_request_bytes: int = 16 * 1024**2) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(light_app(max_request_bytes), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(light_app(max_request_bytes, references=no_references), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://light")
 
 

@@ -1,0 +1,203 @@
+"""`POST /v1/kld`: how far the served model's distributions are from a reference's, position by position."""
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
+from vllm.logger import init_logger
+
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
+from scoremode_server.api.disconnects import until_disconnect
+from scoremode_server.api.error_responses import ScoremodeRoute, error_content
+from scoremode_server.api.references import references_of
+from scoremode_server.api.request_ids import request_id_of
+from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
+from scoremode_server.api.score import ERROR_RESPONSES
+from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.run import engine_id
+from scoremode_server.references.directory import StoredReference
+from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.references import ComparedWindow
+from scoremode_server.scoring.scorer import ScoreSettings
+
+logger = init_logger("vllm.scoremode.kld")
+
+router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request, and what came of it so far."""
+
+    request: KldRequest
+    request_id: str
+    model_name: str
+    options: dict[str, Any]
+    reference: StoredReference
+    first: int
+    last: int
+    """The window after the last."""
+    positions: dict[int, KldPositions] = field(default_factory=dict)
+
+    @property
+    def indices(self) -> list[int]:
+        """Of the windows, in the order in which they run. For a noise floor they run the other way round: each is then
+        computed together with others than when it was recorded."""
+        windows = list(range(self.first, self.last))
+        return windows[::-1] if self.request.as_noise_floor else windows
+
+
+@router.post(
+    "/v1/kld",
+    response_model=KldResponse,
+    responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
+    summary="KL divergence of the served model from a reference",
+)
+@load_aware_call
+@until_disconnect
+async def create_kld(request: KldRequest, raw_request: Request) -> Response:
+    """Put windows of a reference through the served model, and compare the distributions over the whole vocabulary."""
+    state = scoremode_state(raw_request)
+    references_of(state)
+    state.admission.check()
+    state.limits.check_top_logprobs(request.top_logprobs)
+    with state.admission.until_stopped():
+        job = await _prepare(request, raw_request, state)
+    if request.stream:
+        return EventStream(_stream(job, state))
+    async with aclosing(_windows(job, state)) as windows:
+        data = {window.index: await asyncio.to_thread(_window, request, window) async for window in windows}
+    return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
+
+
+async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> Job:
+    model = await state.models.resolve(request.model)
+    references = references_of(state)
+    reference = await references.open(request.reference)
+    await references.check(reference, state.limits.vocab_size, state.limits.max_model_len)
+    num_windows = reference.manifest.text.num_windows
+    first, last = request.windows or (0, num_windows)
+    if not 0 <= first < last <= num_windows:
+        raise RequestError(
+            f"windows must be [first, last) within the {num_windows} of the reference, not {[first, last]}", "windows"
+        )
+    if request.as_noise_floor:
+        if (first, last) != (0, num_windows):
+            raise RequestError("a noise floor is of all windows", "windows")
+        if reference.manifest.model.fingerprint != references.model.fingerprint or model.lora is not None:
+            raise RequestError(
+                "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
+            )
+    return Job(
+        request=request,
+        request_id=f"kld-{request_id_of(raw_request)}",
+        model_name=model.name,
+        options=await state.models.engine_options(raw_request, model),
+        reference=reference,
+        first=first,
+        last=last,
+    )
+
+
+async def _windows(job: Job, state: ScoremodeState) -> AsyncGenerator[ComparedWindow, None]:
+    async with state.admission.request("/v1/kld", job.request_id) as queue:
+        settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
+        compared = references_of(state).compare(job.reference, job.indices, job.request.top_logprobs, settings)
+        async with aclosing(compared) as windows:
+            async for window in windows:
+                job.positions[window.index] = window.positions
+                yield window
+
+
+async def _stream(job: Job, state: ScoremodeState) -> AsyncGenerator[bytes, None]:
+    """An event for each window; then the result."""
+    try:
+        async with aclosing(_windows(job, state)) as windows:
+            async for window in windows:
+                yield event(await asyncio.to_thread(_window, job.request, window))
+        yield event(await _result(job, state))
+    except Exception as error:
+        # The status line has been sent, so the error is sent as an event.
+        if not isinstance(error, RequestError):
+            logger.exception("KL divergence request %s failed", job.request_id)
+        yield event(error_content(error))
+    yield LAST_EVENT
+
+
+async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
+    """All but `data`. A noise floor is kept with the reference."""
+    figures = await asyncio.to_thread(_statistics, job)
+    kld, num_scored = figures["kld"], figures["num_scored"]
+    if job.request.as_noise_floor:
+        if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
+            raise RequestError("the noise floor is infinite", "as_noise_floor")
+        floor = NoiseFloor(
+            mean=kld["mean"], p99=kld["p99"], max=kld["max"], num_scored=num_scored, created=int(time.time())
+        )
+        await references_of(state).keep_floor(job.reference, floor)
+    num_tokens = int(job.reference.text.num_tokens[job.first : job.last].sum())
+    return {
+        "id": job.request_id,
+        "object": "kld",
+        "created": int(time.time()),
+        "model": job.model_name,
+        "reference": job.reference.name,
+        "fingerprint": references_of(state).model.fingerprint,
+        "windows": [job.first, job.last],
+        "num_scored": num_scored,
+        "statistics": figures,
+        "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
+    }
+
+
+def _statistics(job: Job) -> KldStatistics:
+    in_order = [job.positions[index] for index in range(job.first, job.last)]
+    return statistics(KldPositions.concatenate(in_order), list(map(len, in_order)), job.first)
+
+
+def _window(request: KldRequest, window: ComparedWindow) -> dict[str, Any]:
+    """One window as JSON."""
+    encoded = request.encoding_format == "base64"
+    content: dict[str, Any] = {"object": "kld.window", "index": window.index, "num_scored": len(window.positions)}
+    for name, dtype in POSITION_DTYPES.items():
+        values = getattr(window.positions, name)
+        if encoded:
+            content[name] = _base64(values.astype(dtype))
+        elif name.endswith("logprobs"):
+            content[name] = json_logprobs(values)
+        else:
+            # As float64, which JSON readers get: of float32 fewer digits would be written, and another number read.
+            content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
+    if request.top_logprobs:
+        write = _top_arrays if encoded else _top_entries
+        content["top_logprobs"] = write(*window.top)
+        content["reference_top_logprobs"] = write(*window.reference_top)
+    return content
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def _top_arrays(token_ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+    return {
+        "shape": list(token_ids.shape),
+        "token_ids": _base64(token_ids.astype("<i4")),
+        "logprobs": _base64(logprobs.astype("<f4")),
+    }
+
+
+def _top_entries(token_ids: np.ndarray, logprobs: np.ndarray) -> list[list[dict[str, Any]]]:
+    return [
+        [{"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(*row, strict=True)]
+        for row in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True)
+    ]

@@ -1,0 +1,161 @@
+"""`/v1/references`: the served model's distributions over a text, recorded to compare other models with."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from math import fsum
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call
+from vllm.logger import init_logger
+
+from scoremode.metrics import count_words, exp
+from scoremode.protocol import PerplexityWindow, Reference, ReferenceDeleted, ReferenceList, ReferenceRequest
+from scoremode.windows import Window
+from scoremode_server.api.disconnects import until_disconnect
+from scoremode_server.api.error_responses import ScoremodeRoute, error_content
+from scoremode_server.api.perplexity import Job, prepare
+from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
+from scoremode_server.api.score import ERROR_RESPONSES
+from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.run import engine_id
+from scoremode_server.references.directory import StoredReference, StoredText
+from scoremode_server.references.manifest import TextPlan, text_fingerprint
+from scoremode_server.scoring.references import References, describe
+from scoremode_server.scoring.scorer import ScoreSettings
+
+logger = init_logger("vllm.scoremode.references")
+
+router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
+
+
+def references_of(state: ScoremodeState) -> References:
+    """What serves the routes of references.
+
+    Raises:
+        RequestError: the server was started without a folder for them (404).
+    """
+    if state.references is None:
+        raise RequestError(
+            "this server keeps no references: start it with --reference-dir DIR", None, HTTPStatus.NOT_FOUND
+        )
+    return state.references
+
+
+@router.get("/v1/references", response_model=ReferenceList, responses=ERROR_RESPONSES, summary="All references")
+async def list_references(raw_request: Request) -> ReferenceList:
+    """The references in the server's folder, by name."""
+    return ReferenceList(data=await references_of(scoremode_state(raw_request)).all())
+
+
+@router.get(
+    "/v1/references/{name}", response_model=Reference, responses=ERROR_RESPONSES, summary="What is known of a reference"
+)
+async def get_reference(name: str, raw_request: Request) -> Reference:
+    """One reference, complete or not."""
+    reference = await references_of(scoremode_state(raw_request)).open(name, "name")
+    return await asyncio.to_thread(describe, reference)
+
+
+@router.delete(
+    "/v1/references/{name}", response_model=ReferenceDeleted, responses=ERROR_RESPONSES, summary="Delete a reference"
+)
+async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
+    """Remove a reference from disk. Comparisons with it that are under way end with an error."""
+    await references_of(scoremode_state(raw_request)).delete(name)
+    return ReferenceDeleted(name=name)
+
+
+@router.post(
+    "/v1/references",
+    response_model=Reference,
+    responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
+    summary="Record the served model as a reference",
+)
+@load_aware_call
+@until_disconnect
+async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
+    """Score a text's windows and keep their hidden states. The same request again goes on where it was interrupted."""
+    state = scoremode_state(raw_request)
+    references = references_of(state)
+    state.admission.check()
+    with state.admission.until_stopped():
+        job = await prepare(request, raw_request, state)
+        if job.options["lora_request"] is not None:
+            raise RequestError("an adapter cannot be recorded as a reference", "model")
+        text, plan = await asyncio.to_thread(_plan, job)
+        reference = await references.begin(request.name, plan, text)
+    if request.stream:
+        return EventStream(_stream(job, state, reference))
+    async with aclosing(_recorded_windows(job, state, reference)) as windows:
+        async for _ in windows:
+            pass
+    reference = await references.open(request.name, "name")
+    return json_response((await asyncio.to_thread(describe, reference)).model_dump())
+
+
+def _plan(job: Job) -> tuple[StoredText, TextPlan]:
+    """What is kept of the text and its windows."""
+    of_document: dict[int, list[Window]] = {id(document.token_ids): [] for document in job.documents}
+    for planned in job.run.windows:
+        of_document[id(planned.document)].append(planned.window)
+    text = StoredText.of([(document.token_ids, of_document[id(document.token_ids)]) for document in job.documents])
+    texts = [document.text for document in job.documents if document.text]
+    method = job.request.method
+    plan = TextPlan(
+        fingerprint=text_fingerprint(text.token_ids, text.windows, method),
+        method=method,
+        context_length=job.context_length,
+        stride=job.stride,
+        num_tokens=len(text.token_ids),
+        num_windows=len(text.windows),
+        num_scored=sum(planned.window.num_scored for planned in job.run.windows),
+        num_bytes=sum(len(each.encode()) for each in texts) or None,
+        num_words=sum(map(count_words, texts)) or None,
+    )
+    return text, plan
+
+
+async def _recorded_windows(
+    job: Job, state: ScoremodeState, reference: StoredReference
+) -> AsyncGenerator[PerplexityWindow, None]:
+    """Progress with each window that was not there before. At the end the reference has its perplexity. The files of a
+    complete one are read too, so that asking again mends what was damaged."""
+    references = references_of(state)
+    nlls: list[np.ndarray] = []
+    nll_sum, num_scored = 0.0, 0
+    async with state.admission.request("/v1/references", job.request_id) as queue:
+        settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
+        async with aclosing(references.record(reference, settings)) as windows:
+            async for window in windows:
+                nlls.append(window.nlls)
+                nll_sum, num_scored = nll_sum + fsum(window.nlls), num_scored + len(window.nlls)
+                if window.is_new:
+                    yield PerplexityWindow(
+                        index=window.index,
+                        num_windows=len(job.run.windows),
+                        num_scored=len(window.nlls),
+                        nll_sum=fsum(window.nlls),
+                        perplexity=exp(nll_sum / num_scored),
+                        total_scored=num_scored,
+                    )
+    await references.finish(reference, nlls)
+
+
+async def _stream(job: Job, state: ScoremodeState, reference: StoredReference) -> AsyncGenerator[bytes, None]:
+    """An event for each window, in order; then the reference."""
+    try:
+        async with aclosing(_recorded_windows(job, state, reference)) as windows:
+            async for progress in windows:
+                yield event(progress.model_dump())
+        finished = await references_of(state).open(reference.name, "name")
+        yield event((await asyncio.to_thread(describe, finished)).model_dump())
+    except Exception as error:
+        # The status line has been sent, so the error is sent as an event.
+        if not isinstance(error, RequestError):
+            logger.exception("Recording request %s failed", job.request_id)
+        yield event(error_content(error))
+    yield LAST_EVENT

@@ -1,0 +1,500 @@
+"""References of a server: which there are, whether they fit the served model, and their windows through the engine.
+
+Knows no HTTP. Files are touched in threads.
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.engine.protocol import EngineClient
+from vllm.logger import init_logger
+from vllm.utils import random_uuid
+
+from scoremode.kld import KldPositions
+from scoremode.metrics import perplexity
+from scoremode.protocol import NoiseFloor, Reference
+from scoremode_server.errors import EngineOutputError, RequestError
+from scoremode_server.prefix_cache.engine import ScoringEngine
+from scoremode_server.prefix_cache.run import RowsRequest
+from scoremode_server.references.directory import (
+    NoReferenceError,
+    ReferenceDirectory,
+    StoredReference,
+    StoredText,
+)
+from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
+from scoremode_server.references.tensor_files import BrokenFileError
+from scoremode_server.rows import Columns, json_logprobs, missing_row
+from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.reference_windows import WindowMark
+from scoremode_server.vllm_patches.window_params import WindowParams, call_workers
+
+# vLLM writes what comes below its own name.
+logger = init_logger("vllm.scoremode.references")
+
+SECONDS_TO_WRITE = 120
+"""In which a window that the engine has computed must be on disk."""
+
+SECONDS_TO_ASK = 1
+"""After which the workers are asked why it is not."""
+
+POLL_SECONDS = 0.005
+"""After which it is first looked for; then after twice as long each time, up to `MAX_POLL_SECONDS`."""
+
+MAX_POLL_SECONDS = 0.25
+
+KEPT_OPEN = 8
+"""References whose tokens are kept in memory: a client asks for the windows of one by one, in requests of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWindow:
+    """A window that is on disk."""
+
+    index: int
+    nlls: np.ndarray
+    """[scored] float64, in nats."""
+    is_new: bool
+    """Whether it was not there before this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedWindow:
+    """The targets of a window: q is the served model's distribution, p the reference's.
+
+    Attributes:
+        index: of the window.
+        positions: arrays over the targets.
+        top: token ids and logprobs [scored, k] of the k likeliest in q, the likeliest first.
+        reference_top: in p.
+    """
+
+    index: int
+    positions: KldPositions
+    top: tuple[np.ndarray, np.ndarray]
+    reference_top: tuple[np.ndarray, np.ndarray]
+
+    @classmethod
+    def of(cls, index: int, columns: Columns) -> "ComparedWindow":
+        """From what an engine worker returned; `vllm_patches.reference_windows` has the order of columns."""
+        token_ids, logprobs, ranks = columns
+        width = token_ids.shape[1] // 2
+        served, reference = slice(1, width), slice(width + 1, 2 * width)
+        positions = KldPositions(
+            token_ids=token_ids[:, 0],
+            kld=logprobs[:, -3],
+            reverse_kld=logprobs[:, -2],
+            acceptance=logprobs[:, -1],
+            logprobs=logprobs[:, 0],
+            reference_logprobs=logprobs[:, width],
+            ranks=ranks,
+            reference_ranks=token_ids[:, -1],
+            top_token_ids=token_ids[:, 1],
+            reference_top_token_ids=token_ids[:, width + 1],
+            reference_confidence=np.exp(logprobs[:, width + 1]),
+        )
+        return cls(
+            index,
+            positions,
+            (token_ids[:, served], logprobs[:, served]),
+            (token_ids[:, reference], logprobs[:, reference]),
+        )
+
+
+class References:
+    """What `/v1/references` and `/v1/kld` do."""
+
+    def __init__(
+        self, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
+    ) -> None:
+        self._directory = ReferenceDirectory(root)
+        self._client = client
+        self._engine = engine
+        self._turns = turns
+        self.model = model
+        self._head: HeadFormat | None = None
+        self._head_bytes: int | None = None
+        self._opened: OrderedDict[str, StoredReference] = OrderedDict()
+        """By name, those that were asked for last."""
+        self._beginning = asyncio.Lock()
+
+    async def all(self) -> list[Reference]:
+        """Those whose manifest can be read."""
+        return await asyncio.to_thread(lambda: [describe(each) for each in self._directory.all()])
+
+    async def open(self, name: str, param: str = "reference") -> StoredReference:
+        """The reference of a name, which is the request's field `param`.
+
+        Raises:
+            RequestError: there is none (404), or it is damaged (409).
+        """
+        try:
+            reference = await asyncio.to_thread(self._directory.open, name)
+        except NoReferenceError as error:
+            self._opened.pop(name, None)
+            raise RequestError(str(error), param, HTTPStatus.NOT_FOUND) from None
+        except BrokenFileError as error:
+            raise self._broken(name, error, param) from None
+        # With the tokens that were read for it, as long as the manifest is the same.
+        reference = known if (known := self._opened.pop(name, None)) == reference else reference
+        self._opened[name] = reference
+        if len(self._opened) > KEPT_OPEN:
+            self._opened.popitem(last=False)
+        return reference
+
+    async def delete(self, name: str) -> None:
+        """Remove a reference.
+
+        Raises:
+            RequestError: there is none (404), or its folder cannot be changed.
+        """
+        try:
+            await asyncio.to_thread(self._directory.delete, name)
+        except NoReferenceError as error:
+            raise RequestError(str(error), "name", HTTPStatus.NOT_FOUND) from None
+        except OSError as error:
+            raise self._unwritable(name, error) from None
+
+    async def begin(self, name: str, plan: TextPlan, text: StoredText) -> StoredReference:
+        """The reference to record into: a new one, or one of the same model and text that is not complete.
+
+        Raises:
+            RequestError: there is another of that name (409), or this model's logits are not what a reference can keep.
+        """
+        # One at a time: the workers write an LM head for each.
+        async with self._beginning:
+            return await self._begin(name, plan, text)
+
+    async def _begin(self, name: str, plan: TextPlan, text: StoredText) -> StoredReference:
+        head = await self._served_head()
+        new = Manifest(identity=uuid.uuid4().hex, created=int(time.time()), model=self.model, head=None, text=plan)
+        try:
+            reference = await asyncio.to_thread(self._directory.create, name, new, text)
+        except FileExistsError:
+            reference = await self.open(name, "name")
+        except OSError as error:
+            raise self._unwritable(name, error) from None
+        of_disk = reference.manifest
+        if of_disk.model.fingerprint != self.model.fingerprint or of_disk.text.fingerprint != plan.fingerprint:
+            what = "model" if of_disk.model.fingerprint != self.model.fingerprint else "text or other windows"
+            raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
+        if of_disk.head is None or not await asyncio.to_thread(_has_head, reference):
+            failures = await call_workers(self._client, "scoremode_write_head", name)
+            if failure := next(filter(None, failures), None):
+                raise self._unwritable(name, failure)
+            reference = await asyncio.to_thread(reference.save, of_disk.model_copy(update={"head": head}))
+        return reference
+
+    async def _served_head(self) -> HeadFormat:
+        if self._head is None:
+            answers = await call_workers(self._client, "scoremode_describe_head")
+            described = next((each for each in answers if isinstance(each, dict)), None)
+            if described is None:
+                raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
+            self._head = HeadFormat.model_validate(described)
+        return self._head
+
+    async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[RecordedWindow, None]:
+        """Every window in order, once it is on disk. Those that were recorded before are read.
+
+        Raises:
+            RequestError: a window could not be written, or see `Scorer.scores`.
+            EngineOutputError: the engine computed no logprob, or NaN.
+        """
+        text = await self._text(reference)
+        recorded = await asyncio.to_thread(reference.recorded)
+
+        def windows() -> Iterator[Coroutine[Any, Any, RecordedWindow]]:
+            for index in range(len(text.windows)):
+                if index in recorded:
+                    yield self._found(reference, index, text, settings)
+                else:
+                    yield self._recorded(reference, index, *_counted_in(text, index, settings), settings)
+
+        async with aclosing(settings.queue.in_order(windows())) as in_order:
+            async for window in in_order:
+                yield window
+
+    async def _found(
+        self, reference: StoredReference, index: int, text: StoredText, settings: ScoreSettings
+    ) -> RecordedWindow:
+        """A window that has a file; it is recorded again where that is damaged."""
+        try:
+            _, logprobs = await asyncio.to_thread(reference.read_shard, index)
+        except BrokenFileError as error:
+            logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
+            try:
+                # Nobody must take it for the new one.
+                await asyncio.to_thread(reference.shard(index).unlink, missing_ok=True)
+            except OSError as failure:
+                raise self._unwritable(reference.name, failure) from None
+            return await self._recorded(reference, index, *_counted_in(text, index, settings), settings)
+        return RecordedWindow(index, -json_logprobs(logprobs.numpy()), is_new=False)
+
+    async def _recorded(
+        self, reference: StoredReference, index: int, token_ids: list[int], first: int, settings: ScoreSettings
+    ) -> RecordedWindow:
+        mark = _mark("record", reference, index, token_ids, first)
+        _, columns, _ = await self._engine.prompt_columns(_window_request(token_ids, mark, settings))
+        _check_rows(np.isnan(columns[:, 0]), len(token_ids), first)
+        await self._written(reference, index)
+        await self._turns.take()
+        return RecordedWindow(index, -json_logprobs(columns[:, 0]), is_new=True)
+
+    async def _written(self, reference: StoredReference, index: int) -> None:
+        """Wait until a window that was computed is on disk."""
+        path, start, pause = reference.shard(index), time.monotonic(), POLL_SECONDS
+        asked = start
+        while not await asyncio.to_thread(path.exists):
+            await asyncio.sleep(pause)
+            pause, now = min(2 * pause, MAX_POLL_SECONDS), time.monotonic()
+            if now - asked < SECONDS_TO_ASK:
+                continue
+            asked = now
+            failures = await call_workers(self._client, "scoremode_write_failure", reference.manifest.identity, index)
+            if failure := next(filter(None, failures), None):
+                raise self._unwritable(reference.name, failure)
+            if now - start > SECONDS_TO_WRITE:
+                raise self._unwritable(reference.name, f"window {index} is not there after {SECONDS_TO_WRITE} s")
+
+    async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
+        """Keep the perplexity of a reference, once all windows are recorded.
+
+        Raises:
+            RequestError: the reference was deleted, or its manifest cannot be written.
+        """
+        result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
+        await self._save(reference, {"result": result})
+        await asyncio.to_thread(reference.remove_partial_files)
+
+    async def keep_floor(self, reference: StoredReference, floor: NoiseFloor) -> None:
+        """Keep the noise floor of a reference.
+
+        Raises:
+            RequestError: as for `finish`.
+        """
+        await self._save(reference, {"noise_floor": floor})
+
+    async def _save(self, reference: StoredReference, changes: dict[str, Any]) -> None:
+        """Change the manifest that is on disk now, unless it is another reference's."""
+        current = await self._same(reference)
+        try:
+            await asyncio.to_thread(current.save, current.manifest.model_copy(update=changes))
+        except OSError as error:
+            raise self._unwritable(reference.name, error) from None
+
+    async def _same(self, reference: StoredReference) -> StoredReference:
+        """A reference as it is on disk now.
+
+        Raises:
+            RequestError: it was deleted meanwhile.
+        """
+        current = await self.open(reference.name)
+        if current.manifest.identity != reference.manifest.identity:
+            raise RequestError(
+                f"reference {reference.name!r} was deleted meanwhile, and another has its name now",
+                "reference",
+                HTTPStatus.CONFLICT,
+            )
+        return current
+
+    async def _text(self, reference: StoredReference) -> StoredText:
+        try:
+            return await asyncio.to_thread(lambda: reference.text)
+        except BrokenFileError as error:
+            raise self._broken(reference.name, error) from None
+
+    async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
+        """Make sure that the served model can be compared with a reference.
+
+        Raises:
+            RequestError: it is not complete, of another tokenizer or vocabulary, or too large.
+        """
+        manifest = reference.manifest
+        if manifest.head is None or manifest.result is None:
+            raise RequestError(
+                f"reference {reference.name!r} is not complete: record it again, and it goes on", "reference"
+            )
+        if manifest.head.vocab_size != vocab_size:
+            raise RequestError(
+                f"reference {reference.name!r} has a vocabulary of {manifest.head.vocab_size} tokens, and the served "
+                f"model one of {vocab_size}",
+                "reference",
+            )
+        if manifest.model.tokenizer_fingerprint != self.model.tokenizer_fingerprint:
+            raise RequestError(f"reference {reference.name!r} was made with another tokenizer", "reference")
+        longest = int((await self._text(reference)).num_tokens.max())
+        if longest > max_model_len:
+            raise RequestError(
+                f"reference {reference.name!r} has windows of {longest} tokens, and the served model takes "
+                f"{max_model_len}",
+                "reference",
+            )
+        room = await self._room()
+        if manifest.head.num_bytes > room:
+            raise RequestError(
+                f"the LM head of reference {reference.name!r} has {manifest.head.num_bytes} bytes, and this server "
+                f"reserved {room}: start it again now that the reference is there",
+                "reference",
+            )
+
+    async def _room(self) -> int:
+        """Bytes of the largest LM head that fits; workers answer between two steps, and it stays the same."""
+        if self._head_bytes is None:
+            self._head_bytes = max(await call_workers(self._client, "scoremode_head_bytes"))
+        return self._head_bytes
+
+    async def compare(
+        self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
+    ) -> AsyncGenerator[ComparedWindow, None]:
+        """The windows of a reference through the served model, in the order of `indices`.
+
+        Raises:
+            RequestError: a file of the reference is missing or not what was written, or see `Scorer.scores`.
+            EngineOutputError: the engine computed no logprob, or NaN.
+        """
+
+        text = await self._text(reference)
+
+        def windows() -> Iterator[Coroutine[Any, Any, ComparedWindow]]:
+            for index in indices:
+                token_ids, first = _counted_in(text, index, settings)
+                yield self._compared(reference, index, token_ids, first, num_top, settings)
+
+        async with aclosing(settings.queue.in_order(windows())) as compared:
+            async for window in compared:
+                yield window
+
+    async def _compared(
+        self,
+        reference: StoredReference,
+        index: int,
+        token_ids: list[int],
+        first: int,
+        num_top: int,
+        settings: ScoreSettings,
+    ) -> ComparedWindow:
+        mark = _mark("compare", reference, index, token_ids, first, num_top)
+        columns = await self._engine.prompt_columns(_window_request(token_ids, mark, settings))
+        window = ComparedWindow.of(index, columns)
+        # Infinite divergences are numbers.
+        is_nan = np.any(np.isnan(columns[1]), axis=1)
+        if is_nan.any():
+            await self._explain(reference, index)
+        _check_rows(is_nan, len(token_ids), first)
+        await self._turns.take()
+        return window
+
+    async def _explain(self, reference: StoredReference, index: int) -> None:
+        """Find out whether a file of the reference is at fault, where figures are not numbers.
+
+        Raises:
+            RequestError: one is.
+        """
+        await self._same(reference)
+        try:
+            await asyncio.to_thread(reference.read_shard, index)
+            await asyncio.to_thread(reference.read_head)
+        except BrokenFileError as error:
+            raise self._broken(reference.name, error) from None
+
+    def _broken(self, name: str, error: BrokenFileError, param: str = "reference") -> RequestError:
+        reason = self._without_folder(name, error)
+        return RequestError(f"reference {name!r} is damaged: {reason}", param, HTTPStatus.CONFLICT)
+
+    def _unwritable(self, name: str, failure: OSError | str) -> RequestError:
+        reason = self._without_folder(name, failure)
+        return RequestError(
+            f"reference {name!r} could not be written: {reason}", "name", HTTPStatus.INSUFFICIENT_STORAGE
+        )
+
+    def _without_folder(self, name: str, reason: object) -> str:
+        """What went wrong with a file of a reference: of paths from the root vLLM tells clients nothing."""
+        return str(reason).replace(f"{self._directory.root / name}{os.sep}", "")
+
+
+def describe(reference: StoredReference) -> Reference:
+    """What is told of a reference."""
+    manifest, text, model = reference.manifest, reference.manifest.text, reference.manifest.model
+    result = manifest.result
+    return Reference(
+        name=reference.name,
+        created=manifest.created,
+        complete=result is not None,
+        **model.model_dump(exclude={"tokenizer_fingerprint"}),
+        vocab_size=0 if manifest.head is None else manifest.head.vocab_size,
+        text_fingerprint=text.fingerprint,
+        **text.model_dump(exclude={"fingerprint"}),
+        num_recorded=len(reference.recorded()),
+        disk_bytes=reference.disk_bytes(),
+        perplexity=None if result is None else result.perplexity,
+        perplexity_stderr=None if result is None else result.perplexity_stderr,
+        nll_mean=None if result is None else result.nll_mean,
+        noise_floor=manifest.noise_floor,
+    )
+
+
+def _mark(
+    action: Any, reference: StoredReference, index: int, token_ids: list[int], first: int, num_top: int = 0
+) -> WindowMark:
+    return WindowMark(
+        action=action,
+        reference=reference.name,
+        identity=reference.manifest.identity,
+        index=index,
+        first=first,
+        num_scored=len(token_ids) - first,
+        last_token=token_ids[-1],
+        num_top=num_top,
+    )
+
+
+def _window_request(token_ids: list[int], mark: WindowMark, settings: ScoreSettings) -> RowsRequest:
+    request = RowsRequest.score(
+        token_ids,
+        request_id=f"{settings.request_id}-{mark.index}",
+        # Hidden states of cached positions are not there, so that nobody would read what this leaves in the cache.
+        cache_salt=random_uuid(),
+        use_cache=False,
+        options=settings.options,
+        queue=settings.queue,
+    )
+    return replace(request, params=WindowParams.mark(request.params, mark))
+
+
+def _counted_in(text: StoredText, index: int, settings: ScoreSettings) -> tuple[list[int], int]:
+    """A window's tokens and the position of its first target, as it is begun."""
+    token_ids, first = text.window(index)
+    settings.queue.add(1, len(token_ids))
+    return token_ids, first
+
+
+def _check_rows(is_nan: np.ndarray, num_tokens: int, first: int) -> None:
+    """Make sure that there is a row [scored] for each target, and none that is NaN.
+
+    Raises:
+        EngineOutputError: there is not; it names the first position that is NaN.
+    """
+    if len(is_nan) != num_tokens - first:
+        raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {num_tokens - first} of a window")
+    if is_nan.any():
+        raise missing_row(first + int(is_nan.argmax()))
+
+
+def _has_head(reference: StoredReference) -> bool:
+    try:
+        reference.read_head()
+    except BrokenFileError:
+        return False
+    return True
