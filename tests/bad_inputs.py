@@ -13,6 +13,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 SCORE = "/v1/score"
 PERPLEXITY = "/v1/perplexity"
 COMPLETIONS = "/v1/completions"
+REFERENCES = "/v1/references"
+KLD = "/v1/kld"
 
 JSON = {"Content-Type": "application/json"}
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -20,7 +22,8 @@ TOO_MANY_DIGITS = "1" * 5000
 
 
 class BadInput(NamedTuple):
-    """A request that is refused, on a server whose context is 2,048 tokens and whose vocabulary ends before 10**6."""
+    """A request that is refused, on a server that has a context of 2,048 tokens, a vocabulary that ends before 10**6,
+    and a folder for references."""
 
     wrong: str
     route: str
@@ -59,7 +62,6 @@ BODIES: list[tuple[Any, ...]] = [
     ("a number that is none", b'{"prompt": [5, 06]}', 400, "prompt", NOT_JSON + "invalid number (byte 16)"),
     ("NaN", b'{"prompt": [5, 6], "temperature": NaN}', 400, "temperature", NOT_JSON + "invalid character"),
     ("UTF-16", '{"prompt": "a"}'.encode("utf-16"), 400, None, NOT_JSON + "invalid character (byte 0)"),
-    ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', 400, "prompt", "prompt is not valid UTF-8"),
     ("a name that is not UTF-8", b'{"caf\xe9": 1}', 400, None, NOT_JSON + "the name of a field is not UTF-8"),
     ("a model that is not UTF-8", b'{"prompt": [5], "model": "\xff"}', 400, "model", "model is not valid UTF-8"),
     ("nested too deep", b'{"prompt": ' + b"[" * 100_000, 400, None, NOT_JSON + "it is nested too deep"),
@@ -67,6 +69,13 @@ BODIES: list[tuple[Any, ...]] = [
     ("half of one in a list", b'{"prompt": ["a", "\\ud800 b"]}', 400, "prompt", f"prompt: {SURROGATE}"),
     ("half of one in the model", b'{"prompt": [5], "model": "\\ud800"}', 400, "model", f"model: {SURROGATE}"),
     ("half of one in a name", b'{"prompt": [5], "\\ud800": 1}', 400, None, f"the name of a field: {SURROGATE}"),
+    ("a number of 5,000 digits", f'{{"model": {TOO_MANY_DIGITS}}}'.encode(), 400, "model", "model: number too large"),
+    ("a model of a wrong type", {"prompt": [5], "model": 5}, 400, "model", "model: should be a valid string"),
+]
+"""(what is wrong, body, status, param, message) on every route."""
+
+PROMPTS: list[tuple[Any, ...]] = [
+    ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', 400, "prompt", "prompt is not valid UTF-8"),
     (
         "a token id of 5,000 digits",
         f'{{"prompt": [5, {TOO_MANY_DIGITS}]}}'.encode(),
@@ -74,7 +83,6 @@ BODIES: list[tuple[Any, ...]] = [
         "prompt",
         "prompt[1]: number",
     ),
-    ("a number of 5,000 digits", f'{{"model": {TOO_MANY_DIGITS}}}'.encode(), 400, "model", "model: number too large"),
     ("a number past float64", b'{"prompt": [5, 1e999]}', 400, "prompt", "prompt[1]: number too large"),
     ("a prompt of a wrong type", {"prompt": 5}, 400, "prompt", "prompt: must be"),
     ("a fraction among token ids", {"prompt": [5, 6, 1.5]}, 400, "prompt", "prompt[2] must be a token id, not a float"),
@@ -82,9 +90,8 @@ BODIES: list[tuple[Any, ...]] = [
     ("a text among token ids", {"prompt": [1, "a"]}, 400, "prompt", "prompt[1] must be a token id, not a string"),
     ("null among token ids", {"prompt": [1, None]}, 400, "prompt", "prompt[1] must be a token id, not null"),
     ("an object among token ids", {"prompt": [1, {}]}, 400, "prompt", "prompt[1] must be a token id, not an object"),
-    ("a model of a wrong type", {"prompt": [5], "model": 5}, 400, "model", "model: should be a valid string"),
 ]
-"""(what is wrong, body, status, param, message) on every route."""
+"""On every route that has a prompt."""
 
 SCORE_OR_COMPLETIONS = [
     ("a number among texts", {"prompt": ["a", 1]}, 400, "prompt", "prompt[1] must be a string, not a number"),
@@ -229,18 +236,82 @@ OF_COMPLETIONS: list[tuple[Any, ...]] = [
     ("a sequence too long", scoring(prompt=[5] * 2049), 400, "input_tokens", "This model's", JSON, True),
 ]
 
-ON_EVERY_ROUTE: list[tuple[Any, ...]] = [
-    *BODIES,
+OF_REFERENCES: list[tuple[Any, ...]] = [
+    ("no name", {"prompt": [5, 6]}, 400, "name", "name is required"),
+    ("a path as name", {"prompt": [5, 6], "name": "../a"}, 400, "name", "name: String should match pattern"),
+    ("a hidden name", {"prompt": [5, 6], "name": ".a"}, 400, "name", "name: String should match pattern"),
+    ("an empty name", {"prompt": [5, 6], "name": ""}, 400, "name", "name: String should match pattern"),
+    ("a name with a line break", {"prompt": [5, 6], "name": "a\n"}, 400, "name", "name: String should match pattern"),
+    ("a name too long", {"prompt": [5, 6], "name": "a" * 129}, 400, "name", "name: String should match pattern"),
+    ("a number as name", {"prompt": [5, 6], "name": 5}, 400, "name", "name: should be a valid string"),
+    ("no text", {"name": "a"}, 400, "prompt", "give either prompt, one text, or texts, several"),
+    ("a text too short", {"name": "a", "prompt": [5]}, 400, "prompt", "no token can be scored: prompt has 1 tokens"),
+    ("an unknown method", {"name": "a", "prompt": [5], "method": "strided"}, 400, "method", "method: should be"),
+    ("a window too long", {"name": "a", "prompt": [5, 6], "context_length": 2049}, 400, "context_length", ""),
+    (
+        "an unknown field",
+        {"name": "a", "prompt": [5, 6], "overwrite": True},
+        400,
+        "overwrite",
+        "unknown field overwrite",
+    ),
+    ("an unknown model", {"name": "a", "prompt": [5, 6], "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
+]
+
+OF_KLD: list[tuple[Any, ...]] = [
+    ("no reference", {}, 400, "reference", "reference is required"),
+    ("a path as reference", {"reference": "../a"}, 400, "reference", "reference: String should match pattern"),
+    ("an unknown reference", {"reference": "x"}, 404, "reference", "there is no reference 'x'"),
+    ("a number as windows", {"reference": "x", "windows": 1}, 400, "windows", "windows: should be a valid list"),
+    ("one window", {"reference": "x", "windows": [1]}, 400, "windows", "windows: List should have at least 2 items"),
+    (
+        "texts as windows",
+        {"reference": "x", "windows": ["0", "1"]},
+        400,
+        "windows",
+        "windows[0]: should be a valid int",
+    ),
+    ("too many windows", {"reference": "x", "windows": [0] * 500_001}, 400, "windows", "windows has 500001 values"),
+    (
+        "too many alternatives",
+        {"reference": "x", "top_logprobs": 21},
+        400,
+        "top_logprobs",
+        "top_logprobs: should be",
+    ),
+    (
+        "an unknown encoding",
+        {"reference": "x", "encoding_format": "hex"},
+        400,
+        "encoding_format",
+        "encoding_format: ",
+    ),
+    (
+        "a boolean as text",
+        {"reference": "x", "as_noise_floor": "no"},
+        400,
+        "as_noise_floor",
+        "as_noise_floor: should",
+    ),
+    ("a prompt", {"reference": "x", "prompt": [5, 6]}, 400, "prompt", "unknown field prompt"),
+    ("an unknown model", {"reference": "x", "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
+]
+
+HEADERS: list[tuple[Any, ...]] = [
     ("compressed", b"\x1f\x8b\x08", 415, None, "Content-Encoding gzip is not", {**JSON, "Content-Encoding": "gzip"}),
     ("another type", b"prompt=a", 400, None, "Unsupported Media Type: Only 'application/json'", FORM),
 ]
 
+WITH_A_PROMPT: list[tuple[Any, ...]] = [*BODIES, *PROMPTS, *HEADERS]
+
 BAD_INPUTS = [
     BadInput(wrong, route, *row)
     for route, rows in (
-        (SCORE, [*ON_EVERY_ROUTE, *SCORE_OR_COMPLETIONS, *OF_SCORE]),
-        (PERPLEXITY, [*ON_EVERY_ROUTE, *OF_PERPLEXITY]),
-        (COMPLETIONS, [*ON_EVERY_ROUTE, *SCORE_OR_COMPLETIONS, *OF_COMPLETIONS]),
+        (SCORE, [*WITH_A_PROMPT, *SCORE_OR_COMPLETIONS, *OF_SCORE]),
+        (PERPLEXITY, [*WITH_A_PROMPT, *OF_PERPLEXITY]),
+        (COMPLETIONS, [*WITH_A_PROMPT, *SCORE_OR_COMPLETIONS, *OF_COMPLETIONS]),
+        (REFERENCES, [*WITH_A_PROMPT, *OF_REFERENCES]),
+        (KLD, [*BODIES, *HEADERS, *OF_KLD]),
     )
     for wrong, *row in rows
 ]
@@ -256,8 +327,9 @@ A body is JSON in UTF-8 (RFC 8259), uncompressed, and at most `--max-request-byt
 Half a surrogate pair, which JSON can write as an escape and UTF-8 cannot, is refused wherever it is. A field has at
 most 100,000 lists of token ids, and fields of `/v1/completions` other than the prompt have at most 500,000 values.
 
-`/v1/score` and `/v1/perplexity` coerce nothing: `"top_logprobs": "5"` and an unknown field are errors.
-`/v1/completions` validates as vLLM does.
+Scoremode's own routes coerce nothing: `"top_logprobs": "5"` and an unknown field are errors.
+`/v1/completions` validates as vLLM does. Without `--reference-dir` whatever else is sent to `/v1/references` and
+`/v1/kld` is answered 404.
 
 Each of these requests is sent by a test. Messages are shown as they begin. `tests/bad_inputs.py` has the table, and
 `make errors` writes this page.

@@ -10,6 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from demo_model import cache_root, demo_model, made_once
+from rounded_model import rounded_model
 from tests import models
 from tests.shared_servers import Servers, needed
 
@@ -57,6 +58,13 @@ def int8_smollm2(smollm2) -> Path:
         cache_root() / "SmolLM2-135M-INT8-last-block",
         lambda folder: models.int8_model(smollm2, folder, last_blocks=1, symmetric_activations=False),
     )
+
+
+@pytest.fixture(scope="session")
+def rounded_smollm2(smollm2, tmp_path_factory) -> Path:
+    """SmolLM2 with weights rounded to 4 bits, as float32, and an LM head that is 0.9 times its embedding."""
+    folder = tmp_path_factory.mktemp("models")
+    return models.with_scaled_head(rounded_model(smollm2, folder / "rounded"), folder / "scaled", 0.9)
 
 
 @pytest.fixture(scope="session")

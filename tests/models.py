@@ -11,7 +11,13 @@ from compressed_tensors.compressors.naive_quantized import IntQuantizationCompre
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 BOS, EOS = "<s>", "</s>"
 LARGEST_INT8 = 127
@@ -57,6 +63,61 @@ def random_llama(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def with_scaled_head(source: Path, path: Path, factor: float) -> Path:
+    """Writes `source`, whose LM head is its embedding, with a head of its own, that times `factor`."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, path)
+    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def random_gemma(path: Path, *, seed: int = 0, vocab_size: int = 262_144, soft_cap: float = 30.0) -> Path:
+    """Writes a float32 Gemma 2 with random weights, two blocks, and no tokenizer: a large vocabulary, an LM head that
+    is the embedding, and logits that are capped."""
+    config = Gemma2Config(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        max_position_embeddings=512,
+        sliding_window=256,
+        initializer_range=0.1,
+        final_logit_softcapping=soft_cap,
+        # transformers' fast attention leaves it out.
+        attn_logit_softcapping=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Gemma2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def disturbed(source: Path, path: Path, share: float) -> Path:
+    """Writes `source` with normal noise of a share of each weight's standard deviation added to it."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, path)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(source / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensors[name] = tensor + share * tensor.std() * noise
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 

@@ -53,6 +53,55 @@ def ranks(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     return results
 
 
+class Divergence(NamedTuple):
+    """Two distributions over the vocabulary at each token but the first: p of the base and q of another model. All
+    [n - 1] float64, nats; tops are token ids."""
+
+    kld: np.ndarray
+    """KL(p||q)."""
+    reverse_kld: np.ndarray
+    acceptance: np.ndarray
+    """The sum of min(p, q)."""
+    logprobs: np.ndarray
+    """Of the tokens in q."""
+    reference_logprobs: np.ndarray
+    top_token_ids: np.ndarray
+    reference_top_token_ids: np.ndarray
+    reference_confidence: np.ndarray
+    """The largest probability in p."""
+
+
+def divergences(base_path: Path, other_path: Path, sequences: Sequence[Tokens]) -> list[Divergence]:
+    """How far a model is from a base, both in float32; what follows from their logits is in float64."""
+    base, other = _float32_model(base_path), _float32_model(other_path)
+    return [divergence(_logits(base, tokens), _logits(other, tokens), tokens) for tokens in sequences]
+
+
+def int8_divergences(
+    base_path: Path, int8_path: Path, sequences: Sequence[Tokens], *, saturates: bool = False
+) -> list[Divergence]:
+    """The same of a checkpoint whose weights and activations are INT8, beside a base in float32."""
+    base, other = _float32_model(base_path), _int8_model(int8_path, saturates)
+    return [divergence(_logits(base, tokens), _logits(other, tokens), tokens) for tokens in sequences]
+
+
+def divergence(base_logits: torch.Tensor, logits: torch.Tensor, tokens: Tokens) -> Divergence:
+    """From the logits [n - 1, vocabulary] of both."""
+    log_p, log_q = (each.double().log_softmax(-1) for each in (base_logits, logits))
+    p, q = log_p.exp(), log_q.exp()
+    tensors = (
+        (p * (log_p - log_q)).sum(-1),
+        (q * (log_q - log_p)).sum(-1),
+        torch.minimum(p, q).sum(-1),
+        log_q.gather(1, _targets(tokens))[:, 0],
+        log_p.gather(1, _targets(tokens))[:, 0],
+        log_q.argmax(-1),
+        log_p.argmax(-1),
+        p.amax(-1),
+    )
+    return Divergence(*(tensor.numpy() for tensor in tensors))
+
+
 def decompressed_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     """What transformers gives for a compressed-tensors checkpoint: weights decompressed, activations not quantized.
 

@@ -36,6 +36,8 @@ class Server:
     command: tuple[str, ...] = ()
     """What stands before the model, `scoremode serve` if empty."""
     environment: dict[str, str] = field(default_factory=dict)
+    keeps_references: bool = False
+    """In a folder that it shares with the others that do."""
 
 
 SERVERS = {
@@ -54,6 +56,7 @@ SERVERS = {
         "smollm2",
         ("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
         (*_STOCK_BESIDE, "scoremode"),
+        keeps_references=True,
     ),
     # Quantized weights and activations, no cache of logprobs, and small bounds.
     "int8_server": Server(
@@ -62,6 +65,13 @@ SERVERS = {
             *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
             *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
         ),
+        keeps_references=True,
+    ),
+    # SmolLM2 with weights of 4 bits and another LM head.
+    "rounded_server": Server(
+        "rounded_smollm2",
+        ("--served-model-name", "rounded", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
+        keeps_references=True,
     ),
 }
 """By the name of the fixture that is the server's URL."""
@@ -71,7 +81,7 @@ class Servers:
     """The servers of a session, one start at a time.
 
     Args:
-        folder: Makes an empty folder for a server's log.
+        folder: Makes an empty folder, for a server's log or for references.
         model: The model that a fixture makes. Called in the thread that calls `begin`, because loading and making
             models changes global state of torch.
     """
@@ -79,6 +89,7 @@ class Servers:
     def __init__(self, folder: Callable[[], Path], model: Callable[[str], Path]) -> None:
         self._folder = folder
         self._model = model
+        self._references = folder()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="servers")
         self._running = ExitStack()
         self._urls: dict[str, Future[str]] = {}
@@ -103,10 +114,12 @@ class Servers:
         self._running.close()
 
     def _start(self, server: Server, model: Path) -> str:
+        references = ("--reference-dir", str(self._references)) if server.keeps_references else ()
         return self._running.enter_context(
             running_server(
                 model,
                 *server.flags,
+                *references,
                 log=self._folder() / "server.log",
                 command=server.command,
                 environment=server.environment,

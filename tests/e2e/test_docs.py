@@ -1,5 +1,6 @@
 """The examples of README.md and docs/ run as they stand, but for the server's address and the model's name."""
 
+import json
 import os
 import re
 import signal
@@ -24,7 +25,9 @@ def examples(part: str) -> dict[str, tuple[str, str]]:
     }
 
 
-FOR_A_SERVER = examples("localhost:8000")
+KLD = [code for name, (_, code) in examples("").items() if name.startswith("kld.md") and "bash" in name]
+"""In this order they are one story."""
+FOR_A_SERVER = {name: block for name, block in examples("localhost:8000").items() if not name.startswith("kld.md")}
 WITHOUT_A_SERVER = examples('LLM("MODEL"')
 
 
@@ -45,6 +48,21 @@ def test_examples_for_a_server(server: str, tmp_path: Path, language: str, code:
     assert run(language, code.replace("http://localhost:8000", server), tmp_path).strip()
 
 
+def test_from_two_checkpoints_to_a_table(server: str, int8_server: str, tmp_path: Path):
+    story = "".join(f"echo '{STEP}'\n{code}" for code in KLD)
+    story = story.replace("http://localhost:8000", server).replace("http://localhost:8001", int8_server)
+    _, recorded, compared, floor, listed, deleted = run("bash", story, tmp_path).split(STEP)
+    assert "perplexity" in recorded
+    assert re.search(r"^Mean    KLD:  +0\.0\d+ ± ", compared, re.MULTILINE)
+    assert "kept with the reference" in floor
+    [reference] = [each for each in json.loads(listed)["data"] if each["name"] == "base-pydoc"]
+    assert reference["complete"]
+    assert (
+        reference["noise_floor"]["mean"] < json.loads((tmp_path / "run.json").read_text())["statistics"]["kld"]["mean"]
+    )
+    assert json.loads(deleted)["deleted"]
+
+
 # An engine takes long to start: examples that make the same one share it.
 ONE_ENGINE = """\
 import functools, os
@@ -53,6 +71,7 @@ os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
 import vllm
 vllm.LLM = functools.cache(functools.partial(vllm.LLM, enforce_eager=True))
 """
+STEP = "the next step of an example"
 THE_END = "if __name__ == '__main__': print('the end of an example', flush=True)\n"
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from scoremode import ScoreClient
+from scoremode import NotFoundError, ScoreClient
 
 NAME = "command-line"
 TEXT = ("--dataset", "pydoc", "--max-tokens", "1024", "--method", "disjoint", "--context-length", "128")
@@ -101,3 +101,16 @@ def test_a_comparison_that_is_killed_goes_on(int8_server: str, recorded: str, tm
         index = line["index"]
         kept = arrays["kld"][starts[index] : starts[index + 1]]
         assert kept.tobytes() == base64.b64decode(line["positions"]["kld"]), "byte for byte"
+
+
+def test_a_server_without_a_folder_says_how_to_get_one(bos_client: ScoreClient):
+    calls: list[Callable[[], object]] = [
+        bos_client.references,
+        lambda: bos_client.reference(NAME),
+        lambda: bos_client.delete_reference(NAME),
+        lambda: bos_client.record_reference(NAME, [5, 6, 7]),
+        lambda: bos_client.kld(NAME),
+    ]
+    for call in calls:
+        with pytest.raises(NotFoundError, match="--reference-dir"):
+            call()

@@ -1,0 +1,111 @@
+"""References on real engines without a server: a large vocabulary, capped logits, windows that span several steps.
+
+Tolerances are those of tests/e2e/test_kld_oracle.py.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from scoremode.kld import KldPositions
+from scoremode.windows import cut_windows
+from scoremode_server.metrics import Metrics
+from scoremode_server.prefix_cache.engine import EngineSize, ScoringEngine
+from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.references.directory import StoredText
+from scoremode_server.references.manifest import TextPlan, text_fingerprint
+from scoremode_server.scoring.model_identity import model_identity
+from scoremode_server.scoring.references import References
+from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
+from tests import models, oracle
+
+VOCABULARY = 262_144
+LENGTH, STRIDE, STEP_TOKENS = 96, 48, 40
+SIZE = EngineSize(STEP_TOKENS, 4, 100_000)
+
+
+@asynccontextmanager
+async def references_of(model: Path, folder: Path) -> AsyncIterator[tuple[References, ScoringEngine]]:
+    """What a server of a model would serve, without the server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(REFERENCE_VARIABLE, str(folder))
+        engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                str(model),
+                dtype="float32",
+                max_model_len=LENGTH,
+                max_num_seqs=4,
+                max_num_batched_tokens=STEP_TOKENS,
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                worker_extension_cls=WORKER_EXTENSION,
+            )
+        )
+    try:
+        scoring = ScoringEngine(engine, RowStore(16, 0), Metrics(1, CollectorRegistry()), SIZE)
+        yield References(folder, engine, scoring, Turns(), model_identity(engine.model_config, None)), scoring
+    finally:
+        engine.shutdown()
+
+
+def cut(tokens: list[int]) -> tuple[StoredText, TextPlan]:
+    windows = cut_windows(len(tokens), "sliding", LENGTH, STRIDE)
+    text = StoredText.of([(tokens, windows)])
+    plan = TextPlan(
+        fingerprint=text_fingerprint(text.token_ids, text.windows, "sliding"),
+        method="sliding",
+        context_length=LENGTH,
+        stride=STRIDE,
+        num_tokens=len(tokens),
+        num_windows=len(windows),
+        num_scored=len(tokens) - 1,
+        num_bytes=None,
+        num_words=None,
+    )
+    return text, plan
+
+
+async def test_a_large_vocabulary_with_capped_logits_diverges_as_transformers_says(tmp_path: Path):
+    base = models.random_gemma(tmp_path / "base", seed=1, vocab_size=VOCABULARY)
+    other = models.disturbed(base, tmp_path / "other", 0.05)
+    tokens = np.random.default_rng(3).integers(3, VOCABULARY, 240).tolist()
+    text, plan = cut(tokens)
+    async with references_of(base, tmp_path / "references") as (references, engine):
+        async with engine.admission.request("/v1/references", "record") as queue:
+            reference = await references.begin("base", plan, text)
+            settings = ScoreSettings(request_id="record", queue=queue)
+            async with aclosing(references.record(reference, settings)) as windows:
+                nlls = [window.nlls async for window in windows]
+        await references.finish(reference, nlls)
+        itself = await compared(references, engine)
+        assert itself.kld.max() < 1e-6
+    async with references_of(other, tmp_path / "references") as (references, engine):
+        found = await compared(references, engine)
+    sequences = [text.window(index) for index in range(plan.num_windows)]
+    expected = oracle.divergences(base, other, [tokens for tokens, _ in sequences])
+    for name in ("kld", "reverse_kld", "acceptance", "logprobs", "reference_logprobs"):
+        theirs = np.concatenate(
+            [getattr(each, name)[first - 1 :] for each, (_, first) in zip(expected, sequences, strict=True)]
+        )
+        assert np.abs(getattr(found, name) - theirs).max() < 1e-4, name
+        assert abs(getattr(found, name).astype(float).mean() - theirs.mean()) < 1e-5, name
+    assert found.kld.mean() > 0.01
+
+
+async def compared(references: References, engine: ScoringEngine) -> KldPositions:
+    """All windows through the engine."""
+    reference = await references.open("base")
+    await references.check(reference, VOCABULARY, LENGTH)
+    async with engine.admission.request("/v1/kld", "compare") as queue:
+        settings = ScoreSettings(request_id="compare", queue=queue)
+        indices = list(range(reference.manifest.text.num_windows))
+        async with aclosing(references.compare(reference, indices, 0, settings)) as windows:
+            return KldPositions.concatenate([window.positions async for window in windows])
