@@ -1,30 +1,56 @@
-"""`make demo`: a real server on a real small model, a real text, and the table that `ppl-client` prints."""
+"""`make demo`: a small real model on a real server, its perplexity, and how far a copy of 4 bits is from it."""
 
+import platform
 import subprocess
 import sys
 import tempfile
+from hashlib import blake2b
 from pathlib import Path
 
-from demo_model import demo_model
-from local_server import running_server
+from demo_model import cache_root, demo_model, made_once
+from local_server import has_gpu, running_server
+from rounded_model import rounded_model
 
 NAME = "SmolLM2-135M"
-OPTIONS = ("--dataset", "pydoc", "--max-tokens", "4096", "--context-length", "1024", "--stride", "512")
+ROUNDED = f"{NAME}-4bit"
+PERPLEXITY = ("--dataset", "pydoc", "--max-tokens", "4096", "--context-length", "1024", "--stride", "512")
+REFERENCE = ("--dataset", "pydoc", "--max-tokens", "2048", "--context-length", "512", "--stride", "256")
 
 
 def main() -> int:
-    """Serve, score, stop; the exit status is `ppl-client`'s."""
+    """Serve, score and record one model, then compare another; the exit status is that of the first failure."""
     print(f"Preparing {NAME} (converted once, then cached) ...", flush=True)
     model = demo_model()
+    name = reference_name(model)
+    commands = [PERPLEXITY, ("record", "--reference", name, *REFERENCE)]
+    if status := ask(model, NAME, commands):
+        return status
+    print(f"\nPreparing {ROUNDED}, the same weights rounded to 4 bits ...", flush=True)
+    rounded = made_once(cache_root() / ROUNDED, lambda folder: rounded_model(model, folder))
+    return ask(rounded, ROUNDED, [("kld", "--reference", name)])
+
+
+def reference_name(model: Path) -> str:
+    """For what is recorded: pydoc is another text in another Python, and another folder or device is another model."""
+    recorded = (model, has_gpu(), platform.python_version(), REFERENCE)
+    return f"{NAME}-{blake2b(repr(recorded).encode(), digest_size=4).hexdigest()}"
+
+
+def ask(model: Path, name: str, commands: list[tuple[str, ...]]) -> int:
+    """Serve a model while `ppl-client` runs with each of these arguments, until one fails."""
+    references = cache_root() / "demo-references"
+    # A model that runs eagerly starts in half the time.
+    flags = ("--served-model-name", name, "--max-model-len", "2048", "--enforce-eager")
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        print(f"$ scoremode serve {model}      (a minute or two)", flush=True)
-        with running_server(model, "--served-model-name", NAME, "--max-model-len", "2048", log=log) as url:
-            print(f"$ ppl-client --url {url} {' '.join(OPTIONS)}", flush=True)
-            client = [sys.executable, "-m", "scoremode.cli", "--url", url, *OPTIONS]
-            status = subprocess.run(client).returncode
+        print(f"$ scoremode serve {model} --reference-dir {references}      (a minute or two)", flush=True)
+        with running_server(model, *flags, "--reference-dir", str(references), log=Path(folder) / "server.log") as url:
+            for command in commands:
+                arguments = [*command, "--url", url]
+                print(f"\n$ ppl-client {' '.join(arguments)}", flush=True)
+                if status := subprocess.run([sys.executable, "-m", "scoremode.cli", *arguments]).returncode:
+                    return status
     print("The server is stopped.")
-    return status
+    return 0
 
 
 if __name__ == "__main__":

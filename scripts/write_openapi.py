@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 OPENAPI = Path(__file__).parent.parent / "openapi" / "openapi.json"
 
-TAG = "scoring"
-"""Marks the operations of Scoremode."""
+TAGS = {"scoring", "references"}
+"""Mark the operations of Scoremode."""
 
 
 def app_without_engine(*flags: str) -> "FastAPI":
@@ -45,7 +45,7 @@ def scoremode_part(document: dict[str, Any]) -> dict[str, Any]:
     paths = {
         path: kept
         for path, operations in document["paths"].items()
-        if (kept := {method: operation for method, operation in operations.items() if TAG in operation.get("tags", ())})
+        if (kept := {method: each for method, each in operations.items() if TAGS.intersection(each.get("tags", ()))})
     }
     schemas = document["components"]["schemas"]
     used: set[str] = set()
