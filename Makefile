@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed-$(ENGINE)
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## Start a server on a small real model, score real text, print a table
+demo: $(INSTALLED) ## Serve a small real model and a 4-bit copy, print perplexity and KL divergence
 	@$(BIN)/python scripts/demo.py
 
 serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max-model-len 4096"]
