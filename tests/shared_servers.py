@@ -67,12 +67,6 @@ SERVERS = {
         ),
         keeps_references=True,
     ),
-    # SmolLM2 with weights of 4 bits and another LM head.
-    "rounded_server": Server(
-        "rounded_smollm2",
-        ("--served-model-name", "rounded", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-        keeps_references=True,
-    ),
 }
 """By the name of the fixture that is the server's URL."""
 
@@ -89,7 +83,7 @@ class Servers:
     def __init__(self, folder: Callable[[], Path], model: Callable[[str], Path]) -> None:
         self._folder = folder
         self._model = model
-        self._references = folder()
+        self.references = folder()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="servers")
         self._running = ExitStack()
         self._urls: dict[str, Future[str]] = {}
@@ -114,7 +108,7 @@ class Servers:
         self._running.close()
 
     def _start(self, server: Server, model: Path) -> str:
-        references = ("--reference-dir", str(self._references)) if server.keeps_references else ()
+        references = ("--reference-dir", str(self.references)) if server.keeps_references else ()
         return self._running.enter_context(
             running_server(
                 model,

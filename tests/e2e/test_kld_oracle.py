@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from local_server import running_server
 from scoremode import NotFoundError, ScoreClient, ScoremodeError, cut_windows
 from scoremode.kld import KldPositions
 from scoremode.kld_result import KldResult
@@ -43,9 +44,17 @@ def reference(client: ScoreClient, text: str) -> Iterator[str]:
     client.delete_reference("base")
 
 
-@pytest.fixture(scope="session")
-def rounded_client(servers: Servers) -> Iterator[ScoreClient]:
-    with ScoreClient(servers.url("rounded_server"), timeout=300) as client:
+@pytest.fixture(scope="module")
+def rounded_client(
+    servers: Servers, rounded_smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ScoreClient]:
+    """Of a server that is stopped with this module: memory for one more is short where many tests have run."""
+    flags = ("--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager")
+    log = tmp_path_factory.mktemp("rounded") / "server.log"
+    with (
+        running_server(rounded_smollm2, *flags, "--reference-dir", str(servers.references), log=log) as url,
+        ScoreClient(url, timeout=300) as client,
+    ):
         yield client
 
 
