@@ -75,12 +75,9 @@ def measure(url: str, shape: str, turn: int, count: int) -> list[Run]:
     windows = windows_of(count, f"{shape} {turn}")
     name = f"{shape}-{turn}"
     scored = send(f"{url}/v1/score", [{"prompt": window, "encoding_format": "base64"} for window in windows])
-    body = {
-        "name": name,
-        "prompt": [token for window in windows for token in window],
-        "method": "disjoint",
-        "context_length": WINDOW,
-    }
+    # `disjoint` leaves out a window that ends with the text.
+    tokens = [token for window in windows for token in window] + [windows[0][0]]
+    body = {"name": name, "prompt": tokens, "method": "disjoint", "context_length": WINDOW}
     start = time.perf_counter()
     reference = httpx.post(f"{url}/v1/references", json=body, timeout=900).raise_for_status().json()
     recorded = time.perf_counter() - start

@@ -87,7 +87,8 @@ async def send_all(url: str, bodies: Sequence[dict[str, Any]]) -> Rate:
         answers = await asyncio.gather(*map(send, bodies))
         seconds = time.perf_counter() - start
     received, failures = zip(*answers, strict=True)
-    return Rate(sum(len(body["prompt"]) for body in bodies), len(bodies), seconds, sum(received), sum(failures))
+    tokens = sum(len(body.get("prompt", ())) for body in bodies)
+    return Rate(tokens, len(bodies), seconds, sum(received), sum(failures))
 
 
 if __name__ == "__main__":
