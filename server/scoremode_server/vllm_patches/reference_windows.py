@@ -19,8 +19,9 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors
 
+from scoremode_server.kernels import kl_divergence
 from scoremode_server.kernels.kl_divergence import Comparison
-from scoremode_server.kernels.tensor_parallel import all_ranks_agree
+from scoremode_server.kernels.tensor_parallel import Shard, all_ranks_agree
 from scoremode_server.kernels.working_memory import RESERVED_TOP
 from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory, StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
@@ -73,10 +74,9 @@ class Projections(ABC):
     """What a model runner does with hidden states [rows, hidden] and targets [rows]. Every rank of a tensor-parallel
     group must come here at the same time."""
 
-    local: bool
-    """Whether a rank keeps to its own part of the vocabulary."""
     project: LogitsFunction
-    """The served model's, of its own part or of all."""
+    """The served model's, of all of the vocabulary, or of `shard`."""
+    shard: Shard | None
 
     def all_ranks_agree(self, yes: bool) -> bool:
         """Whether it is so on every rank."""
@@ -88,16 +88,28 @@ class Projections(ABC):
         """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
 
     @abstractmethod
+    def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
+        """Rows of both sides' logits that are held at a time, where one of the reference's takes so many bytes."""
+
     def compare(
         self,
         targets: torch.Tensor,
         hidden_states: torch.Tensor,
-        reference_logits_fn: LogitsFunction,
+        reference: ReferenceHead,
         reference_hidden_states: torch.Tensor,
         num_top: int,
-        reference_logit_bytes: int,
     ) -> Comparison:
-        """See `kernels.kl_divergence.compare`; the reference's logits take so many bytes each at their peak."""
+        """See `kernels.kl_divergence.compare`."""
+        return kl_divergence.compare(
+            targets,
+            self.project,
+            hidden_states,
+            reference.logits_fn,
+            reference_hidden_states,
+            num_top,
+            self.compared_rows(num_top, reference.logit_bytes),
+            self.shard,
+        )
 
 
 class Window(ABC):
@@ -166,16 +178,14 @@ class ComparedWindow(Window):
     def _rows(
         self, row: int, targets: torch.Tensor, hidden_states: torch.Tensor, projections: Projections
     ) -> LogprobsTensors:
-        kept, head = self._hidden_states.result(), self._head(projections.local)
+        kept, head = self._hidden_states.result(), self._head(projections.shard is not None)
         # Ranks compute together or not at all.
         if not projections.all_ranks_agree(kept is not None and head is not None):
             return self._unreadable(targets)
         assert kept is not None
         assert head is not None
         kept_rows = kept[row : row + len(targets)].to(targets.device, non_blocking=True)
-        found = projections.compare(
-            targets, hidden_states, head.logits_fn, kept_rows, self.mark.num_top, head.logit_bytes
-        )
+        found = projections.compare(targets, hidden_states, head, kept_rows, self.mark.num_top)
         served, reference = found.served, found.reference
         return LogprobsTensors(
             torch.cat((served.tokens, reference.tokens, reference.ranks[:, None]), 1),
@@ -294,8 +304,8 @@ class ReferenceWindows:
         self.make_slot(runner.vllm_config, hidden_states.device)
         states = hidden_states.new_zeros((runner.max_num_tokens, hidden_states.shape[-1]))
         targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
-        logit_bytes = runner.model_config.head_dtype.itemsize
-        projections.compare(targets, states, projections.project, states, RESERVED_TOP, logit_bytes)
+        head = ReferenceHead(projections.project, runner.model_config.head_dtype.itemsize)
+        projections.compare(targets, states, head, states, RESERVED_TOP)
 
     def make_slot(self, config: VllmConfig, device: torch.device) -> HeadSlot:
         """The slot, with room for the largest head that is in the folder now and at least for the served model's."""

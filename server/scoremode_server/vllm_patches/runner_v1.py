@@ -15,8 +15,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.kernels import kl_divergence
-from scoremode_server.kernels.kl_divergence import Comparison
 from scoremode_server.kernels.working_memory import (
     RESERVED_TOP,
     block_bytes,
@@ -24,7 +22,6 @@ from scoremode_server.kernels.working_memory import (
     row_bytes_v1,
     rows_per_chunk,
 )
-from scoremode_server.vllm_patches.lm_head import LogitsFunction
 from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
 from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows, Window
 
@@ -57,7 +54,7 @@ def reserve(
 class ChunkedProjections(Projections):
     """Of the V1 runner, which gathers the whole vocabulary on each rank."""
 
-    local = False
+    shard = None
 
     def __init__(self, runner: Any, budget_bytes: int) -> None:
         self._runner = runner
@@ -76,27 +73,11 @@ class ChunkedProjections(Projections):
         whole = LogprobsTensors.cat(chunks) if len(chunks) > 1 else chunks[0]
         return whole.logprob_token_ids, whole.logprobs, whole.selected_token_ranks
 
-    def compare(
-        self,
-        targets: torch.Tensor,
-        hidden_states: torch.Tensor,
-        reference_logits_fn: LogitsFunction,
-        reference_hidden_states: torch.Tensor,
-        num_top: int,
-        reference_logit_bytes: int,
-    ) -> Comparison:
-        """See `kernels.kl_divergence.compare`."""
+    def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
+        """Rows of both sides' logits that are held at a time."""
         shape = logits_shape(self._runner)
         row_bytes = row_bytes_compared(shape, reference_logit_bytes, num_top, None)
-        return kl_divergence.compare(
-            targets,
-            self.project,
-            hidden_states,
-            reference_logits_fn,
-            reference_hidden_states,
-            num_top,
-            rows_per_chunk(max(1, self._budget_bytes - block_bytes(shape)), row_bytes),
-        )
+        return rows_per_chunk(max(1, self._budget_bytes - block_bytes(shape)), row_bytes)
 
 
 def prompt_logprobs(

@@ -9,8 +9,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
-from scoremode_server.kernels import fused_logprobs, kl_divergence
-from scoremode_server.kernels.kl_divergence import Comparison
+from scoremode_server.kernels import fused_logprobs
 from scoremode_server.kernels.working_memory import (
     RESERVED_TOP,
     LogitsShape,
@@ -59,31 +58,11 @@ class PromptLogprobs:
         row_bytes = row_bytes_fused(self._shape, num_top, head.copies, head.shard is not None)
         return head, rows_per_chunk(self._budget_bytes, row_bytes)
 
-    def compare(
-        self,
-        logits_fn: LogitsFunction,
-        targets: torch.Tensor,
-        hidden_states: torch.Tensor,
-        reference_logits_fn: LogitsFunction,
-        reference_hidden_states: torch.Tensor,
-        num_top: int,
-        reference_logit_bytes: int,
-    ) -> Comparison:
-        """`kernels.kl_divergence.compare` within the budget."""
+    def compared_rows(self, head: LMHead, num_top: int, reference_logit_bytes: int) -> int:
+        """Rows of both sides' logits that the budget holds."""
         assert self._shape is not None
-        head = self.head(logits_fn, hidden_states)
         row_bytes = row_bytes_compared(self._shape, reference_logit_bytes, num_top, head.copies, head.shard is not None)
-        limit = rows_per_chunk(self._budget_bytes, row_bytes)
-        return kl_divergence.compare(
-            targets,
-            head.project,
-            hidden_states,
-            reference_logits_fn,
-            reference_hidden_states,
-            num_top,
-            limit,
-            head.shard,
-        )
+        return rows_per_chunk(self._budget_bytes, row_bytes)
 
     def __call__(
         self,
@@ -111,32 +90,16 @@ class FusedProjections(Projections):
     def __init__(self, compute: PromptLogprobs, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> None:
         self._compute = compute
         self._logits_fn = logits_fn
-        head = compute.head(logits_fn, hidden_states)
-        self.local, self.project = head.shard is not None, head.project
+        self._head = compute.head(logits_fn, hidden_states)
+        self.project, self.shard = self._head.project, self._head.shard
 
     def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> Scores:
         """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
         return self._compute(targets, hidden_states, self._logits_fn, 0)
 
-    def compare(
-        self,
-        targets: torch.Tensor,
-        hidden_states: torch.Tensor,
-        reference_logits_fn: LogitsFunction,
-        reference_hidden_states: torch.Tensor,
-        num_top: int,
-        reference_logit_bytes: int,
-    ) -> Comparison:
-        """See `kernels.kl_divergence.compare`."""
-        return self._compute.compare(
-            self._logits_fn,
-            targets,
-            hidden_states,
-            reference_logits_fn,
-            reference_hidden_states,
-            num_top,
-            reference_logit_bytes,
-        )
+    def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
+        """Rows of both sides' logits that are held at a time."""
+        return self._compute.compared_rows(self._head, num_top, reference_logit_bytes)
 
 
 def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:

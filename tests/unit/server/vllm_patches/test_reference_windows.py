@@ -14,7 +14,6 @@ from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import kl_divergence
-from scoremode_server.kernels.kl_divergence import Comparison
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.vllm_patches import reference_windows
@@ -40,7 +39,7 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 class LinearProjections(Projections):
     """Float32 logits of `WEIGHT`; `agrees` is what the other ranks of a group say."""
 
-    local = False
+    shard = None
 
     def __init__(self, *, agrees: bool = True) -> None:
         self.project = lambda hidden_states: hidden_states @ WEIGHT
@@ -54,11 +53,8 @@ class LinearProjections(Projections):
         of_targets = logprobs.gather(1, targets[:, None].long())
         return targets[:, None].int(), of_targets, (logprobs >= of_targets).sum(1).int()
 
-    def compare(self, *arguments: Any) -> Comparison:
-        targets, hidden_states, reference_logits_fn, reference_hidden_states, num_top, _ = arguments
-        return kl_divergence.compare(
-            targets, self.project, hidden_states, reference_logits_fn, reference_hidden_states, num_top, 5
-        )
+    def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
+        return 5
 
 
 class Slot:
