@@ -25,15 +25,20 @@ def rounded_model(source: Path, path: Path) -> Path:
     # Imported here because it takes seconds, and the copy is nearly always there already.
     from safetensors.torch import load_file, save_file
 
-    path.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, path)
+    copy_all_but_weights(source, path)
     for file in source.glob("*.safetensors"):
         tensors = {name: tensor.float() for name, tensor in load_file(file).items()}
         rounded = {name: _round(tensor) for name, tensor in tensors.items() if name.endswith("_proj.weight")}
         save_file(tensors | rounded, path / file.name, metadata={"format": "pt"})
     return path
+
+
+def copy_all_but_weights(source: Path, path: Path) -> None:
+    """Make the folder of a model of which only the weights differ."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, path)
 
 
 def _round(weight: "torch.Tensor") -> "torch.Tensor":

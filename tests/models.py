@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -18,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from rounded_model import copy_all_but_weights
 
 BOS, EOS = "<s>", "</s>"
 LARGEST_INT8 = 127
@@ -68,10 +69,7 @@ def random_llama(
 
 def with_scaled_head(source: Path, path: Path, factor: float) -> Path:
     """Writes `source`, whose LM head is its embedding, with a head of its own, that times `factor`."""
-    path.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, path)
+    copy_all_but_weights(source, path)
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
     (path / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
@@ -107,10 +105,7 @@ def random_gemma(path: Path, *, seed: int = 0, vocab_size: int = 262_144, soft_c
 
 def disturbed(source: Path, path: Path, share: float) -> Path:
     """Writes `source` with normal noise of a share of each weight's standard deviation added to it."""
-    path.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, path)
+    copy_all_but_weights(source, path)
     generator = torch.Generator().manual_seed(0)
     tensors = load_file(source / "model.safetensors")
     for name, tensor in tensors.items():
@@ -134,10 +129,7 @@ def int8_model(source: Path, path: Path, *, last_blocks: int | None = None, symm
     With `symmetric_activations`, vLLM 0.32 cannot run the model in float32 on a CPU that has AMX: it takes a kernel
     that knows only 16-bit activations. Asymmetric ones (a zero point per token) run on every CPU.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, path)
+    copy_all_but_weights(source, path)
     config = json.loads((source / "config.json").read_text())
     blocks = config["num_hidden_layers"]
     kept = range(0 if last_blocks is None else blocks - last_blocks)
