@@ -11,25 +11,23 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
-from vllm.logger import init_logger
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
 from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ScoremodeRoute, error_content
+from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.event_stream import EventStream
 from scoremode_server.api.references import references_of
 from scoremode_server.api.request_ids import request_id_of
-from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
+from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.references import ComparedWindow
+from scoremode_server.scoring.reference_windows import ComparedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
-
-logger = init_logger("vllm.scoremode.kld")
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
 
@@ -73,7 +71,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     with state.admission.until_stopped():
         job = await _prepare(request, raw_request, state)
     if request.stream:
-        return EventStream(_stream(job, state))
+        return EventStream(_contents(job, state), job.request_id)
     async with aclosing(_windows(job, state)) as windows:
         data = {window.index: await asyncio.to_thread(_window, request, window) async for window in windows}
     return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
@@ -118,19 +116,12 @@ async def _windows(job: Job, state: ScoremodeState) -> AsyncGenerator[ComparedWi
                 yield window
 
 
-async def _stream(job: Job, state: ScoremodeState) -> AsyncGenerator[bytes, None]:
-    """An event for each window; then the result."""
-    try:
-        async with aclosing(_windows(job, state)) as windows:
-            async for window in windows:
-                yield event(await asyncio.to_thread(_window, job.request, window))
-        yield event(await _result(job, state))
-    except Exception as error:
-        # The status line has been sent, so the error is sent as an event.
-        if not isinstance(error, RequestError):
-            logger.exception("KL divergence request %s failed", job.request_id)
-        yield event(error_content(error))
-    yield LAST_EVENT
+async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str, Any], None]:
+    """Each window; then the result."""
+    async with aclosing(_windows(job, state)) as windows:
+        async for window in windows:
+            yield await asyncio.to_thread(_window, job.request, window)
+    yield await _result(job, state)
 
 
 async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:

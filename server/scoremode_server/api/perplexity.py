@@ -11,23 +11,21 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
-from vllm.logger import init_logger
 
 from scoremode.metrics import count_words, exp, text_metrics
 from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, ServerInfo, Usage
 from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
 from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ScoremodeRoute, error_content
+from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.event_stream import EventStream
 from scoremode_server.api.request_ids import request_id_of
-from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
+from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
-
-logger = init_logger("vllm.scoremode.perplexity")
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 
@@ -54,6 +52,46 @@ class Job:
     documents: list[Document]
     run: PerplexityRun
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all documents."""
+        return sum(len(document.token_ids) for document in self.documents)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Of the UTF-8 of all texts; None where there are only token ids."""
+        return sum(len(document.text.encode()) for document in self.documents if document.text) or None
+
+    @property
+    def num_words(self) -> int | None:
+        """Of all texts; None where there are only token ids."""
+        return sum(count_words(document.text) for document in self.documents if document.text) or None
+
+
+class Progress:
+    """Sums over the windows so far."""
+
+    def __init__(self, num_windows: int) -> None:
+        self._num_windows = num_windows
+        self._index = 0
+        self._nll_sum = 0.0
+        self._num_scored = 0
+
+    def add(self, nlls: np.ndarray) -> PerplexityWindow:
+        """What to tell of the next window, whose targets have these NLLs [num_scored] in nats."""
+        nll_sum, index = fsum(nlls), self._index
+        self._index += 1
+        self._nll_sum += nll_sum
+        self._num_scored += len(nlls)
+        return PerplexityWindow(
+            index=index,
+            num_windows=self._num_windows,
+            num_scored=len(nlls),
+            nll_sum=nll_sum,
+            perplexity=exp(self._nll_sum / self._num_scored),
+            total_scored=self._num_scored,
+        )
+
 
 @router.post(
     "/v1/perplexity",
@@ -70,7 +108,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     with state.admission.until_stopped():
         job = await prepare(request, raw_request, state)
     if request.stream:
-        return EventStream(_stream(job, state))
+        return EventStream(_contents(job, state), job.request_id)
     async with aclosing(_scored_windows(job, state)) as windows:
         async for _ in windows:
             pass
@@ -184,40 +222,19 @@ async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.
                 yield nlls
 
 
-async def _stream(job: Job, state: ScoremodeState) -> AsyncGenerator[bytes, None]:
-    """An event for each window, in order; then the result."""
-    total, total_scored, index = 0.0, 0, 0
-    try:
-        async with aclosing(_scored_windows(job, state)) as windows:
-            async for nlls in windows:
-                nll_sum = fsum(nlls)
-                total, total_scored = total + nll_sum, total_scored + len(nlls)
-                progress = PerplexityWindow(
-                    index=index,
-                    num_windows=len(job.run.windows),
-                    num_scored=len(nlls),
-                    nll_sum=nll_sum,
-                    perplexity=exp(total / total_scored),
-                    total_scored=total_scored,
-                )
-                yield event(progress.model_dump())
-                index += 1
-        yield event((await asyncio.to_thread(_response, job)).model_dump())
-    except Exception as error:
-        # The status line has been sent, so the error is sent as an event.
-        if not isinstance(error, RequestError):
-            logger.exception("Perplexity request %s failed", job.request_id)
-        yield event(error_content(error))
-    yield LAST_EVENT
+async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str, Any], None]:
+    """Each window, in order; then the result."""
+    progress = Progress(len(job.run.windows))
+    async with aclosing(_scored_windows(job, state)) as windows:
+        async for nlls in windows:
+            yield progress.add(nlls).model_dump()
+    yield (await asyncio.to_thread(_response, job)).model_dump()
 
 
 def _response(job: Job) -> PerplexityResponse:
     """The result of a finished run."""
     result = job.run.result()
-    num_tokens = sum(len(document.token_ids) for document in job.documents)
-    texts = [document.text for document in job.documents if document.text]
-    num_bytes = sum(len(text.encode()) for text in texts) or None
-    num_words = sum(count_words(text) for text in texts) or None
+    num_tokens, num_bytes, num_words = job.num_tokens, job.num_bytes, job.num_words
     of_text: dict[str, Any] = {"bits_per_byte": None, "word_perplexity": None}
     if num_bytes is not None and num_words is not None:
         of_text = asdict(

@@ -4,30 +4,27 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
-from math import fsum
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
-from vllm.logger import init_logger
 
-from scoremode.metrics import count_words, exp
 from scoremode.protocol import PerplexityWindow, Reference, ReferenceDeleted, ReferenceList, ReferenceRequest
 from scoremode.windows import Window
 from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ScoremodeRoute, error_content
-from scoremode_server.api.perplexity import Job, prepare
-from scoremode_server.api.responses import LAST_EVENT, EventStream, event, json_response
+from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.event_stream import EventStream
+from scoremode_server.api.perplexity import Job, Progress, prepare
+from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.references.manifest import TextPlan, text_fingerprint
-from scoremode_server.scoring.references import References, describe
+from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
-
-logger = init_logger("vllm.scoremode.references")
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
 
@@ -56,8 +53,7 @@ async def list_references(raw_request: Request) -> ReferenceList:
 )
 async def get_reference(name: str, raw_request: Request) -> Reference:
     """One reference, complete or not."""
-    reference = await references_of(scoremode_state(raw_request)).open(name, "name")
-    return await asyncio.to_thread(describe, reference)
+    return await references_of(scoremode_state(raw_request)).describe(name)
 
 
 @router.delete(
@@ -89,12 +85,11 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         text, plan = await asyncio.to_thread(_plan, job)
         reference = await references.begin(request.name, plan, text)
     if request.stream:
-        return EventStream(_stream(job, state, reference))
+        return EventStream(_contents(job, state, reference), job.request_id)
     async with aclosing(_recorded_windows(job, state, reference)) as windows:
         async for _ in windows:
             pass
-    reference = await references.open(request.name, "name")
-    return json_response((await asyncio.to_thread(describe, reference)).model_dump())
+    return json_response((await references.describe(request.name)).model_dump())
 
 
 def _plan(job: Job) -> tuple[StoredText, TextPlan]:
@@ -103,7 +98,6 @@ def _plan(job: Job) -> tuple[StoredText, TextPlan]:
     for planned in job.run.windows:
         of_document[id(planned.document)].append(planned.window)
     text = StoredText.of([(document.token_ids, of_document[id(document.token_ids)]) for document in job.documents])
-    texts = [document.text for document in job.documents if document.text]
     method = job.request.method
     plan = TextPlan(
         fingerprint=text_fingerprint(text.token_ids, text.windows, method),
@@ -113,8 +107,8 @@ def _plan(job: Job) -> tuple[StoredText, TextPlan]:
         num_tokens=len(text.token_ids),
         num_windows=len(text.windows),
         num_scored=sum(planned.window.num_scored for planned in job.run.windows),
-        num_bytes=sum(len(each.encode()) for each in texts) or None,
-        num_words=sum(map(count_words, texts)) or None,
+        num_bytes=job.num_bytes,
+        num_words=job.num_words,
     )
     return text, plan
 
@@ -126,36 +120,23 @@ async def _recorded_windows(
     complete one are read too, so that asking again mends what was damaged."""
     references = references_of(state)
     nlls: list[np.ndarray] = []
-    nll_sum, num_scored = 0.0, 0
+    progress = Progress(len(job.run.windows))
     async with state.admission.request("/v1/references", job.request_id) as queue:
         settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
         async with aclosing(references.record(reference, settings)) as windows:
             async for window in windows:
                 nlls.append(window.nlls)
-                nll_sum, num_scored = nll_sum + fsum(window.nlls), num_scored + len(window.nlls)
+                so_far = progress.add(window.nlls)
                 if window.is_new:
-                    yield PerplexityWindow(
-                        index=window.index,
-                        num_windows=len(job.run.windows),
-                        num_scored=len(window.nlls),
-                        nll_sum=fsum(window.nlls),
-                        perplexity=exp(nll_sum / num_scored),
-                        total_scored=num_scored,
-                    )
+                    yield so_far
     await references.finish(reference, nlls)
 
 
-async def _stream(job: Job, state: ScoremodeState, reference: StoredReference) -> AsyncGenerator[bytes, None]:
-    """An event for each window, in order; then the reference."""
-    try:
-        async with aclosing(_recorded_windows(job, state, reference)) as windows:
-            async for progress in windows:
-                yield event(progress.model_dump())
-        finished = await references_of(state).open(reference.name, "name")
-        yield event((await asyncio.to_thread(describe, finished)).model_dump())
-    except Exception as error:
-        # The status line has been sent, so the error is sent as an event.
-        if not isinstance(error, RequestError):
-            logger.exception("Recording request %s failed", job.request_id)
-        yield event(error_content(error))
-    yield LAST_EVENT
+async def _contents(
+    job: Job, state: ScoremodeState, reference: StoredReference
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Each window, in order; then the reference."""
+    async with aclosing(_recorded_windows(job, state, reference)) as windows:
+        async for window in windows:
+            yield window.model_dump()
+    yield (await references_of(state).describe(reference.name)).model_dump()

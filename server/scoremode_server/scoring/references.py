@@ -10,7 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,11 @@ from typing import Any
 import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
-from vllm.utils import random_uuid
 
-from scoremode.kld import KldPositions
 from scoremode.metrics import perplexity
 from scoremode.protocol import NoiseFloor, Reference
-from scoremode_server.errors import EngineOutputError, RequestError
+from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
-from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import (
     NoReferenceError,
     ReferenceDirectory,
@@ -34,11 +31,11 @@ from scoremode_server.references.directory import (
 )
 from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.rows import Columns, json_logprobs, missing_row
+from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.reference_windows import ComparedWindow, MarkedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.vllm_patches.reference_windows import WindowMark
-from scoremode_server.vllm_patches.window_params import WindowParams, call_workers
+from scoremode_server.vllm_patches.window_params import call_workers
 
 # vLLM writes what comes below its own name.
 logger = init_logger("vllm.scoremode.references")
@@ -69,49 +66,6 @@ class RecordedWindow:
     """Whether it was not there before this request."""
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedWindow:
-    """The targets of a window: q is the served model's distribution, p the reference's.
-
-    Attributes:
-        index: of the window.
-        positions: arrays over the targets.
-        top: token ids and logprobs [scored, k] of the k likeliest in q, the likeliest first.
-        reference_top: in p.
-    """
-
-    index: int
-    positions: KldPositions
-    top: tuple[np.ndarray, np.ndarray]
-    reference_top: tuple[np.ndarray, np.ndarray]
-
-    @classmethod
-    def of(cls, index: int, columns: Columns) -> "ComparedWindow":
-        """From what an engine worker returned; `vllm_patches.reference_windows` has the order of columns."""
-        token_ids, logprobs, ranks = columns
-        width = token_ids.shape[1] // 2
-        served, reference = slice(1, width), slice(width + 1, 2 * width)
-        positions = KldPositions(
-            token_ids=token_ids[:, 0],
-            kld=logprobs[:, -3],
-            reverse_kld=logprobs[:, -2],
-            acceptance=logprobs[:, -1],
-            logprobs=logprobs[:, 0],
-            reference_logprobs=logprobs[:, width],
-            ranks=ranks,
-            reference_ranks=token_ids[:, -1],
-            top_token_ids=token_ids[:, 1],
-            reference_top_token_ids=token_ids[:, width + 1],
-            reference_confidence=np.exp(logprobs[:, width + 1]),
-        )
-        return cls(
-            index,
-            positions,
-            (token_ids[:, served], logprobs[:, served]),
-            (token_ids[:, reference], logprobs[:, reference]),
-        )
-
-
 class References:
     """What `/v1/references` and `/v1/kld` do."""
 
@@ -131,7 +85,7 @@ class References:
 
     async def all(self) -> list[Reference]:
         """Those whose manifest can be read."""
-        return await asyncio.to_thread(lambda: [describe(each) for each in self._directory.all()])
+        return await asyncio.to_thread(lambda: [_describe(each) for each in self._directory.all()])
 
     async def open(self, name: str, param: str = "reference") -> StoredReference:
         """The reference of a name, which is the request's field `param`.
@@ -152,6 +106,14 @@ class References:
         if len(self._opened) > KEPT_OPEN:
             self._opened.popitem(last=False)
         return reference
+
+    async def describe(self, name: str) -> Reference:
+        """What is told of the reference of a name.
+
+        Raises:
+            RequestError: as for `open`.
+        """
+        return await asyncio.to_thread(_describe, await self.open(name, "name"))
 
     async def delete(self, name: str) -> None:
         """Remove a reference.
@@ -220,7 +182,7 @@ class References:
                 if index in recorded:
                     yield self._found(reference, index, text, settings)
                 else:
-                    yield self._recorded(reference, index, *_counted_in(text, index, settings), settings)
+                    yield self._recorded(reference, MarkedWindow.begin("record", reference, text, index, settings))
 
         async with aclosing(settings.queue.in_order(windows())) as in_order:
             async for window in in_order:
@@ -239,18 +201,15 @@ class References:
                 await asyncio.to_thread(reference.shard(index).unlink, missing_ok=True)
             except OSError as failure:
                 raise self._unwritable(reference.name, failure) from None
-            return await self._recorded(reference, index, *_counted_in(text, index, settings), settings)
+            return await self._recorded(reference, MarkedWindow.begin("record", reference, text, index, settings))
         return RecordedWindow(index, -json_logprobs(logprobs.numpy()), is_new=False)
 
-    async def _recorded(
-        self, reference: StoredReference, index: int, token_ids: list[int], first: int, settings: ScoreSettings
-    ) -> RecordedWindow:
-        mark = _mark("record", reference, index, token_ids, first)
-        _, columns, _ = await self._engine.prompt_columns(_window_request(token_ids, mark, settings))
-        _check_rows(np.isnan(columns[:, 0]), len(token_ids), first)
-        await self._written(reference, index)
+    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
+        _, columns, _ = await self._engine.prompt_columns(window.request())
+        window.check_rows(np.isnan(columns[:, 0]))
+        await self._written(reference, window.mark.index)
         await self._turns.take()
-        return RecordedWindow(index, -json_logprobs(columns[:, 0]), is_new=True)
+        return RecordedWindow(window.mark.index, -json_logprobs(columns[:, 0]), is_new=True)
 
     async def _written(self, reference: StoredReference, index: int) -> None:
         """Wait until a window that was computed is on disk."""
@@ -369,32 +328,23 @@ class References:
 
         def windows() -> Iterator[Coroutine[Any, Any, ComparedWindow]]:
             for index in indices:
-                token_ids, first = _counted_in(text, index, settings)
-                yield self._compared(reference, index, token_ids, first, num_top, settings)
+                yield self._compared(
+                    reference, MarkedWindow.begin("compare", reference, text, index, settings, num_top)
+                )
 
         async with aclosing(settings.queue.in_order(windows())) as compared:
             async for window in compared:
                 yield window
 
-    async def _compared(
-        self,
-        reference: StoredReference,
-        index: int,
-        token_ids: list[int],
-        first: int,
-        num_top: int,
-        settings: ScoreSettings,
-    ) -> ComparedWindow:
-        mark = _mark("compare", reference, index, token_ids, first, num_top)
-        columns = await self._engine.prompt_columns(_window_request(token_ids, mark, settings))
-        window = ComparedWindow.of(index, columns)
+    async def _compared(self, reference: StoredReference, window: MarkedWindow) -> ComparedWindow:
+        columns = await self._engine.prompt_columns(window.request())
         # Infinite divergences are numbers.
         is_nan = np.any(np.isnan(columns[1]), axis=1)
         if is_nan.any():
-            await self._explain(reference, index)
-        _check_rows(is_nan, len(token_ids), first)
+            await self._explain(reference, window.mark.index)
+        window.check_rows(is_nan)
         await self._turns.take()
-        return window
+        return ComparedWindow.of(window.mark.index, columns)
 
     async def _explain(self, reference: StoredReference, index: int) -> None:
         """Find out whether a file of the reference is at fault, where figures are not numbers.
@@ -424,8 +374,7 @@ class References:
         return str(reason).replace(f"{self._directory.root / name}{os.sep}", "")
 
 
-def describe(reference: StoredReference) -> Reference:
-    """What is told of a reference."""
+def _describe(reference: StoredReference) -> Reference:
     manifest, text, model = reference.manifest, reference.manifest.text, reference.manifest.model
     result = manifest.result
     return Reference(
@@ -443,53 +392,6 @@ def describe(reference: StoredReference) -> Reference:
         nll_mean=None if result is None else result.nll_mean,
         noise_floor=manifest.noise_floor,
     )
-
-
-def _mark(
-    action: Any, reference: StoredReference, index: int, token_ids: list[int], first: int, num_top: int = 0
-) -> WindowMark:
-    return WindowMark(
-        action=action,
-        reference=reference.name,
-        identity=reference.manifest.identity,
-        index=index,
-        first=first,
-        num_scored=len(token_ids) - first,
-        last_token=token_ids[-1],
-        num_top=num_top,
-    )
-
-
-def _window_request(token_ids: list[int], mark: WindowMark, settings: ScoreSettings) -> RowsRequest:
-    request = RowsRequest.score(
-        token_ids,
-        request_id=f"{settings.request_id}-{mark.index}",
-        # Hidden states of cached positions are not there, so that nobody would read what this leaves in the cache.
-        cache_salt=random_uuid(),
-        use_cache=False,
-        options=settings.options,
-        queue=settings.queue,
-    )
-    return replace(request, params=WindowParams.mark(request.params, mark))
-
-
-def _counted_in(text: StoredText, index: int, settings: ScoreSettings) -> tuple[list[int], int]:
-    """A window's tokens and the position of its first target, as it is begun."""
-    token_ids, first = text.window(index)
-    settings.queue.add(1, len(token_ids))
-    return token_ids, first
-
-
-def _check_rows(is_nan: np.ndarray, num_tokens: int, first: int) -> None:
-    """Make sure that there is a row [scored] for each target, and none that is NaN.
-
-    Raises:
-        EngineOutputError: there is not; it names the first position that is NaN.
-    """
-    if len(is_nan) != num_tokens - first:
-        raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {num_tokens - first} of a window")
-    if is_nan.any():
-        raise missing_row(first + int(is_nan.argmax()))
 
 
 def _has_head(reference: StoredReference) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scoremode_server.api.responses import EventStream
+from scoremode_server.api.event_stream import EventStream
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 from tests.bad_inputs import COMPLETIONS, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import BLOCK_SIZE, light_app
@@ -97,9 +97,9 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(route: str,
 async def test_a_stream_is_closed_as_soon_as_nobody_can_read_it():
     closed, sending = asyncio.Event(), asyncio.Event()
 
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def contents() -> AsyncGenerator[int, None]:
         try:
-            yield b"data: 1\n\n"
+            yield 1
         finally:
             closed.set()
 
@@ -109,8 +109,8 @@ async def test_a_stream_is_closed_as_soon_as_nobody_can_read_it():
             await asyncio.Event().wait()
 
     # Kept here, so that the garbage collector does not close it.
-    kept = events()
-    streaming = asyncio.create_task(EventStream(kept).stream_response(send))
+    kept = contents()
+    streaming = asyncio.create_task(EventStream(kept, "a request").stream_response(send))
     await sending.wait()
     streaming.cancel()
     await asyncio.gather(streaming, return_exceptions=True)

@@ -1,0 +1,117 @@
+"""Windows of a reference on their way through the engine: what its workers are told, and what they answer."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from vllm.utils import random_uuid
+
+from scoremode.kld import KldPositions
+from scoremode_server.errors import EngineOutputError
+from scoremode_server.prefix_cache.run import RowsRequest
+from scoremode_server.references.directory import StoredReference, StoredText
+from scoremode_server.rows import Columns, missing_row
+from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.vllm_patches.reference_windows import WindowMark
+from scoremode_server.vllm_patches.window_params import WindowParams
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedWindow:
+    """A window's tokens, and the mark that tells the workers what to do with its hidden states."""
+
+    token_ids: list[int]
+    mark: WindowMark
+    settings: ScoreSettings
+
+    @classmethod
+    def begin(
+        cls,
+        action: Literal["record", "compare"],
+        reference: StoredReference,
+        text: StoredText,
+        index: int,
+        settings: ScoreSettings,
+        num_top: int = 0,
+    ) -> "MarkedWindow":
+        """A window of a reference whose text is `text`; its tokens count in the queue from now on."""
+        token_ids, first = text.window(index)
+        settings.queue.add(1, len(token_ids))
+        mark = WindowMark(
+            action=action,
+            reference=reference.name,
+            identity=reference.manifest.identity,
+            index=index,
+            first=first,
+            num_scored=len(token_ids) - first,
+            last_token=token_ids[-1],
+            num_top=num_top,
+        )
+        return cls(token_ids, mark, settings)
+
+    def request(self) -> RowsRequest:
+        """What the engine computes."""
+        request = RowsRequest.score(
+            self.token_ids,
+            request_id=f"{self.settings.request_id}-{self.mark.index}",
+            # Hidden states of cached positions are not there, so that nobody would read what this leaves in the cache.
+            cache_salt=random_uuid(),
+            use_cache=False,
+            options=self.settings.options,
+            queue=self.settings.queue,
+        )
+        return replace(request, params=WindowParams.mark(request.params, self.mark))
+
+    def check_rows(self, is_nan: np.ndarray) -> None:
+        """Make sure that there is a row [scored] for each target, and none that is NaN.
+
+        Raises:
+            EngineOutputError: there is not; it names the first position that is NaN.
+        """
+        if len(is_nan) != self.mark.num_scored:
+            raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
+        if is_nan.any():
+            raise missing_row(self.mark.first + int(is_nan.argmax()))
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedWindow:
+    """The targets of a window: q is the served model's distribution, p the reference's.
+
+    Attributes:
+        index: of the window.
+        positions: arrays over the targets.
+        top: token ids and logprobs [scored, k] of the k likeliest in q, the likeliest first.
+        reference_top: in p.
+    """
+
+    index: int
+    positions: KldPositions
+    top: tuple[np.ndarray, np.ndarray]
+    reference_top: tuple[np.ndarray, np.ndarray]
+
+    @classmethod
+    def of(cls, index: int, columns: Columns) -> "ComparedWindow":
+        """From what an engine worker returned; `vllm_patches.reference_windows` has the order of columns."""
+        token_ids, logprobs, ranks = columns
+        width = token_ids.shape[1] // 2
+        served, reference = slice(1, width), slice(width + 1, 2 * width)
+        positions = KldPositions(
+            token_ids=token_ids[:, 0],
+            kld=logprobs[:, -3],
+            reverse_kld=logprobs[:, -2],
+            acceptance=logprobs[:, -1],
+            logprobs=logprobs[:, 0],
+            reference_logprobs=logprobs[:, width],
+            ranks=ranks,
+            reference_ranks=token_ids[:, -1],
+            top_token_ids=token_ids[:, 1],
+            reference_top_token_ids=token_ids[:, width + 1],
+            reference_confidence=np.exp(logprobs[:, width + 1]),
+        )
+        return cls(
+            index,
+            positions,
+            (token_ids[:, served], logprobs[:, served]),
+            (token_ids[:, reference], logprobs[:, reference]),
+        )
