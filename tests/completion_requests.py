@@ -23,8 +23,10 @@ TEXTS = [
 NUM_RANDOM = 150
 
 
-def requests(rng: random.Random, vocab_size: int, max_tokens_fed: int) -> Iterator[dict[str, Any]]:
-    """Scoring requests of every kind: each option alone, then mixed at random."""
+def requests(
+    rng: random.Random, vocab_size: int, max_tokens_fed: int, num_random: int = NUM_RANDOM
+) -> Iterator[dict[str, Any]]:
+    """Scoring requests of every kind: each option alone, then so many with options mixed at random."""
     plain = {"prompt": TEXTS[0], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
     yield plain
     for text in TEXTS:
@@ -35,7 +37,7 @@ def requests(rng: random.Random, vocab_size: int, max_tokens_fed: int) -> Iterat
     lengths = [1, 2, 3, max_tokens_fed - 1, max_tokens_fed]
     for length in lengths:
         yield plain | {"prompt": [rng.randrange(vocab_size) for _ in range(length)]}
-    for _ in range(NUM_RANDOM):
+    for _ in range(num_random):
         request = dict(plain, prompt=some_prompt(rng, vocab_size), logprobs=rng.choice([0, 1, 2, 5, 20]))
         for change in rng.sample(OPTIONS, rng.randrange(4)):
             request |= change

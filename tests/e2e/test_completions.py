@@ -43,24 +43,25 @@ def assert_same(ours: Any, stock: Any, tolerance: float = 1e-6, path: str = "") 
 
 
 @pytest.mark.parametrize(
-    ("which", "vocab_size", "max_tokens_fed"),
-    [("plugin_server", 1024, 127), ("server", 49152, 60)],
+    ("which", "vocab_size", "max_tokens_fed", "num_random"),
+    # The real model takes ten times as long.
+    [("plugin_server", 1024, 127, 150), ("server", 49152, 60, 25)],
     ids=["SentencePiece's kind of tokenizer", "byte-level tokenizer"],
 )
 def test_every_scoring_request_is_answered_as_vllm_answers_it(
-    request: pytest.FixtureRequest, which: str, vocab_size: int, max_tokens_fed: int
+    request: pytest.FixtureRequest, which: str, vocab_size: int, max_tokens_fed: int, num_random: int
 ):
     rng = random.Random(20)
     kinds: dict[int, int] = {}
     with connect(request.getfixturevalue(which)) as client:
-        for body in requests(rng, vocab_size, max_tokens_fed):
+        for body in requests(rng, vocab_size, max_tokens_fed, num_random):
             ours, stock = answers(client, body)
             try:
                 assert_same(ours, stock, 1e-6 if is_one_sequence(body) else 1e-4)
             except AssertionError as error:
                 raise AssertionError(f"{json.dumps(body)}\n{error}") from None
             kinds[ours[0]] = kinds.get(ours[0], 0) + 1
-    assert kinds[200] > 150, kinds
+    assert kinds[200] > 40 + 0.7 * num_random, kinds
 
 
 @pytest.mark.parametrize(

@@ -12,26 +12,40 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
 from local_server import ServerProcess, server_process
+from scoremode_server.references.directory import ReferenceDirectory
 
 FLAGS = ("--served-model-name", "random", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager")
+COMPARE = ("kld", "--reference", "whole")
 EXIT_SECONDS = 30
 """In which a server must have ended by itself."""
 
 
 @pytest.fixture(scope="module")
-def pair(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServerProcess]]:
+def references(tmp_path_factory: pytest.TempPathFactory) -> ReferenceDirectory:
+    """Of both servers."""
+    return ReferenceDirectory(tmp_path_factory.mktemp("references"))
+
+
+@pytest.fixture(scope="module")
+def pair(
+    random_model: Path, references: ReferenceDirectory, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[ServerProcess]]:
     """Two servers of one model, started at once; tests kill the second, then stop the first."""
     folder = tmp_path_factory.mktemp("pair")
+    flags = (*FLAGS, "--reference-dir", str(references.root))
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        starts = [server_process(random_model, *FLAGS, log=folder / f"{name}.log") for name in "ab"]
+        starts = [server_process(random_model, *flags, log=folder / f"{name}.log") for name in "ab"]
         yield list(pool.map(stack.enter_context, starts))
 
 
@@ -66,21 +80,32 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 class PplClient:
     """Runs of `ppl-client` over the same windows of a text, into files of one folder."""
 
+    TEXT = ("--dataset", "pydoc", "--max-tokens", "80000", "--context-length", "512", "--stride", "256")
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def start(self, name: str, *servers: ServerProcess, resume: bool = False) -> "subprocess.Popen[str]":
+    def start(
+        self, name: str, *servers: ServerProcess, command: tuple[str, ...] = TEXT, resume: bool = False
+    ) -> "subprocess.Popen[str]":
+        output = ["--output", str(self.folder / name), *(["--resume"] if resume else [])]
+        return self._start(command, servers, output)
+
+    def record(self, name: str, server: ServerProcess) -> "subprocess.Popen[str]":
+        return self._start(("record", *self.TEXT, "--reference", name), (server,), [])
+
+    def _start(
+        self, command: tuple[str, ...], servers: tuple[ServerProcess, ...], output: list[str]
+    ) -> "subprocess.Popen[str]":
         urls = [part for server in servers for part in ("--url", server.url)]
-        text = ["--dataset", "pydoc", "--max-tokens", "160000", "--context-length", "512", "--stride", "256"]
-        output = ["--output", str(self.folder / name), "--quiet", *(["--resume"] if resume else [])]
-        command = [sys.executable, "-m", "scoremode.cli", *urls, *text, *output]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        whole = [sys.executable, "-m", "scoremode.cli", *command, *urls, *output, "--quiet"]
+        return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(self, run: "subprocess.Popen[str]") -> str:
         """What a run said, when it is done."""
-        _, said = run.communicate(timeout=300)
+        printed, said = run.communicate(timeout=300)
         assert run.returncode == 0, said
-        return said
+        return said + printed
 
     def journal(self, name: str) -> Path:
         return self.folder / f"{name}.journal"
@@ -105,9 +130,11 @@ class PplClient:
 
 @pytest.fixture(scope="module")
 def runs(pair: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> PplClient:
-    """With one run, "whole", that nothing disturbed."""
+    """With one run, one reference and one comparison, all "whole", that nothing disturbed."""
     runs = PplClient(tmp_path_factory.mktemp("runs"))
     runs.finish(runs.start("whole", pair[0]))
+    runs.finish(runs.record("whole", pair[0]))
+    runs.finish(runs.start("whole kld", pair[0], command=COMPARE))
     return runs
 
 
@@ -124,32 +151,100 @@ def test_a_run_whose_client_was_killed_goes_on(pair: list[ServerProcess], runs: 
     runs.check("resumed")
 
 
-async def test_when_the_engine_dies_requests_get_503_the_server_ends_and_a_run_goes_on_with_the_other_one(
-    pair: list[ServerProcess], runs: PplClient
-):
-    server = pair[1]
-    run = runs.start("of two", *pair)
-    await asyncio.to_thread(runs.windows_begun, "of two", 5)
+@dataclass(frozen=True)
+class Death:
+    """What was seen when the second server's engine was killed."""
+
+    answers: list[httpx.Response]
+    """To requests that it had."""
+    health: set[int]
+    """The statuses of /health from then on."""
+    exit_status: int
+    left: list[psutil.Process]
+    """Of the server's processes."""
+    said: dict[str, str]
+    """By runs on both servers, when they were done."""
+    recorded: dict[Path, bytes]
+    """The files of the windows of a reference that it recorded, when it was gone."""
+
+
+@pytest.fixture(scope="module")
+def death(pair: list[ServerProcess], references: ReferenceDirectory, runs: PplClient) -> Death:
+    """Of an engine that scores, compares and records."""
+    server, folder = pair[1], references.root / "resumed" / "windows"
+    of_both = {"of two": runs.start("of two", *pair), "of two kld": runs.start("of two kld", *pair, command=COMPARE)}
+    for name, run in of_both.items():
+        runs.windows_begun(name, 5)
+        # However slow the others are, it must not be done before the engine dies.
+        run.send_signal(signal.SIGSTOP)
+    recording = runs.record("resumed", server)
+    while len(list(folder.glob("*.safetensors"))) < 5:
+        time.sleep(0.02)
     family = psutil.Process(server.pid).children(recursive=True)
     engine = engine_of(server)
-    health = []
+    health = [0]
 
     async def kill(client: httpx.AsyncClient) -> None:
+        for run in of_both.values():
+            run.send_signal(signal.SIGCONT)
         engine.kill()
-        while 503 not in health:
+        while health[-1] != 503:
             health.append((await client.get("/health")).status_code)
 
-    answers = await answers_of(server, load(10), kill)
-    for answer in answers:
+    answers = asyncio.run(answers_of(server, load(10), kill))
+    exit_status = server.process.wait(EXIT_SECONDS)
+    _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
+    recording.kill()
+    recording.communicate()
+    recorded = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
+    said = {name: runs.finish(run) for name, run in of_both.items()}
+    return Death(answers, set(health[1:]), exit_status, left, said, recorded)
+
+
+def test_when_the_engine_dies_requests_get_503_and_the_server_ends(death: Death):
+    for answer in death.answers:
         assert answer.status_code == 503
         assert error_of(answer)["message"] == "the engine has died"
         assert int(answer.headers["Retry-After"]) > 0
-    assert set(health) <= {200, 503}
-    assert server.process.wait(EXIT_SECONDS) != 0
-    _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
-    assert not left
-    assert server.url in await asyncio.to_thread(runs.finish, run)
+    assert death.health <= {200, 503}
+    assert death.exit_status != 0
+    assert not death.left
+
+
+def test_a_run_on_two_servers_goes_on_with_the_one_that_is_left(
+    pair: list[ServerProcess], runs: PplClient, death: Death
+):
+    assert pair[1].url in death.said["of two"]
     runs.check("of two")
+
+
+def test_a_comparison_on_two_servers_goes_on_with_the_one_that_is_left(
+    pair: list[ServerProcess], runs: PplClient, death: Death
+):
+    assert pair[1].url in death.said["of two kld"]
+    found, expected = (load_file(runs.folder / f"{name}.safetensors") for name in ("of two kld", "whole kld"))
+    for name in ("token_ids", "window_sizes"):
+        assert np.array_equal(found[name], expected[name])
+    for name in ("kld", "logprobs", "reference_logprobs"):
+        # The served model is the reference; its windows share the engine's steps with other ones in each run.
+        assert np.abs(found[name] - expected[name]).max() < 1e-5
+
+
+def test_a_reference_whose_recording_was_killed_goes_on(
+    pair: list[ServerProcess], references: ReferenceDirectory, runs: PplClient, death: Death
+):
+    whole = references.open("whole")
+    num_before, num_windows = len(death.recorded), whole.manifest.text.num_windows
+    assert 5 <= num_before < num_windows, "it was killed while it was recorded"
+    said = runs.finish(runs.record("resumed", pair[0]))
+    assert f"recorded        {num_windows} windows, {num_before} of them before" in said
+    for path, content in death.recorded.items():
+        assert path.read_bytes() == content
+    resumed = references.open("resumed")
+    assert resumed.recorded() == whole.recorded() == set(range(num_windows))
+    for index in range(num_windows):
+        (_, found), (_, expected) = resumed.read_shard(index), whole.read_shard(index)
+        assert (found - expected).abs().max() < 1e-5
 
 
 async def test_a_server_that_is_stopped_answers_what_it_has_and_refuses_what_is_new(pair: list[ServerProcess]):

@@ -76,7 +76,7 @@ def cut(tokens: list[int]) -> tuple[StoredText, TextPlan]:
 async def test_a_large_vocabulary_with_capped_logits_diverges_as_transformers_says(tmp_path: Path):
     base = models.random_gemma(tmp_path / "base", seed=1, vocab_size=VOCABULARY)
     other = models.disturbed(base, tmp_path / "other", 0.05)
-    tokens = np.random.default_rng(3).integers(3, VOCABULARY, 240).tolist()
+    tokens = np.random.default_rng(3).integers(3, VOCABULARY, 160).tolist()
     text, plan = cut(tokens)
     async with references_of(base, tmp_path / "references") as (references, engine):
         async with engine.admission.request("/v1/references", "record") as queue:
