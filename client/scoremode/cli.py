@@ -75,6 +75,7 @@ async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output 
             corpus,
             **_window_settings(options),
             return_ranks=output is not None,
+            return_token_texts=output is not None,
             concurrency=options.concurrency,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
@@ -108,10 +109,13 @@ async def _compare(options: argparse.Namespace, output: Output | None) -> KldMea
         clients = await _clients(options, stack)
         on_progress = stack.enter_context(progress_bar("kld", quiet=options.quiet))
         if options.floor:
-            return await measure_noise_floor(clients[0], options.reference, on_progress=on_progress)
+            return await measure_noise_floor(
+                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
+            )
         return await measure_kld(
             clients,
             options.reference,
+            return_token_texts=output is not None,
             concurrency=options.concurrency,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
