@@ -27,6 +27,9 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["sweep"]:
+        return _sweep(arguments[1:])
     options = parse_options(arguments)
     output: Output | None = None
     try:
@@ -48,6 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ppl-client: error: {' '.join(str(error).split())}{_way_on(output)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    try:
+        # Nothing else of `ppl-client` needs the extra.
+        from scoremode.sweep.command import main as sweep
+    except ModuleNotFoundError as error:
+        print(f"ppl-client: error: {error.name} is missing: pip install 'scoremode[report]'", file=sys.stderr)
+        return EXIT_FAILURE
+    return sweep(arguments)
 
 
 def _way_on(output: Output | None) -> str:
