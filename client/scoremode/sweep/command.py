@@ -12,9 +12,10 @@ from pathlib import Path
 from scoremode._progress import lines_on_stderr
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE
-from scoremode.comparison import compare, load_run, summary
+from scoremode.comparison import compare, load_run
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
+from scoremode.comparison.tables import as_text
 from scoremode.errors import ScoremodeError
 from scoremode.sweep.plan import SweepPlan, read_plan
 from scoremode.sweep.sweep import SweepResult, run_sweep
@@ -32,8 +33,10 @@ def main(arguments: Sequence[str]) -> int:
         with lines_on_stderr():
             plan = read_plan(options.plan)
             result = asyncio.run(_measure(plan, options))
-            _report_failures(result)
-            _compare(plan, options.plan.parent, result.runs)
+            try:
+                _compare(plan, options.plan.parent, result.runs)
+            finally:
+                _report_failures(result)
     except KeyboardInterrupt:
         print("ppl-client: interrupted, servers are stopped: the same command goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -81,7 +84,7 @@ def _compare(plan: SweepPlan, folder: Path, runs: Mapping[str, Path]) -> None:
     if plan.compare.html is not None:
         write_report(comparison, output / plan.compare.html)
         _log.info("the report is %s", output / plan.compare.html)
-    print(*summary(comparison), sep="\n")
+    sys.stdout.write(as_text(comparison))
 
 
 def _warn_of_versions(runs: Mapping[str, Path]) -> None:

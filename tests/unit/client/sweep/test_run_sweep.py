@@ -46,9 +46,9 @@ def record(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / f"{name}.json").read_text())
 
 
-def asked(folder: Path, name: str) -> list[str]:
-    """Methods and paths of the requests that a model's server had when it was last started."""
-    return (folder / "runs" / "logs" / f"{name}.log").read_text().splitlines()
+def log(folder: Path, name: str) -> str:
+    """Has methods and paths of the requests that a model's server had when it was last started."""
+    return (folder / "runs" / "logs" / f"{name}.log").read_text()
 
 
 def running_commands() -> list[str]:
@@ -167,7 +167,7 @@ async def test_a_server_that_dies_ends_its_model_and_the_next_sweep_goes_on_with
     num_done = len(journal.read_text().splitlines()) - 1
     assert 0 < num_done <= 4
     assert (await sweep(tmp_path, BASE, NEAR)).measured == ["near"]
-    assert asked(tmp_path, "near").count("POST /v1/kld") == NUM_WINDOWS - num_done
+    assert log(tmp_path, "near").count("POST /v1/kld") == NUM_WINDOWS - num_done
     assert not journal.exists()
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
 
