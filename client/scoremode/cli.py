@@ -58,7 +58,9 @@ def _sweep(arguments: Sequence[str]) -> int:
         # Nothing else of `ppl-client` needs the extra.
         from scoremode.sweep.command import main as sweep
     except ModuleNotFoundError as error:
-        print(f"ppl-client: error: {error.name} is missing: pip install 'scoremode[report]'", file=sys.stderr)
+        if error.name is None or error.name.startswith("scoremode"):
+            raise
+        print(f'ppl-client: error: {error.name} is missing: pip install "scoremode[report]"', file=sys.stderr)
         return EXIT_FAILURE
     return sweep(arguments)
 

@@ -75,6 +75,13 @@ def test_a_sweep_without_a_plan_is_wrong_usage():
     assert ended.value.code == 2
 
 
+def test_without_the_extra_it_says_what_to_install():
+    code = "import sys; sys.modules['yaml'] = None; from scoremode.cli import main; sys.exit(main(['sweep', 'plan']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == 'ppl-client: error: yaml is missing: pip install "scoremode[report]"\n'
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
 def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number: signal.Signals):
     silent = {**SILENT, "serve": [str(tmp_path)]}
