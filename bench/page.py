@@ -42,7 +42,8 @@ SCROLL = """async () => {
   const frame = () => new Promise(requestAnimationFrame);
   const times = [];
   let before = await frame();
-  for (tokens.scrollTop = 0; tokens.scrollTop + tokens.clientHeight < tokens.scrollHeight - 1; tokens.scrollTop += 120) {
+  const isAtEnd = () => tokens.scrollTop + tokens.clientHeight >= tokens.scrollHeight - 1;
+  for (tokens.scrollTop = 0; !isAtEnd(); tokens.scrollTop += 120) {
     const now = await frame();
     times.push(now - before);
     before = now;

@@ -9,9 +9,9 @@ const encoder = new TextEncoder();
 const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
 
 /**
- * For each token, in order, the part of `text` that it completes: together they are the text. A token that ends within
- * a character completes what is before that, which may be nothing. A special token at either end that is no part of
- * the text keeps its own name, and is not `inText`.
+ * For each token, in order, the part of `text` that it completes: together they are the text. A token that
+ * `endsWithin` a character completes what is before that, which may be nothing. A special token at either end that is
+ * no part of the text keeps its own name, and is not `inText`.
  *
  * Where the tokens do not spell the text, because the tokenizer changes it, their own texts are returned.
  */
@@ -21,9 +21,10 @@ export function align(text, tokens) {
   return tokens.map((token, index) => {
     const [start, end] = bounds ? bounds.slice(index, index + 2) : [0, 0];
     if (start === end) {
-      return { text: token, inText: !bounds };
+      return { text: token, inText: !bounds, endsWithin: false };
     }
-    return { text: decoder.decode(bytes.subarray(characterStart(bytes, start), characterStart(bytes, end))), inText: true };
+    const part = bytes.subarray(characterStart(bytes, start), characterStart(bytes, end));
+    return { text: decoder.decode(part), inText: true, endsWithin: isWithinCharacter(bytes, end) };
   });
 }
 

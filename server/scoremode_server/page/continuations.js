@@ -2,13 +2,19 @@
 
 import { element, row, visible } from "./dom.js";
 import { continuationFigures, formatNumber } from "./figures.js";
+import { ShownError } from "./server.js";
 
 const COLUMNS = { sumLogprob: "sum of logprobs", perToken: "per token", perByte: "per byte" };
 
-/** The lines of a text as continuations of `prompt`. With `spaces`, one before each where neither side has any. */
+/**
+ * The lines of a text as continuations of `prompt`. With `spaces`, one before each where neither side has any.
+ *
+ * Throws a ShownError if there are none.
+ */
 export function continuationsOf(lines, prompt, spaces) {
   const isSeparate = !spaces || /\s$/.test(prompt);
   const given = lines.split("\n").filter((line) => line.trim());
+  if (!given.length) throw new ShownError("There is no continuation to compare: type in one a line.");
   return given.map((line) => (isSeparate || /^\s/.test(line) ? line : ` ${line}`));
 }
 

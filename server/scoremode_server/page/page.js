@@ -7,7 +7,7 @@ import { element, row } from "./dom.js";
 import { formatCount, formatNumber, textFigures } from "./figures.js";
 import { legend } from "./legend.js";
 import { SAMPLES } from "./samples.js";
-import { Server, ServerError, serverUrl } from "./server.js";
+import { Server, ShownError, serverUrl } from "./server.js";
 import { TokenView } from "./tokens.js";
 
 const KEPT_FOR_THIS_TAB = ["key", "second-url", "second-key"];
@@ -65,7 +65,7 @@ async function orShowError(place, ask) {
     await ask();
   } catch (error) {
     if (error.name === "AbortError") return;
-    if (!(error instanceof ServerError)) throw error;
+    if (!(error instanceof ShownError)) throw error;
     place.textContent = error.message;
     pointToKey(error);
   }
@@ -118,7 +118,7 @@ function showComparison(answer) {
   const [first] = shown.results;
   const isSame = (name) => first[name].length === result[name].length && first[name].every((each, i) => each === result[name][i]);
   if (!isSame("token_ids") || !isSame("tokens")) {
-    throw new ServerError(
+    throw new ShownError(
       "The second server cuts the text into other tokens, so there is no difference token by token to show: " +
         `${formatCount(result.tokens.length)} of ${answer.model}, ${formatCount(first.tokens.length)} of ${shown.names[0]}.`,
     );

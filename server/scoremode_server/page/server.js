@@ -1,7 +1,7 @@
 // Requests to a server of Scoremode, and what can go wrong with them.
 
-/** Why a server gave no answer, in words for whoever uses the page. */
-export class ServerError extends Error {
+/** Why there is no answer, in words for whoever uses the page; `status` is that of a server's refusal. */
+export class ShownError extends Error {
   constructor(message, status = null) {
     super(message);
     this.status = status;
@@ -35,10 +35,10 @@ export class Server {
       text = await response.text();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ServerError(this.#unreachable(error));
+      throw new ShownError(this.#unreachable(error));
     }
     if (!response.ok) {
-      throw new ServerError(`${this.name}: ${reason(response, text)}`, response.status);
+      throw new ShownError(`${this.name}: ${reason(response, text)}`, response.status);
     }
     return text;
   }
@@ -64,12 +64,12 @@ function reason(response, text) {
 /**
  * The URL of a server as it was typed in, so that relative paths lead below it.
  *
- * Throws a ServerError if it is none.
+ * Throws a ShownError if it is none.
  */
 export function serverUrl(typed) {
   const url = URL.canParse(typed) ? new URL(typed) : null;
   if (!["http:", "https:"].includes(url?.protocol)) {
-    throw new ServerError(`The second server: ${typed} is no URL that begins with http:// or https://.`);
+    throw new ShownError(`The second server: ${typed} is no URL that begins with http:// or https://.`);
   }
   return `${url.origin}${url.pathname.replace(/\/*$/, "/")}`;
 }

@@ -118,11 +118,11 @@ export class TokenView {
     return surpriseColour(logprob);
   }
 
-  /** Indices of a token and of those before it which only begin the character that it completes. */
+  /** Indices of a token and of those before it that begin the character which it completes. */
   tokensOfCharacter(index) {
     if (!this.#pieces[index].text) return [index];
     let first = index;
-    while (first > 0 && this.#pieces[first - 1].text === "") first -= 1;
+    while (this.#pieces[first - 1]?.endsWithin) first -= 1;
     return Array.from({ length: index - first + 1 }, (_, offset) => first + offset);
   }
 

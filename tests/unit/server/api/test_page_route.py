@@ -107,6 +107,13 @@ async def test_no_path_leads_anywhere_else(path: str):
     assert (await ask(path)).status_code in (307, 404)
 
 
+async def test_below_a_root_path_the_page_is_where_its_server_is():
+    transport = httpx.ASGITransport(light_app(), root_path="/scoring")
+    async with httpx.AsyncClient(transport=transport, base_url="http://light") as client:
+        assert (await client.get("/scoring/scoremode")).status_code == 200
+        assert (await client.get("/scoring/scoremode/page.js")).status_code == 200
+
+
 @pytest.mark.parametrize("path", FILES)
 async def test_the_page_loads_without_a_key_and_scoring_does_not(path: str, monkeypatch: pytest.MonkeyPatch):
     app = app_started_with(monkeypatch, api_key=["secret"], no_page=False)
