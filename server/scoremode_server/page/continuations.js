@@ -32,7 +32,7 @@ export function showPreference(table, continuations, figures) {
   const rows = figures.map((each, index) => {
     const preferences = Object.keys(COLUMNS).map((column) => formatNumber(each[column]));
     const cells = [...preferences, each.tokens, each.isGreedy ? "yes" : "no"];
-    const made = row(element("bdi", {}, visible(continuations[index])), cells);
+    const made = row(element("bdi", {}, continuations[index].replace(/^\s+|\s+$/g, visible)), cells);
     best.forEach((preferred, column) => made.cells[column + 1].classList.toggle("best", preferred === index));
     return made;
   });
