@@ -57,8 +57,13 @@ class _PerplexityRecord(_Record, _Text):
     settings: _Settings
 
 
+class _KldSettings(BaseModel):
+    as_noise_floor: bool
+
+
 class _KldRecord(_Record):
     reference: Reference
+    settings: _KldSettings
 
 
 _SHAPES: dict[str, TypeAdapter[Any]] = {
@@ -132,6 +137,11 @@ class RunFile:
         """Mean KL divergence of the reference's model from itself, nats; None where this run knew none."""
         reference = self.reference
         return None if reference is None or reference.noise_floor is None else reference.noise_floor.mean
+
+    @property
+    def as_noise_floor(self) -> bool:
+        """Whether the run is the reference's own model beside itself."""
+        return self.kind == "kld" and bool(self.record["settings"]["as_noise_floor"])
 
     @property
     def method(self) -> Method:
