@@ -3,8 +3,8 @@
     python bench/coverage.py --trials 1000
 
 Each trial makes up a text's NLLs for two models, and asks whether two intervals hold the truth: the one that takes
-tokens as independent, mean ± 1.96 s / sqrt(n), and the block bootstrap's. It does so for the mean NLL of the first model
-and for the difference of the second from it, whose truth is 0.
+tokens as independent, mean ± 1.96 s / sqrt(n), and the block bootstrap's. It does so for the mean NLL of the first
+model and for the difference of the second from it, whose truth is 0.
 
 The NLL of a token is exponential, and from one token to the next its normal score is AR(1). Every window has a level of
 its own that its NLLs are multiplied by. Levels may run on from window to window, as AR(1) does, like a text's chapters.

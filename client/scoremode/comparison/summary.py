@@ -33,7 +33,7 @@ def summary(comparison: Comparison) -> list[str]:
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
     """Who is best, where that is shown, and each pair of which nothing is shown."""
     both_ways = {**verdicts, **{(second, first): _OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
-    undecided = [_pair(pair) for pair, verdict in verdicts.items() if verdict == "no difference shown"]
+    undecided = [" and ".join(pair) for pair, verdict in verdicts.items() if verdict == "no difference shown"]
     if verdicts and len(undecided) == len(verdicts):
         return [f"By {what}, no difference is shown between any two runs."]
     sentences = []
@@ -42,7 +42,7 @@ def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Ver
         if worse:
             sentences.append(f"By {what}, {label} is better than {_listed(worse)}.")
     if undecided:
-        sentences.append(f"By {what}, no difference is shown between {_listed(undecided)}.")
+        sentences.append(f"By {what}, no difference is shown between {', nor between '.join(undecided)}.")
     return sentences
 
 
@@ -76,10 +76,6 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
     if above:
         sentences.append(f"Beside the noise floor, the mean KL divergence is more: {_listed(above)} it.")
     return sentences
-
-
-def _pair(labels: tuple[str, str]) -> str:
-    return " and ".join(labels)
 
 
 def _listed(items: Sequence[str]) -> str:
