@@ -1,4 +1,4 @@
-"""`ppl-client`: perplexity of a text and KL divergence from a reference on Scoremode servers, from the command line."""
+"""`ppl-client`: perplexity of a text and KL divergence from a reference on Scoremode servers, and runs compared."""
 
 import argparse
 import asyncio
@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with lines_on_stderr():
             if options.command == "record":
                 _record(options)
+                return 0
+            if options.command == "compare":
+                _compare_runs(options)
                 return 0
             if options.output is not None:
                 output = Output(options.output, resume=options.resume)
@@ -135,6 +138,17 @@ async def _compare(options: argparse.Namespace, output: Output | None) -> KldMea
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
+
+
+def _compare_runs(options: argparse.Namespace) -> None:
+    try:
+        from scoremode.comparison.command import run_compare
+
+        run_compare(options)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("scoremode"):
+            raise
+        raise ScoremodeError(f'{error.name} is missing: pip install "scoremode[report]"') from error
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
