@@ -81,7 +81,7 @@ def _perplexity(comparison: Comparison) -> Plot | None:
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size)}. {_intervals(comparison)} {_measured(comparison)}",
+        f"Perplexity{_front(size)}. {_intervals(comparison)} {measured(comparison)}",
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
@@ -96,7 +96,7 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
-        f"{_floor(floor)} {_intervals(comparison)} {_measured(comparison)}",
+        f"{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
@@ -112,7 +112,7 @@ def _kld_distribution(comparison: Comparison) -> Plot | None:
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} {_floor(floor)} "
-        f"{_measured(comparison)}",
+        f"{measured(comparison)}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
@@ -126,7 +126,7 @@ def _kld_by_confidence(comparison: Comparison) -> Plot | None:
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens where the reference gave its likeliest token so much probability: at the "
         "right it was sure. Infinite values are left out. Intervals are 95 %, from errors that take windows as "
-        f"independent and tokens within one as dependent. {_measured(comparison)}",
+        f"independent and tokens within one as dependent. {measured(comparison)}",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
     )
 
@@ -140,7 +140,7 @@ def _running_difference(comparison: Comparison) -> Plot | None:
         "running-difference",
         "Running difference of NLL along the text",
         f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
-        f"not of a few passages is level long before the end. No errors are drawn. {_measured(comparison)}",
+        f"not of a few passages is level long before the end. No errors are drawn. {measured(comparison)}",
         lambda theme: token_plots.draw_running_difference(base, runs, theme),
     )
 
@@ -176,7 +176,7 @@ def _intervals(comparison: Comparison) -> str:
     return f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
 
 
-def _measured(comparison: Comparison) -> str:
+def measured(comparison: Comparison) -> str:
     """Corpus, method, tokens and versions; a reference does not say where its text came from."""
     runs = [figures.run for figures in comparison.runs]
     run = runs[0]

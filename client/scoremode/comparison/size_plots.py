@@ -75,9 +75,15 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
     for point in all_points:
         _draw_point(axes, point, point.size or 0, theme, vertical=True)
     axes.plot(
-        [point.size or 0 for point in front], [point.value for point in front], drawstyle="steps-post", color=theme.quiet,
-        linewidth=1, linestyle=(0, (4, 3)), zorder=1, label="Pareto front",
-    )  # fmt: skip
+        [point.size or 0 for point in front],
+        [point.value for point in front],
+        drawstyle="steps-post",
+        color=theme.quiet,
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        zorder=1,
+        label="Pareto front",
+    )
     if floor:
         axes.axhline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
     if all(point.low >= 0 for point in all_points) and axes.get_ylim()[0] < 0:

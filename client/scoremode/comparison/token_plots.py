@@ -29,9 +29,13 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> 
     for index, run in runs:
         values = _kld(run)
         axes.plot(
-            thresholds, survival(values, thresholds), color=theme.run(index), linestyle=dashes(index),
-            linewidth=1.8, label=legend_label(run.label) + _zeros(values),
-        )  # fmt: skip
+            thresholds,
+            survival(values, thresholds),
+            color=theme.run(index),
+            linestyle=dashes(index),
+            linewidth=1.8,
+            label=legend_label(run.label) + _zeros(values),
+        )
     if floor:
         axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor, mean")
     axes.set_xlim(thresholds[0], thresholds[-1])
@@ -73,9 +77,16 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
     means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)
     for place, (index, run) in enumerate(runs):
         axes.errorbar(
-            np.arange(len(edges) - 1) + _dodge(place, len(runs)), means[place], yerr=_Z_95 * errors[place],
-            color=theme.run(index), marker=marker(index), markersize=6, capsize=2.5, linestyle="none", label=legend_label(run.label),
-        )  # fmt: skip
+            np.arange(len(edges) - 1) + _dodge(place, len(runs)),
+            means[place],
+            yerr=_Z_95 * errors[place],
+            color=theme.run(index),
+            marker=marker(index),
+            markersize=6,
+            capsize=2.5,
+            linestyle="none",
+            label=legend_label(run.label),
+        )
     lowest = np.nanmin(np.array(means) - _Z_95 * np.nan_to_num(np.array(errors)))
     if lowest > 0:
         plain_log_axis(axes, "y")
