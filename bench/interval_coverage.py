@@ -56,7 +56,7 @@ DEPENDENCES = (
     Dependence("levels run on, 0.3", 0.8, 0.4, 0.3),
     Dependence("levels run on, 0.6", 0.8, 0.4, 0.6),
 )
-NUMBERS_OF_WINDOWS = (5, 10, 20, 30, 50, 100, 300, 600)
+NUMBERS_OF_WINDOWS = (10, 20, 30, 50, 100, 300, 600)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 MIN_UNITS = 20
 """Below so many there is no interval."""
-FEW_WINDOWS = 30
+FEW_WINDOWS = 40
 """Windows fewer than these are cut, into as many segments at least where they have the tokens."""
 MANY_UNITS = 2000
 """More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
