@@ -146,9 +146,10 @@ def _compare_runs(options: argparse.Namespace) -> None:
 
         run_compare(options)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("scoremode"):
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "scoremode"):
             raise
-        raise ScoremodeError(f'{error.name} is missing: pip install "scoremode[report]"') from error
+        raise ScoremodeError(f'{package} is missing: pip install "scoremode[report]"') from error
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:

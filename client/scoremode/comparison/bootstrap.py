@@ -12,7 +12,8 @@ With n units, blocks of b on average and q = 1 - 1/b, the 95 % interval of a fig
 
 where s is the figure's deviation over the resamples, the root makes up for deviations being taken from the sample's own
 mean, and t(f) is Student's quantile for f degrees of freedom, about as many as there are blocks. With b = 1, which
-takes units as independent, this is the textbook's interval of a mean. `bench/coverage.py` shows what it covers.
+takes units as independent, this is the textbook's interval of a mean. What it covers is in docs/compare.md, from
+`bench/interval_coverage.py`.
 """
 
 import math
@@ -26,9 +27,9 @@ from scipy.special import stdtrit
 Floats = NDArray[np.float64]
 
 MIN_UNITS = 20
-"""Below so many there is no interval; windows fewer than these are cut."""
-FEW_UNITS = 64
-"""How many segments are cut where windows are too few."""
+"""Below so many there is no interval."""
+FEW_WINDOWS = 40
+"""Windows fewer than these are cut, into as many segments at least where they have the tokens."""
 MANY_UNITS = 2000
 """More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
 _MIN_SEGMENT = 16
@@ -57,9 +58,9 @@ def cut_units(window_sizes: NDArray[np.int32]) -> Units:
     """The units of a text whose windows have these numbers of targets."""
     sizes = window_sizes[window_sizes > 0].astype(np.intp)
     name = "windows"
-    if len(sizes) < MIN_UNITS:
+    if len(sizes) < FEW_WINDOWS:
         name = "segments of windows"
-        num_segments = -(-FEW_UNITS // len(sizes))
+        num_segments = -(-FEW_WINDOWS // len(sizes))
         sizes = np.concatenate([_cut(size, min(num_segments, size // _MIN_SEGMENT)) for size in sizes])
     elif len(sizes) > MANY_UNITS:
         num_joined = -(-len(sizes) // MANY_UNITS)

@@ -77,21 +77,21 @@ def _settings(comparison: Comparison) -> list[str]:
 def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
     base = comparison.runs[0].run
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs if pair.first is base}
-    label = _Column[RunFigures]("run", lambda row: row.run.label, right=False)
-    weights = [
-        _Column[RunFigures]("weights", lambda row: _weights_in_words(row.run), right=False),
-        _Column[RunFigures]("GB", lambda row: _size(row.run)),
-        _Column[RunFigures]("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
-        _Column[RunFigures]("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+    label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
+    weights: list[_Column[RunFigures]] = [
+        _Column("weights", lambda row: _weights_in_words(row.run), right=False),
+        _Column("GB", lambda row: _size(row.run)),
+        _Column("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
+        _Column("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
     ]
-    perplexity = [
-        _Column[RunFigures]("perplexity", lambda row: _figure(row.perplexity, 4)),
-        _Column[RunFigures](f"over that of {base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
+    perplexity: list[_Column[RunFigures]] = [
+        _Column("perplexity", lambda row: _figure(row.perplexity, 4)),
+        _Column(f"over that of {base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
     ]
-    kld = [
-        _Column[RunFigures]("mean KLD, nats", lambda row: _figure(row.kld, 6)),
-        _Column[RunFigures]("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-        _Column[RunFigures]("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
+    kld: list[_Column[RunFigures]] = [
+        _Column("mean KLD, nats", lambda row: _figure(row.kld, 6)),
+        _Column("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
+        _Column("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
     ]
     has_kld = any(figures.kld is not None for figures in comparison.runs)
     return [[label, *weights], [label, *perplexity], *([[label, *kld]] if has_kld else [])]
@@ -100,17 +100,17 @@ def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
 def _pair_sections(comparison: Comparison) -> list[list[_Column[PairFigures]]]:
     if not comparison.pairs:
         return []
-    labels = [
-        _Column[PairFigures]("run", lambda row: row.second.label, right=False),
-        _Column[PairFigures]("beside", lambda row: row.first.label, right=False),
+    labels: list[_Column[PairFigures]] = [
+        _Column("run", lambda row: row.second.label, right=False),
+        _Column("beside", lambda row: row.first.label, right=False),
     ]
-    perplexity = [
-        _Column[PairFigures]("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
-        _Column[PairFigures]("by perplexity", lambda row: row.verdict, right=False),
+    perplexity: list[_Column[PairFigures]] = [
+        _Column("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
+        _Column("by perplexity", lambda row: row.verdict, right=False),
     ]
-    kld = [
-        _Column[PairFigures]("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
-        _Column[PairFigures]("by KLD", lambda row: row.kld_verdict or "-", right=False),
+    kld: list[_Column[PairFigures]] = [
+        _Column("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
+        _Column("by KLD", lambda row: row.kld_verdict or "-", right=False),
     ]
     has_kld = any(pair.kld_difference is not None for pair in comparison.pairs)
     return [[*labels, *perplexity], *([[*labels, *kld]] if has_kld else [])]

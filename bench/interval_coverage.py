@@ -1,6 +1,6 @@
 """What the 95 % intervals of `ppl-client compare` cover, on made-up data whose truth is known.
 
-    python bench/coverage.py --trials 1000
+    python bench/interval_coverage.py --trials 1000
 
 Each trial makes up a text's NLLs for two models, and asks whether two intervals hold the truth: the one that takes
 tokens as independent, mean ± 1.96 s / sqrt(n), and the block bootstrap's. It does so for the mean NLL of the first
@@ -56,7 +56,7 @@ DEPENDENCES = (
     Dependence("levels run on, 0.3", 0.8, 0.4, 0.3),
     Dependence("levels run on, 0.6", 0.8, 0.4, 0.6),
 )
-NUMBERS_OF_WINDOWS = (5, 10, 20, 50, 100, 300, 600)
+NUMBERS_OF_WINDOWS = (10, 20, 30, 50, 100, 300, 600)
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ def _holds(interval: tuple[float, float] | tuple[None, None], truth: float) -> b
 
 def _rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
     for dependence in DEPENDENCES:
-        for num_windows in NUMBERS_OF_WINDOWS:
+        for num_windows in arguments.windows:
             found = measure(
                 dependence, num_windows, arguments.trials, num_resamples=arguments.resamples, seed=arguments.seed
             )
@@ -138,6 +138,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, nargs="+", default=NUMBERS_OF_WINDOWS)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--resamples", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
