@@ -44,13 +44,16 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path, help="one report, or runs")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "images")
     options = parser.parse_args()
+    executable = installed_chromium()
+    if executable is None:
+        sys.exit("no browser is installed: apt-get install chromium")
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         report = options.files[0]
         if report.suffix == ".json":
             report = Path(temporary) / "report.html"
             write_report(compare(load_runs(options.files)), report)
-        browser = playwright.chromium.launch(executable_path=installed_chromium())
+        browser = playwright.chromium.launch(executable_path=executable)
         take(browser, report, options.folder)
         browser.close()
 
