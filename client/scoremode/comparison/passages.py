@@ -54,7 +54,11 @@ def divergence(run: RunFile, base: RunFile) -> Floats:
     """[n], how far the run is from the reference, or else from the base; the base itself by its NLL."""
     if run.kld is not None:
         return run.kld
-    return run.nlls if run is base else np.abs(run.nlls - base.nlls)
+    if run is base:
+        return run.nlls
+    # Infinity less infinity is no difference.
+    with np.errstate(invalid="ignore"):
+        return np.where(run.nlls == base.nlls, 0, np.abs(run.nlls - base.nlls))
 
 
 def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float) -> NDArray[np.bool_]:

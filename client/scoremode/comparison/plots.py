@@ -11,6 +11,7 @@ from matplotlib.figure import Figure as Drawing
 from scoremode.comparison import size_plots, token_plots
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
+from scoremode.comparison.run_file import RunFile
 
 _THEMES = {"light": LIGHT, "dark": DARK}
 CAPTIONS_FILE = "captions.md"
@@ -87,7 +88,7 @@ def _perplexity(comparison: Comparison) -> Plot | None:
 
 
 def _mean_kld(comparison: Comparison) -> Plot | None:
-    points = size_plots.points(comparison, lambda figures: figures.kld)
+    points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
     if not points:
         return None
     size, _ = size_plots.size_axis(comparison)
@@ -96,14 +97,14 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
-        f"{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
+        f"{_not_drawn(comparison)}{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
 
 def _kld_distribution(comparison: Comparison) -> Plot | None:
-    runs = _runs_with_kld(comparison)
-    if not any((run.kld > 0).any() for _, run in runs if run.kld is not None):
+    runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
+    if not runs:
         return None
     floor = noise_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
@@ -111,22 +112,22 @@ def _kld_distribution(comparison: Comparison) -> Plot | None:
     return Plot(
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
-        f"Share of tokens whose KL divergence from the reference is larger.{unbounded} {_floor(floor)} "
-        f"{measured(comparison)}",
+        f"Share of tokens whose KL divergence from the reference is larger.{unbounded} {_not_drawn(comparison)}"
+        f"{_floor(floor)} {measured(comparison)}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
 
 def _kld_by_confidence(comparison: Comparison) -> Plot | None:
-    runs = [(index, run) for index, run in _runs_with_kld(comparison) if run.reference_confidence is not None]
+    runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
     if not runs:
         return None
     return Plot(
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens where the reference gave its likeliest token so much probability: at the "
-        "right it was sure. Infinite values are left out. Intervals are 95 %, from errors that take windows as "
-        f"independent and tokens within one as dependent. {measured(comparison)}",
+        f"right it was sure. {_not_drawn(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
+        f"that take windows as independent and tokens within one as dependent. {measured(comparison)}",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
     )
 
@@ -153,6 +154,16 @@ def noise_floor(comparison: Comparison) -> float | None:
 
 def _runs_with_kld(comparison: Comparison) -> token_plots.Numbered:
     return [(index, figures.run) for index, figures in enumerate(comparison.runs) if figures.run.kld is not None]
+
+
+def _diverges(run: RunFile) -> bool:
+    """Whether any KL divergence of the run is a number above 0, which is what a log axis can show."""
+    return run.kld is not None and bool(((run.kld > 0) & np.isfinite(run.kld)).any())
+
+
+def _not_drawn(comparison: Comparison) -> str:
+    names = [run.label for _, run in _runs_with_kld(comparison) if not _diverges(run)]
+    return f"Not drawn, because it is exactly 0 at every token: {', '.join(names)}. " if names else ""
 
 
 def _reference_names(comparison: Comparison) -> str:

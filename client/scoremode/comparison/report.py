@@ -75,7 +75,7 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
         "settings": _settings(comparison),
         "setting_columns": [name for name, _ in _run_settings(runs[0])],
         "setting_rows": [[value for _, value in _run_settings(run)] for run in runs],
-        "command": shlex.join(["ppl-client", "compare", *(str(run.path) for run in runs)]),
+        "command": _command(comparison),
     }
 
 
@@ -103,6 +103,14 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
         ("intervals", f"{comparison.blocks}; {comparison.num_resamples:,} resamples, seed {comparison.seed}"),
     ]
     return [(name, value) for name, value in settings if value]
+
+
+def _command(comparison: Comparison) -> str:
+    """What makes the comparison again. Labels with a comma cannot be given, and are left to be chosen."""
+    runs = [figures.run for figures in comparison.runs]
+    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
+    settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
+    return shlex.join(["ppl-client", "compare", *(str(run.path) for run in runs), *labels, *settings])
 
 
 def _run_settings(run: RunFile) -> list[tuple[str, str]]:

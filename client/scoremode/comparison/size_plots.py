@@ -35,7 +35,7 @@ class Point:
 
 
 def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> list[Point]:
-    """The runs that have the figure; low and high are the value itself where there is no interval."""
+    """The runs that have the figure, and it is finite; low and high are the value itself where there is no interval."""
     size_of = size_axis(comparison)[1]
     return [
         Point(
@@ -43,12 +43,16 @@ def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | No
             run.run.label,
             size_of(run),
             figure.value,
-            figure.value if figure.low is None else figure.low,
-            figure.value if figure.high is None else figure.high,
+            _finite(figure.low, figure.value),
+            _finite(figure.high, figure.value),
         )
         for index, run in enumerate(comparison.runs)
-        if (figure := figure_of(run)) is not None and figure.value < float("inf")
+        if (figure := figure_of(run)) is not None and math.isfinite(figure.value)
     ]
+
+
+def _finite(value: float | None, otherwise: float) -> float:
+    return value if value is not None and math.isfinite(value) else otherwise
 
 
 def size_axis(comparison: Comparison) -> tuple[str | None, Callable[[RunFigures], float | None]]:
@@ -137,10 +141,12 @@ def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, t
 
 def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
     """A log axis where values lie far apart. It needs its limits before its ticks."""
-    ends = [end for point in all_points for end in (point.low, point.high)] + ([floor] if floor else [])
-    if min(ends) > 0 and max(ends) / min(ends) > _LOG_RATIO:
-        (axes.set_xlim if which == "x" else axes.set_ylim)(min(ends) / 2, max(ends) * 2)
-        log_axis(axes, which)
+    values = [point.value for point in all_points] + ([floor] if floor else [])
+    if min(values) <= 0 or max(values) / min(values) <= _LOG_RATIO:
+        return
+    ends = [*values, *(end for point in all_points for end in (point.low, point.high) if end > 0)]
+    (axes.set_xlim if which == "x" else axes.set_ylim)(max(min(ends), min(values) / 10) / 2, max(ends) * 2)
+    log_axis(axes, which)
 
 
 def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:

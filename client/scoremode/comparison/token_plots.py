@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
@@ -87,9 +88,7 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
             linestyle="none",
             label=legend_label(run.label),
         )
-    lowest = np.nanmin(np.array(means) - _Z_95 * np.nan_to_num(np.array(errors)))
-    if lowest > 0:
-        plain_log_axis(axes, "y")
+    _set_kld_scale(axes, np.array(means), np.array(errors))
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
     axes.set_xticks(range(len(counts)), _bucket_names(counts))
     axes.tick_params(axis="x", length=0)
@@ -98,6 +97,13 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
     axes.set_ylabel("mean KL divergence (nats)")
     legend(drawing, axes, theme)
     return drawing
+
+
+def _set_kld_scale(axes: Axes, means: Floats, errors: Floats) -> None:
+    """A log axis, unless a mean is 0. Intervals that reach 0 go off the axis."""
+    if np.nanmin(means) > 0:
+        axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(means + _Z_95 * np.nan_to_num(errors)))
+        plain_log_axis(axes, "y")
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:

@@ -9,7 +9,7 @@ import pytest
 from made_up_runs import MODELS, NOISE_FLOOR, write_runs
 from PIL import Image
 
-from scoremode.comparison import compare, load_runs
+from scoremode.comparison import Figure, compare, load_runs
 from scoremode.comparison.plot_style import DARK, LIGHT, as_svg
 from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.size_plots import Point, pareto_front
@@ -205,7 +205,33 @@ def test_a_plot_whose_data_are_not_there_is_left_out(comparison):
     alone = replace(without_kld, runs=without_kld.runs[:1], pairs=[])
     assert [plot.name for plot in plots(alone)] == ["perplexity"]
     identical = changed(comparison, lambda run: replace(run, kld=np.zeros(NUM_TOKENS)))
-    assert "kl-divergence-distribution" not in [plot.name for plot in plots(identical)]
+    assert [plot.name for plot in plots(identical)] == ["perplexity", "running-difference"]
+
+
+def test_a_run_without_any_divergence_is_named_and_not_drawn(comparison):
+    """As the reference's own model on an equal server: a log axis has no 0, and the others need one."""
+    base, *others = comparison.runs
+    zeros = replace(base, kld=Figure(0, 0, 0, 0), run=replace(base.run, kld=np.zeros(NUM_TOKENS)))
+    with_zeros = replace(comparison, runs=[zeros, *others])
+    for plot in plots(with_zeros)[1:4]:
+        assert "Not drawn, because it is exactly 0 at every token: BF16." in plot.caption
+    for name in ("kl-divergence", "kl-divergence-distribution", "kl-divergence-by-confidence"):
+        assert drawn(with_zeros, name)[1].get_yscale() == "log"
+    assert len(markers(drawn(with_zeros, "kl-divergence")[1])) == len(others)
+
+
+def test_infinite_values_are_left_out_and_said(comparison):
+    kld = comparison.runs[5].run.kld.copy()
+    kld[:3] = np.inf
+    last = replace(
+        comparison.runs[5], kld=Figure(np.inf, None, None, None), run=replace(comparison.runs[5].run, kld=kld)
+    )
+    infinite = replace(comparison, runs=[*comparison.runs[:5], last])
+    captions = {plot.name: plot.caption for plot in plots(infinite)}
+    assert "3 infinite values lie beyond the right edge." in captions["kl-divergence-distribution"]
+    assert len(markers(drawn(infinite, "kl-divergence")[1])) == 5
+    for plot in plots(infinite):
+        plot.draw(LIGHT).draw_without_rendering()
 
 
 def test_a_name_with_dollars_and_underscores_is_drawn_as_it_is(comparison):
