@@ -20,6 +20,8 @@ from scoremode.errors import ScoremodeError
 STOP_SECONDS = 60.0
 """Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
+LOG_END = "; the end of "
+"""What the last lines of a log begin with in the message of an error."""
 _TAIL_LINES = 20
 
 Result = TypeVar("Result")
@@ -163,4 +165,4 @@ def _ended(process: Process, log: Path) -> ServerProcessError:
 
 def _log_end(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n    ".join([f"; the end of {log}:", *lines])
+    return "\n    ".join([f"{LOG_END}{log}:", *lines])

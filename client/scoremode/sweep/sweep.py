@@ -22,7 +22,7 @@ from scoremode.recording import record_reference
 from scoremode.run import OnProgress
 from scoremode.sweep.kept import FIELD, Marks, changes, reference_name, running_marks, served_marks, text_marks
 from scoremode.sweep.plan import ModelEntry, SweepPlan
-from scoremode.sweep.server import model_server
+from scoremode.sweep.server import LOG_END, model_server
 from scoremode.windows import WindowError
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class _Sweep:
     def fail(self, entry: ModelEntry, error: Exception) -> None:
         """Note that there is no run of a model."""
         self.result.failures[entry.name] = str(error)
-        _log.error("%s: failed: %s", entry.name, str(error).splitlines()[0])
+        _log.error("%s: failed: %s", entry.name, str(error).partition(LOG_END)[0])
 
     async def _measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, served_marks(self._plan, entry, self._folder))
