@@ -31,16 +31,16 @@ def summary(comparison: Comparison) -> list[str]:
 
 
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
-    """Who is best, where that is shown, and each pair of which nothing is shown."""
+    """Which runs are shown to be better than which, and each pair of which nothing is shown."""
     both_ways = {**verdicts, **{(second, first): _OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
     undecided = [" and ".join(pair) for pair, verdict in verdicts.items() if verdict == "no difference shown"]
     if verdicts and len(undecided) == len(verdicts):
         return [f"By {what}, no difference is shown between any two runs."]
+    beaten = {label: [other for other in labels if both_ways.get((label, other)) == "worse"] for label in labels}
     sentences = []
-    for label in labels:
-        worse = [other for other in labels if both_ways.get((label, other)) == "worse"]
-        if worse:
-            sentences.append(f"By {what}, {label} is better than {_listed(worse)}.")
+    for worse in {tuple(each): each for each in beaten.values() if each}.values():
+        better = [label for label in labels if beaten[label] == worse]
+        sentences.append(f"By {what}, {_listed(better)} {_are(better)} better than {_listed(worse)}.")
     if undecided:
         sentences.append(f"By {what}, no difference is shown between {', nor between '.join(undecided)}.")
     return sentences
@@ -68,14 +68,17 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
     above = [f"that of {label} {multiple:,.1f} times" for label, multiple in multiples if multiple > 1]
     sentences = []
     if below:
-        verb = "is" if len(below) == 1 else "are"
         sentences.append(
-            f"{_listed(below)} {verb} at or below the noise floor: "
+            f"{_listed(below)} {_are(below)} at or below the noise floor: "
             "the reference's own model diverges as much from itself in other batches."
         )
     if above:
         sentences.append(f"Beside the noise floor, the mean KL divergence is more: {_listed(above)} it.")
     return sentences
+
+
+def _are(items: Sequence[str]) -> str:
+    return "is" if len(items) == 1 else "are"
 
 
 def _listed(items: Sequence[str]) -> str:

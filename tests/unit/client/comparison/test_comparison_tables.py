@@ -101,8 +101,7 @@ def test_the_summary_in_words(comparison):
     ratio = next(pair.ppl_ratio for pair in comparison.pairs if pair.second.label == "int4")
     multiple = comparison.runs[2].kld_over_noise_floor
     assert summary(comparison) == [
-        "By perplexity, base is better than int4.",
-        "By perplexity, int8 is better than int4.",
+        "By perplexity, base and int8 are better than int4.",
         "By perplexity, no difference is shown between base and int8.",
         f"Perplexity over that of base: int4 {ratio.value:.4f} times [{ratio.low:.4f}, {ratio.high:.4f}].",
         "By mean KL divergence, int8 is better than int4.",
