@@ -37,7 +37,9 @@ class StandIn:
         path = request.url.path
         if path == "/health":
             return httpx.Response(200)
-        print(request.method, path, flush=True)
+        # In one piece: requests are answered in threads, whose pieces of lines would mix.
+        sys.stdout.write(f"{request.method} {path}\n")
+        sys.stdout.flush()
         if path == "/v1/kld" and self._model == "foreign":
             return copy_of(error(400, "the tokenizers differ", param="reference"))
         if path.startswith("/v1/references") and self._files is None:
