@@ -306,7 +306,7 @@ def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> 
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
     num_scored = int(arrays["window_sizes"].sum())
-    for name, array in arrays.items():
+    for name, array in sorted(arrays.items()):
         if name != "window_sizes" and array.shape != (num_scored,):
             raise RunError(f"{path}: its windows have {num_scored} tokens, and {name} is of shape {array.shape}")
         if np.isnan(array).any():

@@ -122,7 +122,7 @@ def with_arrays(path, **arrays):
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
         (
             lambda path: with_arrays(path, window_sizes=np.array([1, 2], np.int32)),
-            "{path}: its windows have 3 tokens, and token_ids is of shape (3000,)",
+            "{path}: its windows have 3 tokens, and logprobs is of shape (3000,)",
         ),
         (lambda path: with_arrays(path, logprobs=np.full(3000, np.nan, np.float32)), "{path}: logprobs has NaN"),
         (
