@@ -15,6 +15,7 @@ PERPLEXITY = "/v1/perplexity"
 COMPLETIONS = "/v1/completions"
 REFERENCES = "/v1/references"
 KLD = "/v1/kld"
+TOKENS = "/v1/tokens"
 
 JSON = {"Content-Type": "application/json"}
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -297,6 +298,19 @@ OF_KLD: list[tuple[Any, ...]] = [
     ("an unknown model", {"reference": "x", "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
 ]
 
+OF_TOKENS: list[tuple[Any, ...]] = [
+    ("no token ids", {}, 400, "token_ids", "token_ids is required"),
+    ("a text", {"token_ids": "a"}, 400, "token_ids", "token_ids: should be a valid list"),
+    ("a list of lists", {"token_ids": [[5]]}, 400, "token_ids", "token_ids[0] must be a token id, not a list"),
+    ("a fraction", {"token_ids": [5, 1.5]}, 400, "token_ids", "token_ids[1] must be a token id, not a float"),
+    ("booleans", {"token_ids": [True]}, 400, "token_ids", "token_ids[0] must be a token id, not a boolean"),
+    ("a token past the vocabulary", {"token_ids": [5, 10**6]}, 400, "token_ids", "token_ids has token id 1000000"),
+    ("a negative token", {"token_ids": [-1]}, 400, "token_ids", "token_ids has token id -1, outside the vocabulary"),
+    ("more than the vocabulary", {"token_ids": [5] * 10**6}, 400, "token_ids", "token_ids has 1000000 tokens, and"),
+    ("a prompt", {"token_ids": [5], "prompt": [5]}, 400, "prompt", "unknown field prompt"),
+    ("an unknown model", {"token_ids": [5], "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
+]
+
 HEADERS: list[tuple[Any, ...]] = [
     ("compressed", b"\x1f\x8b\x08", 415, None, "Content-Encoding gzip is not", {**JSON, "Content-Encoding": "gzip"}),
     ("another type", b"prompt=a", 400, None, "Unsupported Media Type: Only 'application/json'", FORM),
@@ -312,6 +326,7 @@ BAD_INPUTS = [
         (COMPLETIONS, [*WITH_A_PROMPT, *SCORE_OR_COMPLETIONS, *OF_COMPLETIONS]),
         (REFERENCES, [*WITH_A_PROMPT, *OF_REFERENCES]),
         (KLD, [*BODIES, *HEADERS, *OF_KLD]),
+        (TOKENS, [*BODIES, *HEADERS, *OF_TOKENS]),
     )
     for wrong, *row in rows
 ]

@@ -23,6 +23,8 @@ BLOCK_SIZE = 32
 
 # A model that runs eagerly starts in half the time. What vLLM compiles by default is tested on `plugin_server`.
 _COMMON = ("--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE))
+# A page of another server may ask for scores.
+_ANY_ORIGIN = ("--allowed-origins", '["*"]')
 _STOCK_BESIDE = (sys.executable, str(Path(__file__).with_name("e2e") / "stock_beside.py"))
 
 
@@ -46,7 +48,7 @@ SERVERS = {
         "byte_fallback_model",
         (
             *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
-            *("--api-key", API_KEY, "--enable-tokenizer-info-endpoint"),
+            *("--api-key", API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
         ),
         (*_STOCK_BESIDE, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
@@ -64,6 +66,7 @@ SERVERS = {
         (
             *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
             *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
+            *_ANY_ORIGIN,
         ),
         keeps_references=True,
     ),

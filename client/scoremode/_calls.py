@@ -1,6 +1,6 @@
 """The requests of the API and how their answers are read, apart from the sending, which is sync or async."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 from urllib.parse import quote
@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from scoremode._events import EventKind, EventReader
 from scoremode._failures import protocol_error
+from scoremode.errors import ResponseError
 from scoremode.kld_result import KldResult, KldWindowValues, parse_result, result_of_event, window_of_event
 from scoremode.protocol import (
     PerplexityResponse,
@@ -72,6 +73,10 @@ class _Tokens(BaseModel):
 
 class _Prompt(BaseModel):
     prompt: str
+
+
+class _TokenTexts(BaseModel):
+    tokens: list[str]
 
 
 def info() -> Call[ServerInfo]:
@@ -152,6 +157,19 @@ def detokenize(token_ids: Sequence[int], model: str | None) -> Call[str]:
     """vLLM's `POST /detokenize`."""
     body = _without_none({"model": model, "tokens": list(token_ids)})
     return Call("POST", "/detokenize", lambda: _WholeBody(lambda data: _Prompt.model_validate_json(data).prompt), body)
+
+
+def token_texts(token_ids: Collection[int], model: str | None) -> Call[dict[int, str]]:
+    """`POST /v1/tokens`."""
+    wanted = sorted(set(token_ids))
+
+    def parse(data: bytes) -> dict[int, str]:
+        texts = _TokenTexts.model_validate_json(data).tokens
+        if len(texts) != len(wanted):
+            raise ResponseError(f"the server gave {len(texts)} texts for {len(wanted)} tokens")
+        return dict(zip(wanted, texts, strict=True))
+
+    return Call("POST", "/v1/tokens", lambda: _WholeBody(parse), _without_none({"model": model, "token_ids": wanted}))
 
 
 def _path_of(name: str) -> str:

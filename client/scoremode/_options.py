@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scoremode import corpora
+from scoremode._compare_options import add_compare_options, compare_contradiction
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
@@ -18,22 +19,23 @@ DEFAULT_RETRY_FOR = 600.0
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; ends the process with status 2 where it is wrong.
 
-    `command` is that of the first argument, `record` or `kld`, and else `perplexity`.
+    `command` is that of the first argument, `record`, `kld` or `compare`, and else `perplexity`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = arguments[0] if arguments and arguments[0] in ("record", "kld") else "perplexity"
+    command = arguments[0] if arguments and arguments[0] in ("record", "kld", "compare") else "perplexity"
     make_parser, contradiction = _COMMANDS[command]
     parser = make_parser()
     options = parser.parse_args(arguments if command == "perplexity" else arguments[1:])
     options.command = command
-    options.urls = options.urls or [DEFAULT_URL]
+    if "urls" in options:
+        options.urls = options.urls or [DEFAULT_URL]
     if message := _common_contradiction(options) or contradiction(options):
         parser.error(message)
     return options
 
 
 def _common_contradiction(options: argparse.Namespace) -> str | None:
-    if len(set(options.urls)) < len(options.urls):
+    if "urls" in options and len(set(options.urls)) < len(options.urls):
         return "--url names a server twice"
     if "num_samples" in options and options.num_samples is not None and options.dataset is None:
         return "--num-samples needs --dataset"
@@ -76,8 +78,9 @@ def _perplexity_parser() -> argparse.ArgumentParser:
     parser = _new_parser(
         "ppl-client",
         "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
-        "two more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` measures "
-        "another model's KL divergence from them; each has its own --help. ",
+        more="three more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` "
+        "measures another model's KL divergence from them, `ppl-client compare` shows finished runs beside each other; "
+        "each has its own --help. ",
     )
     _add_text(parser)
     measure = parser.add_argument_group("measurement")
@@ -126,19 +129,32 @@ def _kld_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = _new_parser(
+        "ppl-client compare",
+        "Several finished runs beside each other, from the files that `ppl-client` and `ppl-client kld` wrote with "
+        "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
+        success="the runs were compared and all is written",
+    )
+    add_compare_options(parser)
+    return parser
+
+
 _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], str | None]]] = {
     "perplexity": (_perplexity_parser, _perplexity_contradiction),
     "record": (_record_parser, _record_contradiction),
     "kld": (_kld_parser, _kld_contradiction),
+    "compare": (_compare_parser, compare_contradiction),
 }
 
 
-def _new_parser(prog: str, description: str, more: str = "") -> argparse.ArgumentParser:
+def _new_parser(
+    prog: str, description: str, *, more: str = "", success: str = "every window was scored and the output is written"
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
-        epilog=f"{more}exit status: 0 if every window was scored and the output is written, 1 on failure, 2 on wrong "
-        "usage, 130 on Ctrl-C",
+        epilog=f"{more}exit status: 0 if {success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C",
     )
     parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
     return parser

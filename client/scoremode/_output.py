@@ -15,15 +15,17 @@ from safetensors.numpy import save
 
 from scoremode.errors import OutputError
 from scoremode.journal import Journal, JournalPlan, Result, count_windows, open_journal
+from scoremode.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 
 JOURNAL_SUFFIX = ".journal"
 ARRAYS_SUFFIX = ".safetensors"
 
-# Upper estimates of what is written for a window, in either file, and for the rest.
+# Upper estimates of what is written for a window, in either file, for the text of a token, and for the rest.
 _BYTES_PER_WINDOW = 600
 _OTHER_BYTES = 32_768
+_BYTES_PER_TOKEN_TEXT = 64
 
 
 class OutputPlan(JournalPlan[Result], Protocol[Result]):
@@ -35,6 +37,10 @@ class OutputPlan(JournalPlan[Result], Protocol[Result]):
     @property
     def num_scored(self) -> int:
         """Targets of all windows."""
+
+    @property
+    def server(self) -> ServerInfo:
+        """What is served."""
 
 
 class Output:
@@ -127,10 +133,13 @@ class Output:
 
     def _check_room(self, plan: OutputPlan[Result], journal: Journal[Result]) -> None:
         num_kept = sum(window.num_scored for window in journal.windows.values())
+        # A position has its own token and the likeliest of both models.
+        num_texts = min(3 * plan.num_scored, plan.server.vocab_size)
         needed = (
             plan.JOURNAL_BYTES_PER_TOKEN * (plan.num_scored - num_kept)
             + plan.OUTPUT_BYTES_PER_TOKEN * plan.num_scored
             + 2 * _BYTES_PER_WINDOW * plan.num_windows
+            + _BYTES_PER_TOKEN_TEXT * num_texts
             + _OTHER_BYTES
         )
         free = shutil.disk_usage(self.path.parent).free

@@ -1,4 +1,4 @@
-"""`ppl-client`: perplexity of a text and KL divergence from a reference on Scoremode servers, from the command line."""
+"""`ppl-client`: perplexity of a text and KL divergence from a reference on Scoremode servers, and runs compared."""
 
 import argparse
 import asyncio
@@ -27,12 +27,18 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["sweep"]:
+        return _sweep(arguments[1:])
     options = parse_options(arguments)
     output: Output | None = None
     try:
         with lines_on_stderr():
             if options.command == "record":
                 _record(options)
+                return 0
+            if options.command == "compare":
+                _compare_runs(options)
                 return 0
             if options.output is not None:
                 output = Output(options.output, resume=options.resume)
@@ -48,6 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ppl-client: error: {' '.join(str(error).split())}{_way_on(output)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    try:
+        # Nothing else of `ppl-client` needs the extra.
+        from scoremode.sweep.command import main as sweep
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("scoremode"):
+            raise
+        print(f'ppl-client: error: {error.name} is missing: pip install "scoremode[report]"', file=sys.stderr)
+        return EXIT_FAILURE
+    return sweep(arguments)
 
 
 def _way_on(output: Output | None) -> str:
@@ -75,6 +93,7 @@ async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output 
             corpus,
             **_window_settings(options),
             return_ranks=output is not None,
+            return_token_texts=output is not None,
             concurrency=options.concurrency,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
@@ -108,14 +127,29 @@ async def _compare(options: argparse.Namespace, output: Output | None) -> KldMea
         clients = await _clients(options, stack)
         on_progress = stack.enter_context(progress_bar("kld", quiet=options.quiet))
         if options.floor:
-            return await measure_noise_floor(clients[0], options.reference, on_progress=on_progress)
+            return await measure_noise_floor(
+                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
+            )
         return await measure_kld(
             clients,
             options.reference,
+            return_token_texts=output is not None,
             concurrency=options.concurrency,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
+
+
+def _compare_runs(options: argparse.Namespace) -> None:
+    try:
+        from scoremode.comparison.command import run_compare
+
+        run_compare(options)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "scoremode"):
+            raise
+        raise ScoremodeError(f'{package} is missing: pip install "scoremode[report]"') from error
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:

@@ -6,7 +6,7 @@ The two differ in waiting only. Requests and answers are in `_calls`, what is tr
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -317,6 +317,10 @@ class ScoreClient(_Client):
         """The text of token ids, by the server's tokenizer."""
         return self._send(_calls.detokenize(token_ids, self.model))
 
+    def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
+        """The text of each of some tokens alone, by its id. A token that ends within a character has U+FFFD for it."""
+        return self._send(_calls.token_texts(token_ids, self.model))
+
     def _send(self, call: Call[Answer]) -> Answer:
         with Attempts(self.retries) as attempts:
             while True:
@@ -496,6 +500,10 @@ class AsyncScoreClient(_Client):
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """As `ScoreClient.detokenize`."""
         return await self._send(_calls.detokenize(token_ids, self.model))
+
+    async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
+        """As `ScoreClient.token_texts`."""
+        return await self._send(_calls.token_texts(token_ids, self.model))
 
     async def _send(self, call: Call[Answer]) -> Answer:
         with Attempts(self.retries) as attempts:

@@ -1,7 +1,7 @@
 """KL divergence from a reference, on one or several servers: what `ppl-client kld` runs, as a library."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from scoremode.plan import differences, server_header
 from scoremode.pool import Pool
 from scoremode.protocol import KldStatistics, Reference, ServerInfo
 from scoremode.run import OnProgress, Run
+from scoremode.token_texts import texts_of_occurring
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""
@@ -107,6 +108,8 @@ class KldMeasurement:
     most_divergent: list[DivergentToken]
     seconds: float
     """From the first request for a window to the last answer; of a run in several sittings, the sum."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    """Of every token id in `positions`, where they were asked for and a server gave them."""
 
     @property
     def positions_per_second(self) -> float:
@@ -124,6 +127,7 @@ async def measure_kld(
     clients: AsyncScoreClient | Sequence[AsyncScoreClient],
     name: str,
     *,
+    return_token_texts: bool = False,
     concurrency: int | None = None,
     start_journal: StartKldJournal | None = None,
     on_progress: OnProgress | None = None,
@@ -133,6 +137,7 @@ async def measure_kld(
     Args:
         clients: One, or one for each server; all must have the reference.
         name: Of a complete reference.
+        return_token_texts: Keep the text of every token that is a target or the likeliest of either; as for `evaluate`.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
         start_journal: As for `evaluate`.
         on_progress: Called for the windows of the journal together, and then for each that was compared.
@@ -149,12 +154,22 @@ async def measure_kld(
     run = Run(plan.num_windows, _kld_sum, None if start_journal is None else start_journal(plan), on_progress)
     await pool.score(run.missing(), partial(_compare_window, plan), run.keep)
     return await _measurement(
-        pool.clients[0], plan, run.in_order(), run.seconds(), concurrency=pool.concurrency, as_noise_floor=False
+        pool.clients[0],
+        plan,
+        run.in_order(),
+        run.seconds(),
+        concurrency=pool.concurrency,
+        as_noise_floor=False,
+        return_token_texts=return_token_texts,
     )
 
 
 async def measure_noise_floor(
-    client: AsyncScoreClient, name: str, *, on_progress: OnProgress | None = None
+    client: AsyncScoreClient,
+    name: str,
+    *,
+    return_token_texts: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
@@ -163,6 +178,7 @@ async def measure_noise_floor(
     Args:
         client: Of a server whose fingerprint is the reference's.
         name: Of a complete reference.
+        return_token_texts: As for `measure_kld`.
         on_progress: Called for each window.
 
     Raises:
@@ -174,7 +190,15 @@ async def measure_noise_floor(
     await client.kld(name, as_noise_floor=True, on_window=run.keep)
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
-    return await _measurement(client, plan, run.in_order(), run.seconds(), concurrency=None, as_noise_floor=True)
+    return await _measurement(
+        client,
+        plan,
+        run.in_order(),
+        run.seconds(),
+        concurrency=None,
+        as_noise_floor=True,
+        return_token_texts=return_token_texts,
+    )
 
 
 async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> Reference:
@@ -208,6 +232,7 @@ async def _measurement(
     *,
     concurrency: int | None,
     as_noise_floor: bool,
+    return_token_texts: bool,
 ) -> KldMeasurement:
     positions = KldPositions.concatenate([window.positions for window in windows])
     if len(positions) != plan.num_scored:
@@ -230,6 +255,13 @@ async def _measurement(
             client, figures["most_divergent"], positions, window_sizes, reference.method
         ),
         seconds=seconds,
+        token_texts=await _token_texts(client, positions) if return_token_texts else {},
+    )
+
+
+async def _token_texts(client: AsyncScoreClient, positions: KldPositions) -> dict[int, str]:
+    return await texts_of_occurring(
+        client, positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids
     )
 
 

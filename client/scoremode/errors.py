@@ -10,6 +10,7 @@ ScoremodeError
 │   └── ServerError         5xx
 ├── ResponseError           an answer that is not what the protocol says
 ├── CorpusError             a text that cannot be read
+├── RunError                a run's file that cannot be read, or runs that cannot be compared
 ├── OutputError             a result or its journal that cannot be written, or a journal that cannot be gone on with
 └── ServersDifferError      servers of one run that do not serve the same
 """
@@ -59,6 +60,10 @@ class ResponseError(ScoremodeError):
 
 class CorpusError(ScoremodeError):
     """A text to be scored cannot be read."""
+
+
+class RunError(ScoremodeError):
+    """The file of a finished run cannot be read, or runs cannot be compared."""
 
 
 class OutputError(ScoremodeError):

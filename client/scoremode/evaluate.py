@@ -7,7 +7,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from scoremode.client import AsyncScoreClient
@@ -20,6 +20,7 @@ from scoremode.pool import Pool
 from scoremode.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
 from scoremode.run import OnProgress, Progress, Run
 from scoremode.score import Score
+from scoremode.token_texts import texts_of_occurring
 from scoremode.windows import Method, Window
 
 StartJournal = Callable[[Plan], Journal[WindowNlls]]
@@ -52,6 +53,8 @@ class Evaluation:
     """Of all targets, in the order of windows; None where the server cut the windows."""
     seconds: float
     """From the first request for scores to the last answer; of a run in several sittings, the sum."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    """Of every id in `token_ids`, where they were asked for and a server gave them."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -69,6 +72,7 @@ async def evaluate(
     max_tokens: int | None = None,
     add_special_tokens: bool | None = None,
     return_ranks: bool = False,
+    return_token_texts: bool = False,
     concurrency: int | None = None,
     start_journal: StartJournal | None = None,
     on_progress: OnProgress | None = None,
@@ -84,6 +88,8 @@ async def evaluate(
         max_tokens: Take at most this many tokens of the text.
         add_special_tokens: Let the tokenizer add its special tokens.
         return_ranks: Keep the rank of every target too.
+        return_token_texts: Keep the text of every token that is a target. A server that cannot give them costs the
+            texts, which is said in the log, and not the run.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
         start_journal: Opens the journal once it is known what is to be scored. Windows that are in it are not scored
             again, and every other is added to it. Closing it is left to the caller.
@@ -112,6 +118,7 @@ async def evaluate(
     await pool.score(run.missing(), partial(_score_window, plan), run.keep)
     scored = run.in_order()
     result = perplexity(nll for window in scored for nll in window.nlls or ())
+    token_ids = plan.target_ids()
     return Evaluation(
         corpus=corpus,
         server=plan.server,
@@ -131,8 +138,9 @@ async def evaluate(
             result, method, num_tokens=len(plan.tokens), num_bytes=plan.num_bytes, num_words=plan.num_words
         ),
         windows=scored,
-        token_ids=plan.target_ids(),
+        token_ids=token_ids,
         seconds=run.seconds(),
+        token_texts=await texts_of_occurring(pool.clients[0], token_ids) if return_token_texts else {},
     )
 
 

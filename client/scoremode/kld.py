@@ -111,6 +111,23 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
         return _statistics(positions, np.asarray(window_sizes), first_window)
 
 
+def standard_error(values: Floats) -> float:
+    """Of the mean, with values as independent; NaN for a single one."""
+    if len(values) < 2:
+        return math.nan
+    return math.sqrt(np.square(values - values.mean()).mean() / (len(values) - 1))
+
+
+def quantile(ordered: Floats, fraction: float) -> float:
+    """Linear between the order statistics of [n] ascending values, which may be infinite."""
+    position = fraction * (len(ordered) - 1)
+    below = math.floor(position)
+    share = position - below
+    lower, upper = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
+    # Not where the share is 0 or both are infinite: NaN would come of it.
+    return lower if not share or lower == upper else lower + share * (upper - lower)
+
+
 def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_window: int) -> KldStatistics:
     kld, reverse_kld = _floats(positions.kld), _floats(positions.reverse_kld)
     nll_q, nll_base = -_floats(positions.logprobs), -_floats(positions.reference_logprobs)
@@ -120,10 +137,10 @@ def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_windo
 
     mean_q, mean_base = float(nll_q.mean()), float(nll_base.mean())
     ppl_q, ppl_base = exp(mean_q), exp(mean_base)
-    stderr_q, stderr_base = _stderr(nll_q), _stderr(nll_base)
+    stderr_q, stderr_base = standard_error(nll_q), standard_error(nll_base)
     ln_ratio = float((nll_q - nll_base).mean())
     ratio = exp(ln_ratio)
-    ln_ratio_stderr = _stderr(nll_q - nll_base)
+    ln_ratio_stderr = standard_error(nll_q - nll_base)
     return {
         "num_scored": len(kld),
         "num_windows": len(window_sizes),
@@ -142,7 +159,7 @@ def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_windo
         "ppl_ratio": _figure(ratio),
         "ppl_ratio_stderr": _figure(ratio * ln_ratio_stderr),
         "ppl_difference": _figure(ppl_q - ppl_base),
-        "ppl_difference_stderr": _figure(_stderr(ppl_q * nll_q - ppl_base * nll_base)),
+        "ppl_difference_stderr": _figure(standard_error(ppl_q * nll_q - ppl_base * nll_base)),
         "kld": _kld_figures(kld, window_sizes),
         "num_infinite_kld": int(np.isinf(kld).sum()),
         "top_1_percent_share": _figure(_tail_share(kld)),
@@ -151,7 +168,7 @@ def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_windo
         "acceptance_mean": _figure(acceptance.mean()),
         "delta_p": _delta_p_figures(delta_p, window_sizes),
         "same_top_p": float(same_top.mean()),
-        "same_top_p_stderr": _figure(_stderr(same_top)),
+        "same_top_p_stderr": _figure(standard_error(same_top)),
         "same_top_p_stderr_clustered": _figure(_clustered_stderr(same_top, window_sizes)),
         "confidence_buckets": _confidence_buckets(_floats(positions.reference_confidence), kld, same_top),
         "most_divergent": _most_divergent(kld, window_sizes, first_window),
@@ -169,13 +186,6 @@ def _figure(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _stderr(values: Floats) -> float:
-    """Of the mean, with values as independent; NaN for a single one."""
-    if len(values) < 2:
-        return math.nan
-    return math.sqrt(np.square(values - values.mean()).mean() / (len(values) - 1))
-
-
 def _clustered_stderr(values: Floats, window_sizes: NDArray[Any]) -> float:
     """Of the mean, with windows as independent and anything within them; NaN for a single one."""
     sizes = window_sizes[window_sizes > 0]
@@ -191,32 +201,23 @@ def _correlation(first: Floats, second: Floats) -> float:
     return float(first @ second) / norm if norm else math.nan
 
 
-def _quantile(ordered: Floats, fraction: float) -> float:
-    position = fraction * (len(ordered) - 1)
-    below = math.floor(position)
-    share = position - below
-    lower, upper = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
-    # Not where the share is 0 or both are infinite: NaN would come of it.
-    return lower if not share or lower == upper else lower + share * (upper - lower)
-
-
 def _kld_figures(values: Floats, window_sizes: NDArray[Any]) -> KldFigures:
     ordered = np.sort(values)
     return {
         "mean": _figure(values.mean()),
-        "stderr": _figure(_stderr(values)),
+        "stderr": _figure(standard_error(values)),
         "stderr_clustered": _figure(_clustered_stderr(values, window_sizes)),
-        "median": _figure(_quantile(ordered, 0.5)),
+        "median": _figure(quantile(ordered, 0.5)),
         "max": _figure(ordered[-1]),
         "min": _figure(ordered[0]),
-        "p999": _figure(_quantile(ordered, 0.999)),
-        "p99": _figure(_quantile(ordered, 0.99)),
-        "p95": _figure(_quantile(ordered, 0.95)),
-        "p90": _figure(_quantile(ordered, 0.9)),
-        "p10": _figure(_quantile(ordered, 0.1)),
-        "p5": _figure(_quantile(ordered, 0.05)),
-        "p1": _figure(_quantile(ordered, 0.01)),
-        "p01": _figure(_quantile(ordered, 0.001)),
+        "p999": _figure(quantile(ordered, 0.999)),
+        "p99": _figure(quantile(ordered, 0.99)),
+        "p95": _figure(quantile(ordered, 0.95)),
+        "p90": _figure(quantile(ordered, 0.9)),
+        "p10": _figure(quantile(ordered, 0.1)),
+        "p5": _figure(quantile(ordered, 0.05)),
+        "p1": _figure(quantile(ordered, 0.01)),
+        "p01": _figure(quantile(ordered, 0.001)),
     }
 
 
@@ -225,10 +226,10 @@ def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigure
     rms = math.sqrt(squares.mean())
     return {
         **_kld_figures(values, window_sizes),
-        "p75": _figure(_quantile(ordered, 0.75)),
-        "p25": _figure(_quantile(ordered, 0.25)),
+        "p75": _figure(quantile(ordered, 0.75)),
+        "p25": _figure(quantile(ordered, 0.25)),
         "rms": rms,
-        "rms_stderr": _figure(0.5 / rms * _stderr(squares)) if rms else None,
+        "rms_stderr": _figure(0.5 / rms * standard_error(squares)) if rms else None,
     }
 
 

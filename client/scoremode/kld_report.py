@@ -17,7 +17,7 @@ from scoremode.divergent_tokens import DivergentToken
 from scoremode.kld import POSITION_DTYPES
 from scoremode.protocol import ConfidenceBucket, KldStatistics, Reference
 from scoremode.recording import Recording
-from scoremode.report import record_beginning
+from scoremode.report import record_beginning, token_texts_record
 
 _LABEL_WIDTH = 14
 _SHOWN_BEFORE = 60
@@ -74,6 +74,7 @@ def as_json(measurement: KldMeasurement, urls: Sequence[str]) -> dict[str, objec
         "most_divergent": [_finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],
         "seconds": measurement.seconds,
         "positions_per_second": measurement.positions_per_second,
+        **token_texts_record(measurement.token_texts),
     }
 
 

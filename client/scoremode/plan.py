@@ -13,7 +13,7 @@ from scoremode.metrics import count_words
 from scoremode.protocol import PerplexityRequest, ServerInfo
 from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 
-_FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs"}
+_FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,20 @@ class ScoreRequest(_Request):
     )
 
 
+class TokensRequest(_Request):
+    """Body of `POST /v1/tokens`."""
+
+    token_ids: TokenIds = Field(description="At most as many as the vocabulary has; the same one may come again.")
+
+
+class TokensResponse(TypedDict):
+    """Response of `POST /v1/tokens`."""
+
+    object: Literal["tokens"]
+    tokens: list[str]
+    """The text of each token alone, as `return_tokens` of `/v1/score` has it."""
+
+
 class TopLogprob(TypedDict):
     """One of the likeliest tokens at a position."""
 
@@ -143,6 +157,13 @@ class ServerInfo(BaseModel):
     fingerprint: str | None = Field(
         default=None,
         description="Of the model: equal where model, revision, dtype and quantization are; None from an older server.",
+    )
+    weight_bytes: int | None = Field(
+        default=None, description="Of the weight files that the server loads; None where it cannot know, or is older."
+    )
+    num_parameters: int | None = Field(
+        default=None,
+        description="Weights of the model before any quantization; None where the server cannot know, or is older.",
     )
 
     @property

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -96,6 +96,7 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
             }
             for window in evaluation.windows
         ],
+        **token_texts_record(evaluation.token_texts),
     }
 
 
@@ -123,6 +124,11 @@ def record_beginning(kind: str, urls: Sequence[str]) -> dict[str, object]:
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
     }
+
+
+def token_texts_record(texts: Mapping[int, str]) -> dict[str, object]:
+    """What every kind of record says of the texts of its tokens, by their ids."""
+    return {"token_texts": {str(token_id): text for token_id, text in texts.items()}}
 
 
 def _with_error(value: float, stderr: float | None, digits: int) -> str:

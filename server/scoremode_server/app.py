@@ -22,6 +22,7 @@ from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
 from scoremode_server.prefix_cache.run import RowsRequest, run_engine
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_identity import model_identity
+from scoremode_server.scoring.model_size import ModelSize, model_size
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ async def make_state(
     turns = Turns()
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.model_config, client.renderer.tokenizer)
+    size = await asyncio.to_thread(model_size, client.model_config, client.vllm_config.load_config)
     guard_marks(client)
     # Without our methods in its workers, an engine has nothing to offer here.
     extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
@@ -100,7 +102,7 @@ async def make_state(
         completions=ScoringCompletions(state.openai_serving_completion, engine, tokenizer.strings, turns),
         models=models,
         limits=limits,
-        info=await _server_info(client, limits, tokenizer, models, identity.fingerprint),
+        info=await _server_info(client, limits, tokenizer, models, identity.fingerprint, size),
         admission=engine.admission,
         references=None if root is None else References(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
@@ -119,7 +121,12 @@ def _engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
 
 
 async def _server_info(
-    client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels, fingerprint: str
+    client: EngineClient,
+    limits: Limits,
+    tokenizer: Tokenizer,
+    models: ServedModels,
+    fingerprint: str,
+    size: ModelSize,
 ) -> ServerInfo:
     return ServerInfo(
         scoremode_version=importlib.metadata.version("scoremode"),
@@ -135,6 +142,8 @@ async def _server_info(
         dtype=str(client.model_config.dtype).removeprefix("torch."),
         quantization=client.model_config.quantization,
         fingerprint=fingerprint,
+        weight_bytes=size.weight_bytes,
+        num_parameters=size.num_parameters,
     )
 
 

@@ -32,6 +32,7 @@ PROMPTS = {'"': _TEXT, '["': _TEXTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
 CONTINUATIONS = {'["': _TEXTS, "[": _TOKEN_LISTS}
 ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
 TEXTS = {"[": _TEXTS}
+TOKENS = {"[": _TOKEN_IDS}
 
 _BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(["\[]?)')
 _NAMES = {

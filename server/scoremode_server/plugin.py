@@ -26,10 +26,10 @@ class ScoremodeEndpoints:
     def attach_router(self, app: "FastAPI") -> None:
         """Add the routes, of which `/v1/completions` takes the place of vLLM's, what all requests pass first, and an
         end of waiting for those that are left last."""
-        from scoremode_server.api import completions, kld, middleware, perplexity, references, score
+        from scoremode_server.api import completions, kld, middleware, page, perplexity, references, score, tokens
         from scoremode_server.vllm_patches.shutdown import bound_closing
 
-        for routes in (completions, perplexity, score, references, kld):
+        for routes in (completions, perplexity, score, tokens, references, kld, page):
             app.include_router(routes.router)
         middleware.surround(app)
         bound_closing(app)

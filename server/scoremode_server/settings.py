@@ -83,6 +83,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="BYTES",
         help="The longest body of a scoring or completion request, such as 64M. Default: 16M.",
     )
+    group.add_argument(
+        "--no-page",
+        action="store_true",
+        help="Do not serve the page at /scoremode, which loads without an API key.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,11 @@ def server_settings(arguments: Namespace) -> ServerSettings:
     """
     given = {name: value for name, value in vars(arguments).items() if name in ServerSettings.__dataclass_fields__}
     return ServerSettings(**given | {"score_cache_bytes": score_cache_bytes(arguments)})
+
+
+def serves_page(arguments: Namespace) -> bool:
+    """Whether there is a page at `/scoremode`: unless `--no-page` says otherwise, which stock `vllm serve` cannot."""
+    return not getattr(arguments, "no_page", False)
 
 
 def score_cache_bytes(arguments: Namespace) -> int:

@@ -1,10 +1,15 @@
-"""The servers of `tests/shared_servers.py` as fixtures: the URL of each, ready for requests, and a client of it."""
+"""The servers of `tests/shared_servers.py` as fixtures: the URL of each, ready for requests, and a client of it.
+
+And a browser, where one is installed.
+"""
 
 from collections.abc import Iterator
 
 import pytest
+from playwright.sync_api import Browser
 
 from scoremode import ScoreClient
+from tests.browser import EXECUTABLES, installed_chromium, running_browser
 from tests.shared_servers import API_KEY, Servers
 
 
@@ -45,3 +50,14 @@ def bos_client(plugin_server: str) -> Iterator[ScoreClient]:
 def int8_client(int8_server: str) -> Iterator[ScoreClient]:
     with ScoreClient(int8_server, timeout=300) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium, for one module only: while it runs, no test can run an asyncio loop."""
+    executable = installed_chromium()
+    if executable is None:
+        left_out = f"needs a browser, and none of {', '.join(EXECUTABLES)} is installed: apt-get install chromium"
+        pytest.skip(left_out)
+    with running_browser(executable) as browser:
+        yield browser

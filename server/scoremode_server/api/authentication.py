@@ -20,6 +20,8 @@ from starlette.websockets import WebSocketClose
 from vllm import envs
 from vllm.entrypoints.serve import create_error_response
 
+from scoremode_server.api import page
+
 OPEN_PATHS = frozenset(
     {
         # Probes and scrapers, which seldom have a key.
@@ -34,6 +36,8 @@ OPEN_PATHS = frozenset(
         "/redoc",
         "/static/swagger-ui-bundle.js",
         "/static/swagger-ui.css",
+        # Files that are the same on every server. What the page shows, it asks for with the key that is typed in.
+        *page.FILES,
     }
 )
 """What answers without a key, as Starlette routes it: below the root path, and with or without slashes at the end."""

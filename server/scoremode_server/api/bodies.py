@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest
+from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
 from scoremode_server.app import scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.json_fields import (
@@ -18,6 +18,7 @@ from scoremode_server.json_fields import (
     ONE_PROMPT,
     PROMPTS,
     TEXTS,
+    TOKENS,
     read_anything,
     read_list,
     read_scalar,
@@ -36,6 +37,7 @@ _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     PerplexityRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
     ReferenceRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
     KldRequest: {},
+    TokensRequest: {"token_ids": TOKENS},
 }
 """Fields of each request that may be large, and the forms that they may have. All others hold one value."""
 

@@ -83,6 +83,19 @@ class Limits:
                     f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", _field(name)
                 )
 
+    def check_single_tokens(self, token_ids: Sequence[int]) -> None:
+        """Refuse more single tokens than there are, or one that the model has no logit for.
+
+        Raises:
+            RequestError: their number or the id, and the size of the vocabulary.
+        """
+        if len(token_ids) > self.vocab_size:
+            raise RequestError(
+                f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}", "token_ids"
+            )
+        if token_ids:
+            self.check_vocabulary(token_ids, "token_ids")
+
     def check_top_logprobs(self, top_logprobs: int) -> None:
         """Refuse more alternatives than the server was started with.
 

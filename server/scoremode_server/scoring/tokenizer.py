@@ -60,6 +60,16 @@ class Tokenizer:
         decoded = await self._renderer.tokenize_prompt_async(TokensPrompt(prompt_token_ids=list(token_ids)), params)
         return str(decoded["prompt"])
 
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, alone.
+
+        Raises:
+            RequestError: the server has no tokenizer.
+        """
+        if self._renderer.tokenizer is None:
+            raise RequestError("this server runs without a tokenizer: it knows no token's text", "token_ids")
+        return self.strings.of(token_ids)
+
     def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
         """The tokenizer's BOS or EOS token."""
         token_id: int | None = getattr(self._renderer.tokenizer, f"{name}_token_id", None)

@@ -54,6 +54,11 @@ def copy_of(response: httpx.Response) -> httpx.Response:
     return response
 
 
+def token_text(token: int) -> str:
+    """Of one token."""
+    return "<s>" if token == BOS else chr(token)
+
+
 def rank(tokens: list[int], position: int) -> int:
     """Of tokens[position]; made up, as if each rank stood for one logprob."""
     return round(-8 * logprob(tokens, position))
@@ -93,8 +98,10 @@ def answer(request: httpx.Request) -> httpx.Response:
             tokens = [BOS] * body["add_special_tokens"] + list(body["prompt"].encode())
             return httpx.Response(200, json={"tokens": tokens, "count": len(tokens), "max_model_len": MAX_MODEL_LEN})
         case ("POST", "/detokenize"):
-            text = "".join("<s>" if token == BOS else chr(token) for token in body["tokens"])
+            text = "".join(map(token_text, body["tokens"]))
             return httpx.Response(200, json={"prompt": text})
+        case ("POST", "/v1/tokens"):
+            return httpx.Response(200, json={"object": "tokens", "tokens": [*map(token_text, body["token_ids"])]})
     return error(404, "Not Found")
 
 

@@ -29,7 +29,7 @@ from scoremode import (
     ScoreClient,
     ServerError,
 )
-from scoremode.protocol import PerplexityRequest, ScoreRequest
+from scoremode.protocol import PerplexityRequest, ScoreRequest, TokensRequest
 
 
 class Recorder:
@@ -129,6 +129,25 @@ def test_tokenize_and_detokenize(call):
     assert call(answer, "tokenize", "Hi") == [BOS, 72, 105]
     assert call(answer, "tokenize", "Hi", add_special_tokens=False) == [72, 105]
     assert call(answer, "detokenize", [72, 105]) == "Hi"
+
+
+def test_texts_of_tokens_are_asked_for_once_each(call):
+    bodies = []
+
+    def noting(request):
+        bodies.append(TokensRequest.model_validate_json(request.content))
+        return answer(request)
+
+    assert call(noting, "token_texts", [105, 72, 105, BOS], client={"model": "m"}) == {72: "H", 105: "i", BOS: "<s>"}
+    assert (bodies[0].token_ids, bodies[0].model) == ([72, 105, BOS], "m")
+
+
+def test_an_answer_with_fewer_texts_is_refused(call):
+    def mute(request):
+        return httpx.Response(200, json={"object": "tokens", "tokens": ["H"]})
+
+    with pytest.raises(ResponseError, match="1 texts for 2 tokens"):
+        call(mute, "token_texts", [72, 105])
 
 
 @pytest.mark.parametrize("base_url", ["http://fake", "http://fake/", "http://fake/v1", "http://fake/v1/"])

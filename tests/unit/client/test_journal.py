@@ -163,7 +163,7 @@ def test_a_journal_of_another_run_is_refused_with_what_differs(path, change, mes
 
 def test_a_server_that_runs_more_sequences_at_once_goes_on_with_the_run(path):
     write(path)
-    larger = ServerInfo(**{**INFO, "max_num_seqs": 256, "max_top_logprobs": 5})
+    larger = ServerInfo(**{**INFO, "max_num_seqs": 256, "max_top_logprobs": 5, "weight_bytes": 9, "num_parameters": 3})
     with closing(open_journal(path, dataclasses.replace(PLAN, server=larger))) as journal:
         assert journal.num_done == 3
 

@@ -54,18 +54,19 @@ def light_app(
     engine: FakeEngine | None = None,
     references: Callable[[ScoringEngine, Turns], References] | None = None,
     size: EngineSize = LARGE,
+    tokenizer: Any = None,
 ) -> FastAPI:
     """The app; a request that vLLM would have to answer fails with 500."""
     app = FastAPI()
     app.state.args = SimpleNamespace(log_error_stack=False, api_key=None)
     ScoremodeEndpoints().attach_router(app)
     init_exception_handler(app)
-    app.state.scoremode = _state(max_request_bytes, engine or FakeEngine(BLOCK_SIZE, "v2"), references, size)
+    app.state.scoremode = _state(max_request_bytes, engine or FakeEngine(BLOCK_SIZE, "v2"), references, size, tokenizer)
     return app
 
 
-def _state(max_request_bytes: int, engine: FakeEngine, references: Any, size: EngineSize) -> Any:
-    renderer = SimpleNamespace(tokenizer=None)
+def _state(max_request_bytes: int, engine: FakeEngine, references: Any, size: EngineSize, tokenizer: Any) -> Any:
+    renderer = SimpleNamespace(tokenizer=tokenizer)
     scoring = ScoringEngine(engine, RowStore(BLOCK_SIZE, 1 << 20), Metrics(0, CollectorRegistry()), size)
     turns = Turns()
     client = SimpleNamespace(model_config=MODEL, renderer=renderer, input_processor=None)

@@ -1,0 +1,30 @@
+"""Several runs of `ppl-client` beside each other: which is better, and whether the difference is real.
+
+    from scoremode.comparison import compare, load_runs, summary
+
+    comparison = compare(load_runs(["base.json", "int8.json", "int4.json"]))
+    for pair in comparison.pairs:
+        print(pair.first.label, pair.second.label, pair.verdict, pair.ppl_ratio.low, pair.ppl_ratio.high)
+    print(*summary(comparison), sep="\\n")
+
+It needs the extra: pip install "scoremode[report]".
+"""
+
+from scoremode.comparison.compare import compare
+from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures, Verdict
+from scoremode.comparison.labels import load_runs
+from scoremode.comparison.run_file import RunFile, load_run
+from scoremode.comparison.summary import summary
+
+__all__ = [
+    "Comparison",
+    "Figure",
+    "PairFigures",
+    "RunFigures",
+    "RunFile",
+    "Verdict",
+    "compare",
+    "load_run",
+    "load_runs",
+    "summary",
+]

@@ -1,0 +1,154 @@
+"""Intervals that hold where neighbouring tokens are alike: a stationary block bootstrap over the windows of a text.
+
+A *unit* is a window. Where windows are few, each is cut into segments; where they are very many, neighbours are joined.
+The units of a text are in its order. A resample strings together blocks of consecutive units, which begin anywhere and
+are of random length (Politis and Romano's stationary bootstrap), until it has as many units as the text; a mean over it
+is the sum of its units' sums over the sum of their sizes. The same resamples serve all figures of all runs, so that
+what runs have in common drops out of their differences.
+
+With n units, blocks of b on average and q = 1 - 1/b, the 95 % interval of a figure is
+
+    value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1
+
+where s is the figure's deviation over the resamples, the root makes up for deviations being taken from the sample's own
+mean, and t(f) is Student's quantile for f degrees of freedom, about as many as there are blocks. With b = 1, which
+takes units as independent, this is the textbook's interval of a mean. What it covers is in docs/compare.md, from
+`bench/interval_coverage.py`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from arch.bootstrap import StationaryBootstrap, optimal_block_length
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+Floats = NDArray[np.float64]
+
+MIN_UNITS = 20
+"""Below so many there is no interval."""
+FEW_WINDOWS = 40
+"""Windows fewer than these are cut, into as many segments at least where they have the tokens."""
+MANY_UNITS = 2000
+"""More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
+_MIN_SEGMENT = 16
+"""Tokens of the shortest segment."""
+_MIN_BLOCKS = 4
+_LEVEL = 0.975
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """What is drawn: consecutive targets of a text."""
+
+    starts: NDArray[np.intp]
+    """[units], the index of each one's first target."""
+    sizes: NDArray[np.intp]
+    """[units], in targets."""
+    name: str
+    """In the plural."""
+
+    def sums(self, values: Floats) -> Floats:
+        """[targets, ...] to [units, ...]."""
+        return np.add.reduceat(values, self.starts)
+
+
+def cut_units(window_sizes: NDArray[np.int32]) -> Units:
+    """The units of a text whose windows have these numbers of targets."""
+    sizes = window_sizes[window_sizes > 0].astype(np.intp)
+    name = "windows"
+    if len(sizes) < FEW_WINDOWS:
+        name = "segments of windows"
+        num_segments = -(-FEW_WINDOWS // len(sizes))
+        sizes = np.concatenate([_cut(size, min(num_segments, size // _MIN_SEGMENT)) for size in sizes])
+    elif len(sizes) > MANY_UNITS:
+        num_joined = -(-len(sizes) // MANY_UNITS)
+        name = f"groups of {num_joined} windows"
+        sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), num_joined))
+    return Units(np.cumsum(sizes) - sizes, sizes, name)
+
+
+def _cut(size: int, num_segments: int) -> NDArray[np.intp]:
+    """Sizes of `num_segments` parts that differ by one at most."""
+    return np.diff(np.linspace(0, size, max(1, num_segments) + 1).astype(np.intp))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resamples:
+    """Means of several series of values over the same resamples."""
+
+    means: Floats
+    """[resamples, series]."""
+    blocks: str
+    """How they were drawn, in words."""
+    factor: float
+    """From a deviation over the resamples to half the interval."""
+
+    def interval(self, value: float, resampled: Floats) -> tuple[float, float] | tuple[None, None]:
+        """The 95 % interval of a figure.
+
+        Args:
+            value: The figure, of the text itself.
+            resampled: [resamples], the same of each resample.
+
+        Returns:
+            Both ends; None and None where there are too few units, or a value is infinite.
+        """
+        half = self.factor * float(np.std(resampled)) if np.isfinite(resampled).all() else math.nan
+        return (value - half, value + half) if math.isfinite(half) else (None, None)
+
+
+def resample(
+    series: Floats, watched: Floats, window_sizes: NDArray[np.int32], *, num_resamples: int, seed: int
+) -> Resamples:
+    """Draw resamples of a text, and the means of series of values over each.
+
+    Args:
+        series: [targets, series], what means are taken of.
+        watched: [targets, figures], what blocks are made long enough for: the longest that one of them wants.
+        window_sizes: [windows], targets of each.
+        num_resamples: How many to draw.
+        seed: Of the random numbers.
+    """
+    units = cut_units(window_sizes)
+    num_units = len(units.sizes)
+    if num_units < MIN_UNITS:
+        nothing = np.full((num_resamples, series.shape[1]), math.nan)
+        return Resamples(nothing, f"no intervals: a text of {num_units} {units.name} is too short", math.nan)
+    length = block_length(units, watched)
+    # An infinite value leaves its series without a mean, and no other: 0 times infinity is NaN.
+    with np.errstate(invalid="ignore"):
+        sums = units.sums(series)
+        means = np.empty((num_resamples, series.shape[1]))
+        bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
+        for row, ((drawn,), _) in enumerate(bootstrap.bootstrap(num_resamples)):
+            counts = np.bincount(drawn, minlength=num_units).astype(np.float64)
+            means[row] = counts @ sums / (counts @ units.sizes)
+    words = f"stationary blocks of {length} on average, of {num_units:,} {units.name}"
+    return Resamples(means, words, _factor(num_units, length))
+
+
+def block_length(units: Units, watched: Floats) -> int:
+    """Mean length of blocks, in units.
+
+    It is twice what keeps the error of s least (`arch.bootstrap.optimal_block_length`), for an interval suffers more
+    from dependence that blocks cut than from few blocks, which t(f) allows for. It is the cube root of the number of
+    units at least, for dependence that the estimate misses, and a quarter of them at most.
+    """
+    num_units = len(units.sizes)
+    lengths: list[float] = [num_units ** (1 / 3)]
+    finite = watched[:, np.isfinite(watched).all(axis=0)]
+    deviations = units.sums(finite - finite.mean(axis=0))
+    varying = deviations[:, deviations.std(axis=0) > 0]
+    if varying.shape[1]:
+        wanted = optimal_block_length(varying)["stationary"].to_numpy()
+        lengths += list(2 * wanted[np.isfinite(wanted)])
+    return min(math.ceil(max(lengths)), num_units // _MIN_BLOCKS)
+
+
+def _factor(num_units: int, length: int) -> float:
+    kept = 1 - 1 / length
+    freedom = num_units * (1 - kept**2) / (1 + kept**2) - 1
+    lost = (1 + kept) / (1 - kept) / num_units
+    return float(stdtrit(freedom, _LEVEL)) / math.sqrt(1 - lost)

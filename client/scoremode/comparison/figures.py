@@ -1,0 +1,70 @@
+"""What a comparison of runs finds, as plain data: tables, plots and the report are made of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scoremode.comparison.run_file import RunFile
+
+Verdict = Literal["better", "worse", "no difference shown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value with its two errors."""
+
+    value: float
+    stderr: float | None
+    """The field's, which takes tokens as independent; None where it is not defined."""
+    low: float | None
+    """Ends of the 95 % interval that takes neighbours as dependent; None where it cannot be had."""
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One run's own figures. Those of a comparison with a reference are None for a run that had none."""
+
+    run: RunFile
+    nll: Figure
+    """Mean NLL, nats per token."""
+    perplexity: Figure
+    bits_per_byte: Figure | None
+    kld: Figure | None
+    """Mean KL divergence from the reference, nats."""
+    kld_median: float | None
+    kld_p99: float | None
+    kld_max: float | None
+    same_top_p: Figure | None
+    """Share of positions with the reference's likeliest token."""
+    kld_over_noise_floor: float | None
+    """Mean KL divergence over that of the reference's own model beside itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """A run beside another, position by position: what `second` has more than `first`."""
+
+    first: RunFile
+    second: RunFile
+    ln_ppl_ratio: Figure
+    """Mean NLL of second minus that of first, nats."""
+    ppl_ratio: Figure
+    ppl_difference: Figure
+    kld_difference: Figure | None
+    """Mean KL divergence of second minus that of first; None unless both have one from the same reference."""
+    verdict: Verdict
+    """On second, by its NLL: better where the whole interval of `ln_ppl_ratio` is below 0."""
+    kld_verdict: Verdict | None
+    """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All runs, in the order in which they were given, and every pair of them, the earlier one first."""
+
+    runs: list[RunFigures]
+    pairs: list[PairFigures]
+    num_resamples: int
+    seed: int
+    blocks: str
+    """How the resamples were drawn, in words, for captions."""

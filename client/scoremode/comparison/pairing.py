@@ -1,0 +1,56 @@
+"""Which runs can be compared: those that give a value to the same tokens, each after the same text."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scoremode.comparison.run_file import RunFile
+from scoremode.errors import RunError
+
+
+def check_comparable(runs: Sequence[RunFile]) -> None:
+    """Refuse runs that cannot be paired token by token.
+
+    Raises:
+        RunError: there is no run, two have one label, or one differs from the first in its text, tokens or windows.
+    """
+    if not runs:
+        raise RunError("there is no run to compare")
+    labels = [run.label for run in runs]
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+    for run in runs[1:]:
+        if difference := _difference(runs[0], run):
+            raise RunError(f"{runs[0].path} and {run.path} cannot be compared: {difference}")
+
+
+def _difference(first: RunFile, second: RunFile) -> str | None:
+    """The first thing that differs, in words."""
+    settings: list[tuple[str, object, object]] = [
+        ("method", first.method, second.method),
+        ("context length", first.context_length, second.context_length),
+        ("stride", first.stride, second.stride),
+        ("number of windows", first.num_windows, second.num_windows),
+        ("number of scored tokens", first.num_scored, second.num_scored),
+    ]
+    if first.kind == second.kind:
+        # A run against a reference knows its text by other marks than one of perplexity.
+        settings.insert(0, ("text (its fingerprint)", first.text_identity, second.text_identity))
+    for name, one, other in settings:
+        if one != other:
+            return f"the {name} is {one} in the first and {other} in the second"
+    if not np.array_equal(first.window_sizes, second.window_sizes):
+        return "their windows have different numbers of tokens"
+    return _token_difference(first, second)
+
+
+def _token_difference(first: RunFile, second: RunFile) -> str | None:
+    differing = np.flatnonzero(first.token_ids != second.token_ids)
+    if not len(differing):
+        return None
+    at = int(differing[0])
+    window = int(np.searchsorted(np.cumsum(first.window_sizes), at, side="right"))
+    return (
+        f"{len(differing):,} of {first.num_scored:,} token ids differ, the first in window {window}: "
+        f"{first.token_ids[at]} and {second.token_ids[at]}; the text or the tokenizer is another"
+    )

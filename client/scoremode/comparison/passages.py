@@ -1,0 +1,81 @@
+"""Text in pieces that a page can draw at once, and which of them a report keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.comparison.run_file import RunFile
+
+MAX_TOKENS = 1024
+"""Of a passage."""
+NUM_LISTED = 50
+"""Most divergent tokens of a run whose passages are kept before all others."""
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passages:
+    """Windows, the long ones in pieces: arrays of shape [passages]."""
+
+    window: NDArray[np.int64]
+    """The window that a passage is of, from 0."""
+    first: NDArray[np.int64]
+    """Its first token in the window, from 0."""
+    start: NDArray[np.int64]
+    """Its first token in the run's arrays."""
+    size: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def means(self, values: Floats) -> Floats:
+        """[passages], of values of all tokens."""
+        means: Floats = np.add.reduceat(values, self.start) / self.size
+        return means
+
+    def positions(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n], the tokens of some passages."""
+        return np.repeat(chosen, self.size)
+
+
+def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
+    """Windows without targets have none."""
+    pieces = -(-window_sizes.astype(np.int64) // MAX_TOKENS)
+    window = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(window)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = number * MAX_TOKENS
+    size = np.minimum(window_sizes[window] - first, MAX_TOKENS)
+    return Passages(window, first, np.cumsum(size) - size, size)
+
+
+def divergence(run: RunFile, base: RunFile) -> Floats:
+    """[n], how far the run is from the reference, or else from the base; the base itself by its NLL."""
+    if run.kld is not None:
+        return run.kld
+    if run is base:
+        return run.nlls
+    # Infinity less infinity is no difference.
+    with np.errstate(invalid="ignore"):
+        return np.where(run.nlls == base.nlls, 0, np.abs(run.nlls - base.nlls))
+
+
+def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float) -> NDArray[np.bool_]:
+    """[passages], those to keep where only `max_tokens` tokens can be.
+
+    First come those with a token that is among the most divergent of a run, then those whose mean divergence is
+    largest, each run's divided by its mean over all tokens so that no run decides alone.
+    """
+    compared = [run for run in runs if run.kld is not None] or runs[1:] or runs
+    listed = np.zeros(len(passages), bool)
+    score = np.zeros(len(passages))
+    for run in compared:
+        values = np.minimum(divergence(run, runs[0]), np.finfo(np.float32).max)
+        top = np.argpartition(values, -min(NUM_LISTED, len(values)))[-NUM_LISTED:]
+        listed[np.searchsorted(passages.start, top, side="right") - 1] = True
+        score += passages.means(values) / (values.mean() or 1)
+    order = np.lexsort((-score, ~listed))
+    kept = np.zeros(len(passages), bool)
+    kept[order[np.cumsum(passages.size[order]) <= max_tokens]] = True
+    return kept

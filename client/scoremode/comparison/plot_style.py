@@ -1,0 +1,195 @@
+"""How all plots look: colours for light and for dark pages, axes without a frame, labels that keep clear of each other.
+
+Figures are made without pyplot, so that nothing of matplotlib's global state is touched.
+"""
+
+import io
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
+
+WIDTH, HEIGHT = 8.0, 4.6
+"""Inches; at 100 dots an inch the width of a column of text."""
+PNG_DPI = 200
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours. No two of one theme are equal, so that one theme's SVG is another's with the colours replaced."""
+
+    paper: str
+    ink: str
+    quiet: str
+    """Of ticks, of lines that are no run's."""
+    grid: str
+    runs: tuple[str, ...]
+    """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of colour vision."""
+
+    def run(self, index: int) -> str:
+        """Of the run with this place; colours come again after the last, with other markers and dashes."""
+        return self.runs[index % len(self.runs)]
+
+
+LIGHT = Theme(
+    "#ffffff", "#1b1f24", "#59636e", "#e3e7eb", ("#0072b2", "#c44e00", "#00805d", "#a8558a", "#6b5000", "#20252b")
+)
+DARK = Theme(
+    "#14171c", "#e8ebef", "#a3adb8", "#2c333b", ("#56b4e9", "#f08a3c", "#2fc39a", "#e199c5", "#f0e442", "#fdfdfe")
+)
+NAMES = Theme(
+    "var(--plot-paper)", "var(--plot-ink)", "var(--plot-quiet)", "var(--plot-grid)",
+    tuple(f"var(--plot-run-{index})" for index in range(len(LIGHT.runs))),
+)  # fmt: skip
+"""CSS variables in the colours' places: what an SVG inside a page has."""
+
+
+def dashes(index: int) -> Any:
+    """Line style of the run with this place."""
+    return DASHES[index % len(DASHES)]
+
+
+def marker(index: int) -> str:
+    """Marker of the run with this place."""
+    return MARKERS[index % len(MARKERS)]
+
+
+def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
+    """An empty figure of one plot."""
+    figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained", facecolor=theme.paper)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(facecolor=theme.paper)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.quiet)
+    axes.tick_params(which="both", colors=theme.quiet, labelcolor=theme.ink, labelsize=10)
+    axes.grid(color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_color(theme.ink)
+        axis.label.set_fontsize(11)
+    return figure, axes
+
+
+def plain_log_axis(axes: Axes, which: str) -> None:
+    """A log axis whose ticks are numbers as a text has them: 0.01, not a power, unless they are too small for that."""
+    (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_formatter(FuncFormatter(_tick))
+    minor = FuncFormatter(_tick if high / max(low, 1e-300) < 30 else _no_tick)
+    axis.set_minor_formatter(minor)
+
+
+def _tick(value: float, _position: int | None = None) -> str:
+    return f"{value:g}" if value >= 1e-4 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def _no_tick(_value: float, _position: int | None = None) -> str:
+    return ""
+
+
+def legend_label(name: str) -> str:
+    """A name as matplotlib shows it in a legend, where it leaves out those that begin with an underscore."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
+    """All that has a label, above the axes, in as many columns as its longest text leaves room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    rows = math.ceil(len(labels) / max(1, 100 // (max(map(len, labels)) + 7)))
+    columns = math.ceil(len(labels) / rows)
+    figure.legend(
+        handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=theme.ink, fontsize=10
+    )
+
+
+@dataclass(slots=True)
+class Labels:
+    """Texts beside points, each put where it covers no other text, no point and no error bar."""
+
+    axes: Axes
+    theme: Theme
+    taken: list[Bbox] = field(default_factory=list)
+    """In pixels."""
+
+    def keep_clear(self, boxes: Iterable[Bbox]) -> None:
+        """No label goes there."""
+        self.taken.extend(boxes)
+
+    def put(self, x: float, y: float, text: str, color: str) -> None:
+        """Beside a point in data coordinates, or a little farther with a line to it."""
+        renderer = self.axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
+        best: tuple[float, Annotation, Bbox] | None = None
+        for annotation in self._candidates(x, y, text, color):
+            box = annotation.get_window_extent(renderer).padded(2)
+            covered = sum(_overlap(box, other) for other in self.taken) + _outside(box, self.axes.bbox)
+            if best is None or covered < best[0]:
+                if best is not None:
+                    best[1].remove()
+                best = covered, annotation, box
+                if not covered:
+                    break
+            else:
+                annotation.remove()
+        if best is not None:
+            self.taken.append(best[2])
+
+    def _candidates(self, x: float, y: float, text: str, color: str) -> Iterator[Annotation]:
+        sides = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
+        for distance, (right, up) in product((9, 20, 34, 50), sides):
+            yield self.axes.annotate(
+                text,
+                (x, y),
+                xytext=(right * distance, up * distance),
+                textcoords="offset points",
+                ha=("right", "center", "left")[right + 1],
+                va=("top", "center", "bottom")[up + 1],
+                color=color,
+                fontsize=10,
+                arrowprops={"arrowstyle": "-", "color": self.theme.quiet, "linewidth": 0.7} if distance > 20 else None,
+            )
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    shared = Bbox.intersection(one, other)
+    return 0.0 if shared is None else float(shared.width * shared.height)
+
+
+def _outside(box: Bbox, frame: Bbox) -> float:
+    return float(box.width * box.height) - _overlap(box, frame)
+
+
+def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], half_width: float = 2) -> Bbox:
+    """Where a vertical or horizontal line between two points in data coordinates is, in pixels."""
+    (left, bottom), (right, top) = axes.transData.transform([start, end])
+    x, y = sorted((left, right)), sorted((bottom, top))
+    return Bbox([[x[0] - half_width, y[0] - half_width], [x[1] + half_width, y[1] + half_width]])
+
+
+def as_png(figure: Figure) -> bytes:
+    """For where no SVG goes."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=PNG_DPI)
+    return content.getvalue()
+
+
+def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
+    """The same bytes for the same figure. Text as paths looks alike everywhere; as text it takes the page's font."""
+    content = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "path" if text_as_paths else "none", "svg.hashsalt": "scoremode"}):
+        figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+    return content.getvalue()

@@ -1,0 +1,200 @@
+"""The plots of a comparison: which there are, what each says below it, and the files that `--plots` writes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure as Drawing
+
+from scoremode.comparison import size_plots, token_plots
+from scoremode.comparison.figures import Comparison
+from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
+from scoremode.comparison.run_file import RunFile
+
+_THEMES = {"light": LIGHT, "dark": DARK}
+CAPTIONS_FILE = "captions.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture that can be drawn in any colours, and the text that belongs below it."""
+
+    name: str
+    """Of its files."""
+    subject: str
+    """What it shows, in words, for who does not see it."""
+    caption: str
+    drawn: Callable[[Theme], Drawing]
+
+    def draw(self, theme: Theme) -> Drawing:
+        """The picture, with names as they are: what stands between two `$` is no formula."""
+        with matplotlib.rc_context({"text.parse_math": False}):
+            return self.drawn(theme)
+
+
+def plots(comparison: Comparison) -> list[Plot]:
+    """Those whose data are there, the most telling first."""
+    found = (
+        _perplexity(comparison),
+        _mean_kld(comparison),
+        _kld_distribution(comparison),
+        _kld_by_confidence(comparison),
+        _running_difference(comparison),
+    )
+    return [plot for plot in found if plot is not None]
+
+
+def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
+    """Write every plot as SVG and PNG for light and dark pages, and what they show to `captions.md`.
+
+    Args:
+        comparison: The runs and their figures.
+        folder: Where to; it is made if it is not there.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    contents: dict[str, bytes] = {}
+    all_plots = plots(comparison)
+    for plot in all_plots:
+        for name, theme in _THEMES.items():
+            drawing = plot.draw(theme)
+            contents[f"{plot.name}-{name}.svg"] = as_svg(drawing, text_as_paths=True).encode()
+            contents[f"{plot.name}-{name}.png"] = as_png(drawing)
+    contents[CAPTIONS_FILE] = "".join(f"**{plot.name}**: {plot.caption}\n\n" for plot in all_plots).encode()
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in contents]
+
+
+def _perplexity(comparison: Comparison) -> Plot | None:
+    points = size_plots.points(comparison, lambda figures: figures.perplexity)
+    if not points:
+        return None
+    size, _ = size_plots.size_axis(comparison)
+    return Plot(
+        "perplexity",
+        f"Perplexity against {size or 'runs'}",
+        f"Perplexity{_front(size)}. {_intervals(comparison)} {measured(comparison)}",
+        lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
+    )
+
+
+def _mean_kld(comparison: Comparison) -> Plot | None:
+    points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
+    if not points:
+        return None
+    size, _ = size_plots.size_axis(comparison)
+    floor = noise_floor(comparison)
+    return Plot(
+        "kl-divergence",
+        f"Mean KL divergence against {size or 'runs'}",
+        f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
+        f"{_not_drawn(comparison)}{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
+        lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
+    )
+
+
+def _kld_distribution(comparison: Comparison) -> Plot | None:
+    runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
+    if not runs:
+        return None
+    floor = noise_floor(comparison)
+    infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
+    unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
+    return Plot(
+        "kl-divergence-distribution",
+        "Share of tokens by KL divergence",
+        f"Share of tokens whose KL divergence from the reference is larger.{unbounded} {_not_drawn(comparison)}"
+        f"{_floor(floor)} {measured(comparison)}",
+        lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
+    )
+
+
+def _kld_by_confidence(comparison: Comparison) -> Plot | None:
+    runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
+    if not runs:
+        return None
+    return Plot(
+        "kl-divergence-by-confidence",
+        "Mean KL divergence by the reference's confidence",
+        "Mean KL divergence of the tokens where the reference gave its likeliest token so much probability: at the "
+        f"right it was sure. {_not_drawn(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
+        f"that take windows as independent and tokens within one as dependent. {measured(comparison)}",
+        lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
+    )
+
+
+def _running_difference(comparison: Comparison) -> Plot | None:
+    base = comparison.runs[0].run
+    runs = [(index, figures.run) for index, figures in enumerate(comparison.runs) if index]
+    if not runs or not all(np.isfinite(run.nlls).all() for run in [base, *(run for _, run in runs)]):
+        return None
+    return Plot(
+        "running-difference",
+        "Running difference of NLL along the text",
+        f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
+        f"not of a few passages is level long before the end. No errors are drawn. {measured(comparison)}",
+        lambda theme: token_plots.draw_running_difference(base, runs, theme),
+    )
+
+
+def noise_floor(comparison: Comparison) -> float | None:
+    """Mean KL divergence of the reference's model from itself, nats, where all runs that know one know the same."""
+    floors = {figures.run.noise_floor for figures in comparison.runs} - {None}
+    return floors.pop() if len(floors) == 1 else None
+
+
+def _runs_with_kld(comparison: Comparison) -> token_plots.Numbered:
+    return [(index, figures.run) for index, figures in enumerate(comparison.runs) if figures.run.kld is not None]
+
+
+def _diverges(run: RunFile) -> bool:
+    """Whether any KL divergence of the run is a number above 0, which is what a log axis can show."""
+    return run.kld is not None and bool(((run.kld > 0) & np.isfinite(run.kld)).any())
+
+
+def _not_drawn(comparison: Comparison) -> str:
+    names = [run.label for _, run in _runs_with_kld(comparison) if not _diverges(run)]
+    return f"Not drawn, because it is exactly 0 at every token: {', '.join(names)}. " if names else ""
+
+
+def _reference_names(comparison: Comparison) -> str:
+    names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
+    return ", ".join(names)
+
+
+def _front(size: str | None) -> str:
+    if size is None:
+        return " of each run"
+    return f" against {size}; no run is at once smaller and better than one on the Pareto front"
+
+
+def _floor(floor: float | None) -> str:
+    if floor is None:
+        return "The noise floor is not known."
+    return f"The noise floor, the mean of the reference's model beside itself, is {floor:.3g} nats."
+
+
+def _intervals(comparison: Comparison) -> str:
+    return f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
+
+
+def measured(comparison: Comparison) -> str:
+    """Corpus, method, tokens and versions; a reference does not say where its text came from."""
+    runs = [figures.run for figures in comparison.runs]
+    run = runs[0]
+    corpora = dict.fromkeys(run.corpus_name for run in runs if run.corpus_name is not None)
+    corpus = ", ".join(corpora) if corpora else f"text {run.text_identity[:12]}"
+    versions = "; ".join(dict.fromkeys(run.versions for run in runs))
+    return (
+        f"Corpus: {corpus}. Method: {run.method}, context {run.context_length:,}, stride {run.stride:,}. "
+        f"{run.num_scored:,} tokens scored in {run.num_windows:,} windows. {versions}."
+    )

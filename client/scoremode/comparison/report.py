@@ -1,0 +1,157 @@
+"""A comparison as one HTML file that loads nothing from outside, opens from disk, and prints."""
+
+import base64
+import hashlib
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from scoremode.comparison.figures import Comparison
+from scoremode.comparison.inline_svg import inline_svg
+from scoremode.comparison.plots import measured, plots
+from scoremode.comparison.report_data import text_data
+from scoremode.comparison.report_tables import pair_table, run_table
+from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.summary import summary
+
+MAX_BYTES = 30_000_000
+"""Of the file: what a browser opens in a moment, and a mail may carry."""
+_VERDICTS = "It is better or worse only where the whole 95 % interval is."
+_KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
+
+
+def write_report(comparison: Comparison, path: str | Path, *, max_bytes: int = MAX_BYTES) -> None:
+    """Write the report.
+
+    Args:
+        comparison: The runs and their figures.
+        path: Of the HTML file.
+        max_bytes: The file is no longer than this: it keeps the text of as many of the most divergent passages as fit.
+            Tables, plots and means of all passages are always there.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    environment = Environment(
+        loader=PackageLoader("scoremode.comparison"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
+    )
+    context = _context(comparison, environment)
+    template = environment.get_template("report.html.j2")
+    without_text = template.render(**context, data="", text_note="")
+    data = text_data([figures.run for figures in comparison.runs], max_bytes - len(without_text.encode()) - 1000)
+    data["largest_kld"] = _largest_kld(comparison)
+    html = template.render(**context, data=_script_json(data), text_note=_text_note(data["num_kept"], comparison))
+    Path(path).write_text(html, encoding="utf-8")
+
+
+def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]:
+    style, script = (_source(environment, name) for name in ("report.css", "report.js"))
+    columns, rows = run_table(comparison)
+    pair_columns, pairs = pair_table(comparison)
+    runs = [figures.run for figures in comparison.runs]
+    return {
+        "title": _title(runs),
+        "measured": measured(comparison),
+        "style": Markup(style),
+        "style_hash": _policy_hash(style),
+        "script": Markup(script),
+        "script_hash": _policy_hash(script),
+        "sentences": summary(comparison),
+        "columns": columns,
+        "rows": rows,
+        "errors": "± takes tokens as independent. [ ] is the 95 % interval that does not: "
+        f"{comparison.blocks}, {comparison.num_resamples:,} resamples.",
+        "pair_columns": pair_columns,
+        "pairs": pairs,
+        "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
+        "plots": [
+            {"name": plot.name, "caption": plot.caption, "svg": Markup(inline_svg(plot))} for plot in plots(comparison)
+        ],
+        "settings": _settings(comparison),
+        "setting_columns": [name for name, _ in _run_settings(runs[0])],
+        "setting_rows": [[value for _, value in _run_settings(run)] for run in runs],
+        "command": _command(comparison),
+    }
+
+
+def _title(runs: list[RunFile]) -> str:
+    return f"{runs[0].label} and {len(runs) - 1} more" if len(runs) > 3 else ", ".join(run.label for run in runs)
+
+
+def _settings(comparison: Comparison) -> list[tuple[str, str]]:
+    run = comparison.runs[0].run
+    corpora = dict.fromkeys(figures.run.corpus_name for figures in comparison.runs if figures.run.corpus_name)
+    references = dict.fromkeys(
+        f"{reference.name}: {reference.model}, {reference.quantization or 'not quantized'}, {reference.dtype}"
+        for figures in comparison.runs
+        if (reference := figures.run.reference) is not None
+    )
+    settings = [
+        ("corpus", ", ".join(corpora)),
+        ("text", run.text_identity),
+        ("method", run.method),
+        ("context length", f"{run.context_length:,} tokens"),
+        ("stride", f"{run.stride:,} tokens"),
+        ("windows", f"{run.num_windows:,}"),
+        ("tokens", f"{run.num_scored:,} scored, {run.num_tokens:,} in the text"),
+        ("reference", "; ".join(references)),
+        ("intervals", f"{comparison.blocks}; {comparison.num_resamples:,} resamples, seed {comparison.seed}"),
+    ]
+    return [(name, value) for name, value in settings if value]
+
+
+def _command(comparison: Comparison) -> str:
+    """What makes the comparison again. Labels with a comma cannot be given, and are left to be chosen."""
+    runs = [figures.run for figures in comparison.runs]
+    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
+    settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
+    return shlex.join(["ppl-client", "compare", *(str(run.path) for run in runs), *labels, *settings])
+
+
+def _run_settings(run: RunFile) -> list[tuple[str, str]]:
+    return [
+        ("run", run.label),
+        ("model", run.model),
+        ("weights", f"{run.quantization or 'not quantized'}, {run.dtype}"),
+        ("server", run.versions),
+        ("fingerprint", run.server.fingerprint or "-"),
+        ("client", str(run.record["client_version"])),
+        ("finished", str(run.record.get("finished", "-"))),
+        ("file", run.path.name),
+    ]
+
+
+def _largest_kld(comparison: Comparison) -> int | None:
+    """The place of the run with the largest mean KL divergence."""
+    means = [-1.0 if figures.kld is None else figures.kld.value for figures in comparison.runs]
+    return int(np.argmax(means)) if max(means) >= 0 else None
+
+
+def _text_note(num_kept: int, comparison: Comparison) -> str:
+    num_tokens = comparison.runs[0].run.num_scored
+    note = "Values are rounded to 16 bits."
+    if num_kept == num_tokens:
+        return note
+    return (
+        f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most; "
+        f"others have their mean. {note}"
+    )
+
+
+def _source(environment: Environment, name: str) -> str:
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _policy_hash(source: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
+
+
+def _script_json(data: dict[str, Any]) -> Markup:
+    """JSON that nothing ends or begins a tag in, for inside a `script` element."""
+    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))

@@ -1,0 +1,114 @@
+"""What a report's page draws its text from: the tokens of the passages that fit, and means of all."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.comparison.packing import Packed, pack_floats, pack_integers, pack_klds, pack_nlls, packed_bytes
+from scoremode.comparison.passages import Passages, cut_passages, kept_passages
+from scoremode.comparison.run_file import RunFile
+
+Series = dict[str, Any]
+
+
+def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
+    """Everything that the text view shows, in JSON of at most `max_bytes`.
+
+    `series` are the runs in order and then their references, each with a mean of every passage and a value of every
+    token of the kept passages, in order. `tokens`, `tops` and the like are places in `vocabulary`.
+    """
+    passages = cut_passages(runs[0].window_sizes)
+    texts = _token_texts(runs)
+    vocabulary = _vocabulary(runs)
+    everything = _series(runs, passages, np.ones(len(passages), bool), vocabulary)
+    fixed = sum(
+        len(json.dumps(part)) for part in ([texts.get(int(token)) for token in vocabulary], vocabulary.tolist())
+    )
+    fixed += 16 * len(passages) * (len(everything) + 4)
+    a_token = sum(
+        packed_bytes(value) for one in everything for name, value in one.items() if name in _PER_TOKEN and value
+    )
+    a_token += packed_bytes(pack_integers(np.array([len(vocabulary)])))
+    if fixed + a_token * runs[0].num_scored <= max_bytes:
+        kept, series = np.ones(len(passages), bool), everything
+    else:
+        kept = kept_passages(passages, runs, max(0, (max_bytes - fixed) / a_token))
+        series = _series(runs, passages, kept, vocabulary)
+    return {
+        "passages": {
+            "window": pack_integers(passages.window),
+            "first": pack_integers(passages.first),
+            "size": pack_integers(passages.size),
+            "kept": pack_integers(kept),
+        },
+        "num_kept": int(passages.size[kept].sum()),
+        "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[passages.positions(kept)])),
+        "vocabulary": {
+            "ids": pack_integers(vocabulary),
+            "texts": [texts.get(int(token)) for token in vocabulary],
+        },
+        "series": series,
+    }
+
+
+_PER_TOKEN = ("nll", "kld", "ranks", "tops", "confidence")
+
+
+def _series(
+    runs: Sequence[RunFile], passages: Passages, kept: NDArray[np.bool_], vocabulary: NDArray[np.int32]
+) -> list[Series]:
+    positions = passages.positions(kept)
+
+    def places(ids: NDArray[np.int32] | None) -> Packed | None:
+        return None if ids is None else pack_integers(np.searchsorted(vocabulary, ids[positions]))
+
+    found: list[Series] = [
+        {
+            "label": run.label,
+            "is_reference": False,
+            "nll": pack_nlls(run.nlls[positions]),
+            "kld": None if run.kld is None else pack_klds(run.kld[positions]),
+            "ranks": None if run.ranks is None else pack_integers(run.ranks[positions]),
+            "tops": places(run.top_token_ids),
+            "confidence": None,
+            "mean_nll": pack_floats(passages.means(run.nlls)),
+            "mean_kld": None if run.kld is None else pack_floats(passages.means(run.kld)),
+        }
+        for run in runs
+    ]
+    for run in _one_for_each_reference(runs):
+        nlls, confidence = run.reference_nlls, run.reference_confidence
+        assert nlls is not None
+        assert confidence is not None
+        assert run.reference is not None
+        found.append(
+            {
+                "label": f"reference {run.reference.name}",
+                "is_reference": True,
+                "nll": pack_nlls(nlls[positions]),
+                "kld": None,
+                "ranks": None,
+                "tops": places(run.reference_top_token_ids),
+                "confidence": pack_nlls(confidence[positions]),
+                "mean_nll": pack_floats(passages.means(nlls)),
+                "mean_kld": None,
+            }
+        )
+    return found
+
+
+def _one_for_each_reference(runs: Sequence[RunFile]) -> list[RunFile]:
+    return list({run.reference_identity: run for run in reversed(runs) if run.reference is not None}.values())
+
+
+def _vocabulary(runs: Sequence[RunFile]) -> NDArray[np.int32]:
+    """Every token id that occurs, in order."""
+    arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
+    return np.unique(np.concatenate([np.unique(array) for array in arrays if array is not None]))
+
+
+def _token_texts(runs: Sequence[RunFile]) -> Mapping[int, str]:
+    return {token: text for run in runs for token, text in run.token_texts.items()}

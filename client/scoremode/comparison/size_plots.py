@@ -1,0 +1,180 @@
+"""Perplexity and mean KL divergence against what a model takes: which of the runs is worth its size."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import NullLocator
+from matplotlib.transforms import Bbox
+
+from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.plot_style import HEIGHT, Labels, Theme, legend, line_box, marker, new_axes
+from scoremode.comparison.plot_style import plain_log_axis as log_axis
+
+_LOG_RATIO = 8.0
+"""Values that lie farther apart than this share a log axis."""
+_LOG_SIZE_RATIO = 2.0
+_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run in a plot."""
+
+    index: int
+    """Its place in the comparison, which decides its colour and marker."""
+    label: str
+    size: float | None
+    value: float
+    low: float
+    high: float
+
+
+def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> list[Point]:
+    """The runs that have the figure, and it is finite; low and high are the value itself where there is no interval."""
+    size_of = size_axis(comparison)[1]
+    return [
+        Point(
+            index,
+            run.run.label,
+            size_of(run),
+            figure.value,
+            _finite(figure.low, figure.value),
+            _finite(figure.high, figure.value),
+        )
+        for index, run in enumerate(comparison.runs)
+        if (figure := figure_of(run)) is not None and math.isfinite(figure.value)
+    ]
+
+
+def _finite(value: float | None, otherwise: float) -> float:
+    return value if value is not None and math.isfinite(value) else otherwise
+
+
+def size_axis(comparison: Comparison) -> tuple[str | None, Callable[[RunFigures], float | None]]:
+    """What is known of every run's size, as the name of an axis and the value on it; None where nothing is."""
+    runs = [figures.run for figures in comparison.runs]
+    if all(run.bits_per_weight is not None for run in runs):
+        return "bits per weight", lambda figures: figures.run.bits_per_weight
+    if all(run.weight_bytes is not None for run in runs):
+        return "weight files (MB)", lambda figures: (figures.run.weight_bytes or 0) / _MB
+    return None, lambda figures: None
+
+
+def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
+    """A value against size, or by run where the size is not known; `floor` is the noise floor, if there is one."""
+    if size is None:
+        return _draw_by_run(all_points, value, floor, theme)
+    drawing, axes = new_axes(theme)
+    _set_scale(axes, all_points, floor, "y")
+    _set_size_scale(axes, [point.size or 0 for point in all_points])
+    axes.set_xlabel(size)
+    axes.set_ylabel(value)
+    axes.margins(y=0.12)
+    front = pareto_front(all_points)
+    for point in all_points:
+        _draw_point(axes, point, point.size or 0, theme, vertical=True)
+    axes.plot(
+        [point.size or 0 for point in front],
+        [point.value for point in front],
+        drawstyle="steps-post",
+        color=theme.quiet,
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        zorder=1,
+        label="Pareto front",
+    )
+    if floor:
+        axes.axhline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
+    if all(point.low >= 0 for point in all_points) and axes.get_ylim()[0] < 0:
+        axes.set_ylim(bottom=0)
+    legend(drawing, axes, theme)
+    # Labels keep clear of points in pixels, so the layout has to be final.
+    drawing.draw_without_rendering()
+    labels = Labels(axes, theme)
+    labels.keep_clear(_taken(axes, all_points, front, floor))
+    for point in all_points:
+        labels.put(point.size or 0, point.value, point.label, theme.run(point.index))
+    return drawing
+
+
+def pareto_front(all_points: Sequence[Point]) -> list[Point]:
+    """Points that no other beats in size and value both, the smallest first."""
+    front: list[Point] = []
+    for point in sorted(all_points, key=lambda point: (point.size or 0, point.value)):
+        if not front or point.value < front[-1].value:
+            front.append(point)
+    return front
+
+
+def _taken(axes: Axes, all_points: Sequence[Point], front: Sequence[Point], floor: float | None) -> Iterator[Bbox]:
+    """Where labels would cover something, in pixels: points with their intervals, the front, the noise floor."""
+    for point in all_points:
+        at = point.size or 0
+        yield line_box(axes, (at, point.low), (at, point.high), half_width=6)
+    for one, other in pairwise(front):
+        corner = (other.size or 0, one.value)
+        yield line_box(axes, (one.size or 0, one.value), corner)
+        yield line_box(axes, corner, (other.size or 0, other.value))
+    if floor:
+        left, right = axes.get_xlim()
+        yield line_box(axes, (left, floor), (right, floor))
+
+
+def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, theme: Theme) -> Drawing:
+    drawing, axes = new_axes(theme, height=max(HEIGHT / 2, 1.4 + 0.4 * len(all_points)))
+    _set_scale(axes, all_points, floor, "x")
+    for row, point in enumerate(all_points):
+        _draw_point(axes, point, row, theme, vertical=False)
+    axes.set_yticks(range(len(all_points)), [point.label for point in all_points])
+    axes.set_ylim(len(all_points) - 0.5, -0.5)
+    axes.set_xlabel(value)
+    if floor:
+        axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
+    legend(drawing, axes, theme)
+    return drawing
+
+
+def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, which: str) -> None:
+    """A log axis where values lie far apart. It needs its limits before its ticks."""
+    values = [point.value for point in all_points] + ([floor] if floor else [])
+    if min(values) <= 0 or max(values) / min(values) <= _LOG_RATIO:
+        return
+    ends = [*values, *(end for point in all_points for end in (point.low, point.high) if end > 0)]
+    (axes.set_xlim if which == "x" else axes.set_ylim)(max(min(ends), min(values) / 10) / 2, max(ends) * 2)
+    log_axis(axes, which)
+
+
+def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
+    """Sizes that lie far apart, as those of 4 and of 16 bits, on a log axis with ticks at powers of 2 and between."""
+    low, high = min(sizes), max(sizes)
+    if low <= 0 or high / low <= _LOG_SIZE_RATIO:
+        axes.margins(x=0.15)
+        return
+    axes.set_xscale("log")
+    axes.set_xlim(low / 1.25, high * 1.25)
+    halvings = np.arange(math.floor(math.log2(low)) - 1, math.ceil(math.log2(high)) + 1)
+    ticks = np.sort(np.concatenate([2.0**halvings, 1.5 * 2.0**halvings]))
+    axes.set_xticks(ticks[(ticks >= low / 1.25) & (ticks <= high * 1.25)])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, *, vertical: bool) -> None:
+    """The value with its interval, at a place on the other axis."""
+    interval = [[point.value - point.low], [point.high - point.value]]
+    axes.errorbar(
+        [at if vertical else point.value],
+        [point.value if vertical else at],
+        xerr=None if vertical else interval,
+        yerr=interval if vertical else None,
+        color=theme.run(point.index),
+        marker=marker(point.index),
+        markersize=7,
+        capsize=3,
+        linestyle="none",
+    )

@@ -1,0 +1,212 @@
+"""A comparison as text for a terminal, as Markdown and as CSV."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
+from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.summary import summary
+
+Row = TypeVar("Row")
+
+_CSV_HEADER = ("run", "beside", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict")
+
+
+def as_text(comparison: Comparison) -> str:
+    """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
+    parts = [
+        _settings(comparison),
+        *(_aligned(section, comparison.runs) for section in _run_sections(comparison)),
+        *(_aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
+        summary(comparison),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+
+
+def as_markdown(comparison: Comparison) -> str:
+    """A table of runs, one of pairs, and the summary, as GitHub shows them."""
+    parts = [
+        _markdown(_merged(_run_sections(comparison)), comparison.runs),
+        _markdown(_merged(_pair_sections(comparison)), comparison.pairs),
+        [f"- {_escaped(sentence)}" for sentence in summary(comparison)],
+        [f"{_escaped(' '.join(_settings(comparison)))}"],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+
+
+def as_csv(comparison: Comparison) -> str:
+    """A line for every figure, in full precision. A pair's `run` is the second, `beside` the first."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_CSV_HEADER)
+    for figures in comparison.runs:
+        for name, value in _run_values(figures).items():
+            if value is not None:
+                writer.writerow([figures.run.label, "", *_weights(figures.run), name, *_values(value), ""])
+    for pair in comparison.pairs:
+        for name, figure, verdict in _pair_values(pair):
+            if figure is not None:
+                row = [pair.second.label, pair.first.label, *_weights(pair.second), name]
+                writer.writerow([*row, *_values(figure), verdict])
+    return file.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Column(Generic[Row]):
+    header: str
+    cell: Callable[[Row], str]
+    right: bool = True
+    """Whether it is set flush right."""
+
+
+def _settings(comparison: Comparison) -> list[str]:
+    run = comparison.runs[0].run
+    corpus = next((each.run.corpus_name for each in comparison.runs if each.run.corpus_name is not None), None)
+    text = f"{run.num_scored:,} tokens{'' if corpus is None else f' of {corpus}'}"
+    return [
+        f"{text}, {run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, "
+        f"stride {run.stride:,}.",
+        "± takes tokens as independent. [95 % interval] does not:",
+        f"{comparison.num_resamples:,} resamples, {comparison.blocks}, seed {comparison.seed}.",
+    ]
+
+
+def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
+    base = comparison.runs[0].run
+    ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs if pair.first is base}
+    label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
+    weights: list[_Column[RunFigures]] = [
+        _Column("weights", lambda row: _weights_in_words(row.run), right=False),
+        _Column("GB", lambda row: _size(row.run)),
+        _Column("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
+        _Column("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+    ]
+    perplexity: list[_Column[RunFigures]] = [
+        _Column("perplexity", lambda row: _figure(row.perplexity, 4)),
+        _Column(f"over that of {base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
+    ]
+    kld: list[_Column[RunFigures]] = [
+        _Column("mean KLD, nats", lambda row: _figure(row.kld, 6)),
+        _Column("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
+        _Column("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
+    ]
+    has_kld = any(figures.kld is not None for figures in comparison.runs)
+    return [[label, *weights], [label, *perplexity], *([[label, *kld]] if has_kld else [])]
+
+
+def _pair_sections(comparison: Comparison) -> list[list[_Column[PairFigures]]]:
+    if not comparison.pairs:
+        return []
+    labels: list[_Column[PairFigures]] = [
+        _Column("run", lambda row: row.second.label, right=False),
+        _Column("beside", lambda row: row.first.label, right=False),
+    ]
+    perplexity: list[_Column[PairFigures]] = [
+        _Column("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
+        _Column("by perplexity", lambda row: row.verdict, right=False),
+    ]
+    kld: list[_Column[PairFigures]] = [
+        _Column("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
+        _Column("by KLD", lambda row: row.kld_verdict or "-", right=False),
+    ]
+    has_kld = any(pair.kld_difference is not None for pair in comparison.pairs)
+    return [[*labels, *perplexity], *([[*labels, *kld]] if has_kld else [])]
+
+
+def _merged(sections: Sequence[Sequence[_Column[Row]]]) -> list[_Column[Row]]:
+    """All columns, those that several sections have only once."""
+    return list({column.header: column for section in sections for column in section}.values())
+
+
+def _aligned(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]:
+    table = [[column.header, *(_one_line(column.cell(row)) for row in rows)] for column in columns]
+    widths = [max(map(len, cells)) for cells in table]
+    aligned = [
+        [cell.rjust(width) if column.right else cell.ljust(width) for cell in cells]
+        for column, width, cells in zip(columns, widths, table, strict=True)
+    ]
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+
+
+def _markdown(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        [_escaped(column.header) for column in columns],
+        ["---:" if column.right else "---" for column in columns],
+        *([_escaped(_one_line(column.cell(row))) for column in columns] for row in rows),
+    ]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _escaped(text: str) -> str:
+    """A label may have what Markdown takes for its own."""
+    for character in "\\|`*_<[":
+        text = text.replace(character, f"\\{character}")
+    return text
+
+
+def _weights(run: RunFile) -> tuple[str, str]:
+    return run.quantization or "", run.dtype
+
+
+def _weights_in_words(run: RunFile) -> str:
+    return f"{run.quantization or 'not quantized'}, {run.dtype}"
+
+
+def _size(run: RunFile) -> str:
+    return _number(None if run.weight_bytes is None else run.weight_bytes / 1e9, 3)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _figure(figure: Figure | None, digits: int, scale: float = 1) -> str:
+    if figure is None:
+        return "-"
+    text = _number(scale * figure.value, digits)
+    if figure.stderr is not None:
+        text += f" ± {_number(scale * figure.stderr, digits)}"
+    if figure.low is not None and figure.high is not None:
+        text += f" [{_number(scale * figure.low, digits)}, {_number(scale * figure.high, digits)}]"
+    return text
+
+
+def _run_values(figures: RunFigures) -> dict[str, Figure | float | None]:
+    return {
+        "weight_bytes": figures.run.weight_bytes,
+        "num_parameters": figures.run.num_parameters,
+        "bits_per_weight": figures.run.bits_per_weight,
+        "nll": figures.nll,
+        "perplexity": figures.perplexity,
+        "bits_per_byte": figures.bits_per_byte,
+        "kld": figures.kld,
+        "kld_median": figures.kld_median,
+        "kld_p99": figures.kld_p99,
+        "kld_max": figures.kld_max,
+        "same_top_p": figures.same_top_p,
+        "kld_over_noise_floor": figures.kld_over_noise_floor,
+    }
+
+
+def _pair_values(pair: PairFigures) -> list[tuple[str, Figure | None, str]]:
+    return [
+        ("ln_ppl_ratio", pair.ln_ppl_ratio, pair.verdict),
+        ("ppl_ratio", pair.ppl_ratio, pair.verdict),
+        ("ppl_difference", pair.ppl_difference, ""),
+        ("kld_difference", pair.kld_difference, pair.kld_verdict or ""),
+    ]
+
+
+def _values(value: Figure | float) -> list[float | None]:
+    return (
+        [value.value, value.stderr, value.low, value.high] if isinstance(value, Figure) else [value, None, None, None]
+    )

@@ -1,0 +1,189 @@
+"""What the mean does not say: how the values of single tokens are distributed, and where in the text runs part."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+from numpy.typing import NDArray
+
+from scoremode.comparison.plot_style import Theme, dashes, legend, legend_label, marker, new_axes, plain_log_axis
+from scoremode.comparison.run_file import RunFile
+from scoremode.kld import CONFIDENCE_EDGES
+
+Floats = NDArray[np.float64]
+Numbered = Sequence[tuple[int, RunFile]]
+"""Runs with their places in the comparison, which decide their colours."""
+
+_CURVE_POINTS = 400
+"""As many as a plot can show; a point a token would make a file of many megabytes."""
+_LOWEST_QUANTILE = 0.002
+_SETTLED = 0.02
+"""After this share of the text a running mean is fit to set the limits of an axis."""
+_Z_95 = 1.959964
+
+
+def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> Drawing:
+    """The share of tokens whose KL divergence is larger, both axes logarithmic."""
+    drawing, axes = new_axes(theme)
+    thresholds = _kld_thresholds(runs)
+    for index, run in runs:
+        values = _kld(run)
+        axes.plot(
+            thresholds,
+            survival(values, thresholds),
+            color=theme.run(index),
+            linestyle=dashes(index),
+            linewidth=1.8,
+            label=legend_label(run.label) + _zeros(values),
+        )
+    if floor:
+        axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor, mean")
+    axes.set_xlim(thresholds[0], thresholds[-1])
+    axes.set_ylim(max(0.5 / max(len(run.nlls) for _, run in runs), 1e-7), 1.3)
+    plain_log_axis(axes, "x")
+    plain_log_axis(axes, "y")
+    axes.set_xlabel("KL divergence of a token (nats)")
+    axes.set_ylabel("share of tokens with more")
+    legend(drawing, axes, theme)
+    return drawing
+
+
+def survival(values: Floats, thresholds: Floats) -> Floats:
+    """The share of values above each threshold; NaN, which is not drawn, where it is 0."""
+    above = len(values) - np.searchsorted(np.sort(values), thresholds, side="right")
+    return np.where(above > 0, above / len(values), np.nan)
+
+
+def _kld_thresholds(runs: Numbered) -> Floats:
+    positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
+    low = min((np.quantile(values, _LOWEST_QUANTILE) for values in positive if len(values)), default=1e-6)
+    high = max((values.max() for values in positive if len(values)), default=1.0)
+    return np.geomspace(low, high * 1.3, _CURVE_POINTS)
+
+
+def _zeros(values: Floats) -> str:
+    share = float((values <= 0).mean())
+    return f" ({_percent(share)} exactly 0)" if share else ""
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
+
+
+def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
+    """Mean KL divergence of the tokens where the reference was so sure of its likeliest one."""
+    drawing, axes = new_axes(theme)
+    edges = CONFIDENCE_EDGES
+    means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)
+    for place, (index, run) in enumerate(runs):
+        axes.errorbar(
+            np.arange(len(edges) - 1) + _dodge(place, len(runs)),
+            means[place],
+            yerr=_Z_95 * errors[place],
+            color=theme.run(index),
+            marker=marker(index),
+            markersize=6,
+            capsize=2.5,
+            linestyle="none",
+            label=legend_label(run.label),
+        )
+    _set_kld_scale(axes, np.array(means), np.array(errors))
+    counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
+    axes.set_xticks(range(len(counts)), _bucket_names(counts))
+    axes.tick_params(axis="x", length=0)
+    axes.grid(visible=False, axis="x")
+    axes.set_xlabel("the reference's probability of its likeliest token, and the share of tokens")
+    axes.set_ylabel("mean KL divergence (nats)")
+    legend(drawing, axes, theme)
+    return drawing
+
+
+def _set_kld_scale(axes: Axes, means: Floats, errors: Floats) -> None:
+    """A log axis, unless a mean is 0. Intervals that reach 0 go off the axis."""
+    if np.nanmin(means) > 0:
+        axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(means + _Z_95 * np.nan_to_num(errors)))
+        plain_log_axis(axes, "y")
+
+
+def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
+    """Mean KL divergence of each bucket, [buckets], and its standard error with windows as independent.
+
+    NaN for a bucket that is empty, and for the error where fewer than two windows have tokens in it.
+    """
+    bucket, kld = _buckets(run), _kld(run)
+    window = np.repeat(np.arange(len(run.window_sizes)), run.window_sizes)
+    means, errors = [], []
+    for index in range(len(CONFIDENCE_EDGES) - 1):
+        chosen = (bucket == index) & np.isfinite(kld)
+        values = kld[chosen]
+        mean = values.mean() if len(values) else np.nan
+        sums = np.bincount(window[chosen], values - mean)[np.unique(window[chosen])]
+        num_windows = len(sums)
+        error = np.nan
+        if num_windows > 1:
+            error = np.sqrt(np.square(sums).sum() * num_windows / (num_windows - 1)) / len(values)
+        means.append(mean)
+        errors.append(error)
+    return np.array(means), np.array(errors)
+
+
+def _buckets(run: RunFile) -> NDArray[np.intp]:
+    confidence = run.reference_confidence
+    assert confidence is not None
+    return np.clip(np.searchsorted(CONFIDENCE_EDGES, confidence, side="right") - 1, 0, len(CONFIDENCE_EDGES) - 2)
+
+
+def _bucket_names(counts: NDArray[np.intp]) -> list[str]:
+    edges = CONFIDENCE_EDGES
+    return [
+        f"{low:g} to {high:g}\n{_percent(count / counts.sum()) if count else 'none'}"
+        for low, high, count in zip(edges, edges[1:], counts, strict=False)
+    ]
+
+
+def _dodge(place: int, count: int) -> float:
+    return 0.0 if count == 1 else 0.6 * (place / (count - 1) - 0.5)
+
+
+def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Drawing:
+    """Mean NLL less the base's over the text up to a token: a difference that holds is level at the right."""
+    drawing, axes = new_axes(theme)
+    num_tokens = len(base.nlls)
+    shown = np.unique(np.linspace(0, num_tokens - 1, _CURVE_POINTS).astype(int))
+    settled = []
+    for index, run in runs:
+        means = running_difference(run, base)
+        settled.append(means[int(num_tokens * _SETTLED) :])
+        axes.plot(
+            shown + 1,
+            means[shown],
+            color=theme.run(index),
+            linestyle=dashes(index),
+            linewidth=1.8,
+            label=legend_label(run.label),
+        )
+    axes.axhline(0, color=theme.quiet, linewidth=1)
+    low, high = min(0.0, *(part.min() for part in settled)), max(0.0, *(part.max() for part in settled))
+    margin = 0.08 * (high - low or 1)
+    axes.set_ylim(low - margin, high + margin)
+    axes.set_xlim(0, num_tokens)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("tokens so far")
+    axes.set_ylabel(f"mean NLL less that of {_shortened(base.label)} (nats)")
+    legend(drawing, axes, theme)
+    return drawing
+
+
+def running_difference(run: RunFile, base: RunFile) -> Floats:
+    """[n], the mean of the first 1, 2, ... n differences of NLL."""
+    return np.cumsum(run.nlls - base.nlls) / np.arange(1, len(base.nlls) + 1)
+
+
+def _shortened(label: str, length: int = 24) -> str:
+    return label if len(label) <= length else label[: length - 1] + "…"
+
+
+def _kld(run: RunFile) -> Floats:
+    assert run.kld is not None
+    return run.kld

@@ -1,0 +1,9 @@
+"""Models one after another: each is served, measured on one text beside the first, and compared at the end.
+
+It needs the extra: pip install "scoremode[report]".
+"""
+
+from scoremode.sweep.plan import PlanError, SweepPlan, read_plan
+from scoremode.sweep.sweep import SweepResult, run_sweep
+
+__all__ = ["PlanError", "SweepPlan", "SweepResult", "read_plan", "run_sweep"]

@@ -1,0 +1,99 @@
+"""`ppl-client sweep`: the command line of a sweep."""
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scoremode._progress import lines_on_stderr
+from scoremode._version import __version__
+from scoremode.client import API_KEY_VARIABLE
+from scoremode.comparison import compare, load_run
+from scoremode.comparison.plots import write_plots
+from scoremode.comparison.report import write_report
+from scoremode.comparison.tables import as_text
+from scoremode.errors import ScoremodeError
+from scoremode.sweep.plan import SweepPlan, read_plan
+from scoremode.sweep.sweep import SweepResult, run_sweep
+
+_log = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `ppl-client sweep` and return its exit status: 0, 1 if a model failed, 2 on wrong usage, 130 on Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    try:
+        with lines_on_stderr():
+            plan = read_plan(options.plan)
+            result = asyncio.run(_measure(plan, options))
+            try:
+                _compare(plan, options.plan.parent, result.runs)
+            finally:
+                _report_failures(result)
+    except KeyboardInterrupt:
+        print("ppl-client: interrupted, servers are stopped: the same command goes on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (ScoremodeError, OSError) as error:
+        print(f"ppl-client: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    return EXIT_FAILURE if result.failures else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ppl-client sweep",
+        description="Serve each model of a plan in turn, measure its perplexity and its KL divergence from the first, "
+        "and compare them. What was measured before is not measured again.",
+        epilog="exit status: 0 if every model was measured, 1 on failure, 2 on wrong usage, 130 on Ctrl-C",
+    )
+    parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a YAML file; docs/compare.md says what it has")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"of all servers; default: the environment's {API_KEY_VARIABLE}"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:
+    # As Ctrl-C: servers are stopped before the process ends.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    return await run_sweep(plan, options.plan.parent, api_key=options.api_key, quiet=options.quiet)
+
+
+def _report_failures(result: SweepResult) -> None:
+    for name, message in result.failures.items():
+        print(f"ppl-client: {name} failed: {message}", file=sys.stderr)
+
+
+def _compare(plan: SweepPlan, folder: Path, runs: Mapping[str, Path]) -> None:
+    if not runs:
+        return
+    _warn_of_versions(runs)
+    comparison = compare([load_run(path, label) for label, path in runs.items()])
+    output = folder / plan.output
+    if plan.compare.plots is not None:
+        write_plots(comparison, output / plan.compare.plots)
+    if plan.compare.html is not None:
+        write_report(comparison, output / plan.compare.html)
+        _log.info("the report is %s", output / plan.compare.html)
+    sys.stdout.write(as_text(comparison))
+
+
+def _warn_of_versions(runs: Mapping[str, Path]) -> None:
+    """Runs are kept when vLLM is updated; what they differ by may then be its doing."""
+    versions: dict[str, list[str]] = {}
+    for label, path in runs.items():
+        server = json.loads(path.read_text())["server"]
+        version = f"scoremode {server['scoremode_version']} on vLLM {server['vllm_version']}"
+        versions.setdefault(version, []).append(label)
+    if len(versions) > 1:
+        found = "; ".join(f"{version}: {', '.join(labels)}" for version, labels in versions.items())
+        _log.warning("the runs are of different versions, delete the older ones to measure them again: %s", found)

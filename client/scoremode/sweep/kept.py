@@ -1,0 +1,76 @@
+"""Which runs of a sweep need not be measured again: those of which nothing has changed that is known to matter.
+
+A run's file keeps a digest of each such thing. It keeps none of them in words, for flags and variables may hold keys.
+"""
+
+import json
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from scoremode._output import ARRAYS_SUFFIX
+from scoremode.corpora import Corpus
+from scoremode.plan import identity
+from scoremode.protocol import ServerInfo
+from scoremode.sweep.plan import ModelEntry, SweepPlan
+
+FIELD = "sweep"
+"""Of a run's file: what the functions here return, by name."""
+
+Marks = dict[str, Any]
+
+
+def text_marks(plan: SweepPlan, corpus: Corpus) -> Marks:
+    """What all runs of a plan share."""
+    return {
+        "text": _digest(corpus.fingerprint, plan.text.max_tokens),
+        "windows": _digest(plan.windows.model_dump()),
+        "floor": plan.floor,
+    }
+
+
+def served_marks(plan: SweepPlan, entry: ModelEntry, folder: Path) -> Marks:
+    """What is known of a model before it is served: how it will be, and the files of one that is in a local folder."""
+    assert entry.model is not None
+    return {
+        "model": _digest(entry.model),
+        "flags": _digest(entry.command or plan.command, plan.serve + entry.serve, plan.env | entry.env),
+        "files": _digest(_files(folder / entry.model)),
+    }
+
+
+def running_marks(info: ServerInfo, entry: ModelEntry) -> Marks:
+    """What a running server says of its model; without a fingerprint that is nothing to go by."""
+    return {"model": _digest(identity(info), entry.model) if info.fingerprint else None}
+
+
+def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
+    """Of the reference that the first model leaves: another for another model, text or windows."""
+    letters = "".join(each if each.isascii() and (each.isalnum() or each in "._-") else "-" for each in entry.name)
+    decisive = {name: value for name, value in marks.items() if name != "floor"}
+    return f"sweep-{letters[:64]}-{_digest(decisive)[:12]}"
+
+
+def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
+    """What differs between a kept run and what a new one would be of, in words; None where there is no run.
+
+    It is empty for a run that need not be measured again.
+    """
+    try:
+        record = json.loads(run.read_text())
+        kept = record[FIELD]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not run.with_suffix(ARRAYS_SUFFIX).is_file():
+        return None
+    return ", ".join(name for name in marks if kept.get(name) != marks[name] or marks["model"] is None)
+
+
+def _files(path: Path) -> list[tuple[str, int, int]]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files if each.is_file()]
+
+
+def _digest(*values: Any) -> str:
+    return blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()

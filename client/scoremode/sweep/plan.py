@@ -1,0 +1,206 @@
+"""The plan of a sweep, a YAML file: which models, on which text, in which windows."""
+
+import os.path
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from scoremode.client import server_root
+from scoremode.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus
+from scoremode.errors import ScoremodeError
+from scoremode.windows import Method
+
+DEFAULT_COMMAND = ["scoremode", "serve"]
+_FLAGS_OF_THE_SWEEP = ("--host", "--port", "--reference-dir", "--uds")
+
+
+class PlanError(ScoremodeError):
+    """A plan cannot be read, or says something that a sweep cannot do."""
+
+
+def _words(value: object) -> object:
+    """A command line as its words: one text as a shell would split it, or a list, in which YAML may have numbers."""
+    if isinstance(value, str):
+        return shlex.split(value)
+    return [_word(each) for each in value] if isinstance(value, list) else value
+
+
+def _word(value: object) -> object:
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+def _flags(words: list[str]) -> list[str]:
+    for word in words:
+        if word.partition("=")[0] in _FLAGS_OF_THE_SWEEP:
+            raise ValueError(f"{word.partition('=')[0]} is set by the sweep")
+    return words
+
+
+def _label(name: str) -> str:
+    if not name or name.startswith(".") or "/" in name or "\0" in name:
+        raise ValueError("is the name of a file as well: not empty, no '/', and no '.' at its beginning")
+    return name
+
+
+Words = Annotated[list[str], BeforeValidator(_words)]
+Flags = Annotated[Words, AfterValidator(_flags)]
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Or a name; `~` is the home folder."""
+Environment = dict[str, Annotated[str, BeforeValidator(_word)]]
+Command = Annotated[Words, Field(min_length=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextOptions(_Part):
+    """The text, by the options of `ppl-client`."""
+
+    dataset: LocalPath | None = None
+    text: str | None = None
+    text_file: LocalPath | None = None
+    dataset_config: str | None = None
+    split: str = DEFAULT_SPLIT
+    text_column: str = DEFAULT_COLUMN
+    num_samples: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "TextOptions":
+        if sum(source is not None for source in (self.dataset, self.text, self.text_file)) != 1:
+            raise ValueError("give one of dataset, text and text_file")
+        return self
+
+    def load(self, folder: Path) -> Corpus:
+        """The text; files are looked for in `folder`, where the plan is.
+
+        Raises:
+            CorpusError: it cannot be read.
+        """
+        dataset = self.dataset
+        if dataset is not None and (folder / dataset).exists():
+            dataset = str(folder / dataset)
+        return load_corpus(
+            dataset,
+            text=self.text,
+            text_file=None if self.text_file is None else folder / self.text_file,
+            config=self.dataset_config,
+            split=self.split,
+            column=self.text_column,
+            num_samples=self.num_samples,
+        )
+
+
+class WindowOptions(_Part):
+    """How the text is cut into windows, by the options of `ppl-client`."""
+
+    method: Method = "sliding"
+    context_length: PositiveInt | None = None
+    stride: PositiveInt | None = None
+
+
+class ModelEntry(_Part):
+    """A model: one to serve, or a server that runs already."""
+
+    name: Annotated[str, AfterValidator(_label)]
+    """Of its run's file, and its label in tables and plots."""
+    model: LocalPath | None = None
+    """To serve; with `url` a served name or adapter."""
+    url: str | None = None
+    command: Command | None = None
+    serve: Flags = []
+    env: Environment = {}
+
+    @model_validator(mode="after")
+    def _served_or_running(self) -> "ModelEntry":
+        if self.url is None:
+            if self.model is None:
+                raise ValueError("give a model to serve, or the url of a server that runs")
+            return self
+        server_root(self.url)
+        if self.command or self.serve or self.env:
+            raise ValueError("command, serve and env are for a model that is served here, not for a url")
+        return self
+
+
+class CompareOptions(_Part):
+    """What is written at the end; paths are relative to `output`."""
+
+    html: str | None = "report.html"
+    plots: str | None = "plots"
+
+
+class SweepPlan(_Part):
+    """A whole plan."""
+
+    output: LocalPath
+    text: TextOptions
+    windows: WindowOptions = WindowOptions()
+    models: Annotated[list[ModelEntry], Field(min_length=1)]
+    command: Command = DEFAULT_COMMAND
+    """What stands before each model."""
+    serve: Flags = []
+    """Flags for each model, before its own."""
+    env: Environment = {}
+    """For each server, beside its own."""
+    start_timeout: PositiveInt = 3600
+    """Seconds until a server is given up that does not come up."""
+    floor: bool = False
+    """Whether the first model's noise floor is measured."""
+    compare: CompareOptions = CompareOptions()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "SweepPlan":
+        names = [entry.name.casefold() for entry in self.models]
+        if repeated := [entry.name for entry in self.models if names.count(entry.name.casefold()) > 1]:
+            raise ValueError(f"models: two are called {repeated[0]!r}")
+        return self
+
+
+def read_plan(path: Path) -> SweepPlan:
+    """Read a plan.
+
+    Raises:
+        PlanError: what is wrong, with the file, the entry and the field.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PlanError(f"{path} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise PlanError(f"{path} is no plan: it should have output, text and models")
+    try:
+        return SweepPlan.model_validate(content)
+    except ValidationError as error:
+        faults = [_fault(content, detail) for detail in error.errors(include_url=False)]
+        raise PlanError(f"{path}: {'; '.join(faults)}") from error
+
+
+def _fault(content: dict[str, Any], detail: Any) -> str:
+    """Such as `models[1] (int8): url: not a server address`."""
+    places = list(detail["loc"])
+    where = ""
+    if places[:1] == ["models"] and len(places) > 1:
+        entry = content["models"][places[1]]
+        name = f" ({entry['name']})" if isinstance(entry, dict) and "name" in entry else ""
+        where, places = f"models[{places[1]}]{name}: ", places[2:]
+    field = ".".join(map(str, places))
+    reason = {"missing": "is required", "extra_forbidden": "is unknown"}.get(
+        detail["type"], detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    )
+    return f"{where}{field}{': ' if field else ''}{reason}"

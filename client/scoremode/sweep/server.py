@@ -1,0 +1,168 @@
+"""A model's server, started for a sweep: a process with a log, ready for requests, and gone afterwards."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from scoremode.errors import ScoremodeError
+
+STOP_SECONDS = 60.0
+"""Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
+_POLL_SECONDS = 0.5
+LOG_END = "; the end of "
+"""What the last lines of a log begin with in the message of an error."""
+_TAIL_LINES = 20
+
+Result = TypeVar("Result")
+
+
+class ServerProcessError(ScoremodeError):
+    """A server did not come up, or ended while it was needed; the message ends with the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServer:
+    """A server that is ready for requests."""
+
+    url: str
+    log: Path
+    process: Process
+
+    async def while_it_runs(self, work: Awaitable[Result]) -> Result:
+        """The result of some work with the server, which is given up when the server ends.
+
+        Raises:
+            ServerProcessError: it ended.
+        """
+        working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+        finally:
+            for each in (working, ending):
+                each.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+        raise _ended(self.process, self.log)
+
+
+@asynccontextmanager
+async def model_server(
+    command: Sequence[str],
+    model: str,
+    flags: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    log: Path,
+    start_seconds: float,
+) -> AsyncIterator[ModelServer]:
+    """`COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`, once it answers `/health`; stopped on leaving.
+
+    Args:
+        command: What stands before the model.
+        model: A path or a name.
+        flags: What stands after it.
+        environment: In addition to this process's.
+        folder: Which paths in `model` and `flags` are relative to.
+        log: The file that gets all that the server prints.
+        start_seconds: How long to wait for it.
+
+    Raises:
+        ServerProcessError: there is no such command, or the server ended or was not ready in time.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with _reserved_port() as port:
+        arguments = [*_found(command), model, "--host", "127.0.0.1", "--port", str(port), *flags]
+        with log.open("wb") as output:
+            # A session of its own: Ctrl-C is for the sweep, which stops the server.
+            process = await asyncio.create_subprocess_exec(
+                *_ended_with_this_process(arguments),
+                cwd=folder,
+                env={**os.environ, **environment},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        server = ModelServer(f"http://127.0.0.1:{port}", log, process)
+        try:
+            await _wait_until_ready(server, start_seconds)
+            yield server
+        finally:
+            await _stop(process)
+
+
+def _found(command: Sequence[str]) -> list[str]:
+    """The command by its path: beside this Python, as in a virtual environment that is not activated, or on PATH."""
+    name, *rest = command
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise ServerProcessError(f"there is no command {name!r}; pip install 'scoremode[cuda]' installs the server")
+    return [found, *rest]
+
+
+def _ended_with_this_process(arguments: list[str]) -> list[str]:
+    """Where util-linux is there, the kernel ends the server of a sweep that is killed."""
+    setpriv = shutil.which("setpriv")
+    return arguments if setpriv is None else [setpriv, "--pdeathsig", "TERM", "--", *arguments]
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that the kernel gives to no other process, though a server may bind it: it takes seconds until one does.
+
+    Of two sockets with SO_REUSEADDR, as vLLM's has it, both may be bound to a port where neither listens yet.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+async def _wait_until_ready(server: ModelServer, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds), httpx.AsyncClient(base_url=server.url, timeout=5) as http:
+            await server.while_it_runs(_healthy(http))
+    except TimeoutError:
+        raise ServerProcessError(f"the server was not ready after {seconds:.0f} s{_log_end(server.log)}") from None
+
+
+async def _healthy(http: httpx.AsyncClient) -> None:
+    while True:
+        with suppress(httpx.TransportError):
+            if (await http.get("/health")).is_success:
+                return
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _stop(process: Process) -> None:
+    """Ask the server to end; then end its process group, so that no engine process is left."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    with suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _ended(process: Process, log: Path) -> ServerProcessError:
+    return ServerProcessError(f"the server ended with status {process.returncode}{_log_end(log)}")
+
+
+def _log_end(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return "\n    ".join([f"{LOG_END}{log}:", *lines])

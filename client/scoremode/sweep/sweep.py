@@ -1,0 +1,250 @@
+"""A sweep: each model of a plan in turn is served, measured, and stopped."""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+
+from scoremode import kld_report, report
+from scoremode._options import DEFAULT_RETRY_FOR
+from scoremode._output import JOURNAL_SUFFIX, Output
+from scoremode._progress import progress_bar
+from scoremode.client import AsyncScoreClient
+from scoremode.corpora import Corpus
+from scoremode.divergence import measure_kld, measure_noise_floor
+from scoremode.errors import NotFoundError, OutputError, ScoremodeError
+from scoremode.evaluate import evaluate
+from scoremode.recording import record_reference
+from scoremode.run import OnProgress
+from scoremode.sweep.kept import FIELD, Marks, changes, reference_name, running_marks, served_marks, text_marks
+from scoremode.sweep.plan import ModelEntry, SweepPlan
+from scoremode.sweep.server import LOG_END, model_server
+from scoremode.windows import WindowError
+
+_log = logging.getLogger(__name__)
+
+_Measured = tuple[dict[str, object], Mapping[str, NDArray[Any]] | None, str]
+"""The record of a run, its arrays, and its figures in words."""
+
+
+@dataclass(slots=True)
+class SweepResult:
+    """What a sweep came to."""
+
+    runs: dict[str, Path] = field(default_factory=dict)
+    """The files of all runs, measured now or before, by the models' names in the order of the plan."""
+    measured: list[str] = field(default_factory=list)
+    """Names of the models that were measured now."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why there is no run, by the models' names; with the end of a server's log where it failed."""
+
+
+async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None, quiet: bool = True) -> SweepResult:
+    """Measure every model of a plan whose run is not there yet.
+
+    The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
+    which has its perplexity too; or one of perplexity, where its server has not the reference. A model that fails is
+    in the result, and the others go on.
+
+    Args:
+        plan: What to measure.
+        folder: Where the plan is; its paths are relative to it.
+        api_key: Sent to all servers; the environment's SCOREMODE_API_KEY when left out.
+        quiet: Without a progress bar.
+
+    Raises:
+        CorpusError: the text cannot be read.
+        OutputError: the folder for runs cannot be made.
+    """
+    sweep = _Sweep(plan, folder, plan.text.load(folder), api_key=api_key, quiet=quiet)
+    for entry in plan.models:
+        try:
+            await sweep.measure(entry)
+        except (ScoremodeError, WindowError, OSError) as error:
+            sweep.fail(entry, error)
+    return sweep.result
+
+
+class _Sweep:
+    def __init__(self, plan: SweepPlan, folder: Path, corpus: Corpus, *, api_key: str | None, quiet: bool) -> None:
+        self.result = SweepResult()
+        self._plan = plan
+        self._folder = folder
+        self._corpus = corpus
+        self._api_key = api_key
+        self._quiet = quiet
+        self._output = (folder / plan.output).resolve()
+        self._references = self._output / "references"
+        self._reference: str | None = None
+        """Name of the first model's, once it is known."""
+        try:
+            self._references.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot make {self._references}: {error.strerror}") from error
+
+    async def measure(self, entry: ModelEntry) -> None:
+        """See that there is the run of a model."""
+        if entry.url is None:
+            await self._measure_served(entry)
+        else:
+            await self._measure_running(entry, entry.url)
+
+    def fail(self, entry: ModelEntry, error: Exception) -> None:
+        """Note that there is no run of a model."""
+        self.result.failures[entry.name] = str(error)
+        _log.error("%s: failed: %s", entry.name, str(error).partition(LOG_END)[0])
+
+    async def _measure_served(self, entry: ModelEntry) -> None:
+        marks = self._marks(entry, served_marks(self._plan, entry, self._folder))
+        has_reference = self._reference is not None and (self._references / self._reference).is_dir()
+        # The first makes its reference, wherever that is missing.
+        if self._is_kept(entry, marks, self._reference if has_reference else None):
+            return
+        log = self._output / "logs" / f"{entry.name}.log"
+        command = entry.command or self._plan.command
+        assert entry.model is not None
+        _log.info("%s: starting `%s %s`, log %s", entry.name, " ".join(command), entry.model, log)
+        async with (
+            model_server(
+                command,
+                entry.model,
+                [*self._plan.serve, *entry.serve, "--reference-dir", str(self._references)],
+                environment=self._plan.env | entry.env,
+                folder=self._folder,
+                log=log,
+                start_seconds=self._plan.start_timeout,
+            ) as server,
+            self._client(server.url, None) as client,
+        ):
+            await server.while_it_runs(self._measure(entry, client, marks))
+        _log.info("%s: server stopped", entry.name)
+
+    async def _measure_running(self, entry: ModelEntry, url: str) -> None:
+        async with self._client(url, entry.model) as client:
+            marks = self._marks(entry, running_marks(await client.info(), entry))
+            if not self._is_kept(entry, marks, await self._reference_at(client, entry)):
+                await self._measure(entry, client, marks)
+
+    def _is_first(self, entry: ModelEntry) -> bool:
+        return entry is self._plan.models[0]
+
+    def _client(self, url: str, model: str | None) -> AsyncScoreClient:
+        return AsyncScoreClient(url, model=model, api_key=self._api_key, retry_for=DEFAULT_RETRY_FOR)
+
+    def _path(self, entry: ModelEntry) -> Path:
+        return self._output / f"{entry.name}.json"
+
+    def _marks(self, entry: ModelEntry, of_model: Marks) -> Marks:
+        marks = {**text_marks(self._plan, self._corpus), **of_model}
+        if self._is_first(entry):
+            self._reference = reference_name(entry, marks)
+        return marks
+
+    def _is_kept(self, entry: ModelEntry, marks: Marks, reference: str | None) -> bool:
+        """Whether the run is there already: then it is the result, whatever it was measured with."""
+        wanted = {**marks, "reference": reference}
+        if self._plan.models[0].name in self.result.failures:
+            # What was measured beside the first is not thrown away because that is not at hand today.
+            del wanted["reference"]
+        if self._is_first(entry) and reference is None and entry.url is None:
+            return False
+        path = self._path(entry)
+        changed = changes(path, wanted)
+        if changed:
+            _log.info("%s: measured again, because of its %s", entry.name, changed)
+        elif changed is not None:
+            _log.info("%s: measured before, %s", entry.name, path)
+            self.result.runs[entry.name] = path
+        return changed == ""
+
+    async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
+        """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
+        if self._reference is None:
+            return None
+        try:
+            if self._is_first(entry):
+                await client.references()
+                return self._reference
+            return self._reference if (await client.reference(self._reference)).complete else None
+        except NotFoundError:
+            return None
+
+    async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: Marks) -> None:
+        reference = await self._reference_at(client, entry)
+        if reference is None:
+            _log.warning("%s: its server has no reference of the first model: perplexity alone is measured", entry.name)
+        elif self._is_first(entry):
+            await self._record(client, entry, reference)
+        path = self._path(entry)
+        output = Output(path, resume=path.with_name(path.name + JOURNAL_SUFFIX).exists())
+        try:
+            if reference is None or self._is_first(entry):
+                record, arrays, figure = await self._perplexity(client, entry, output)
+            else:
+                record, arrays, figure = await self._kld(client, entry, output, reference)
+            output.write({**record, FIELD: {**marks, "reference": reference}}, arrays)
+        finally:
+            output.give_up()
+        self.result.runs[entry.name] = path
+        self.result.measured.append(entry.name)
+        _log.info("%s: %s, %s", entry.name, figure, path)
+
+    async def _record(self, client: AsyncScoreClient, entry: ModelEntry, reference: str) -> None:
+        _log.info("%s: recording the reference %s", entry.name, reference)
+        with self._progress("ppl") as on_progress:
+            recorded = await record_reference(
+                client, self._corpus, reference, **self._windows(), on_progress=on_progress
+            )
+        if self._plan.floor and recorded.reference.noise_floor is None:
+            _log.info("%s: measuring the noise floor", entry.name)
+            with self._progress("kld") as on_progress:
+                await measure_noise_floor(client, reference, on_progress=on_progress)
+
+    async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
+        _log.info("%s: measuring perplexity", entry.name)
+        with self._progress("ppl") as on_progress:
+            evaluation = await evaluate(
+                client,
+                self._corpus,
+                **self._windows(),
+                return_ranks=True,
+                return_token_texts=True,
+                start_journal=output.start_journal,
+                on_progress=on_progress,
+            )
+        figure = f"perplexity {evaluation.result.perplexity:.4f}"
+        return report.as_json(evaluation, [client.base_url]), report.as_arrays(evaluation), figure
+
+    async def _kld(self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str) -> _Measured:
+        _log.info("%s: measuring KL divergence and perplexity", entry.name)
+        with self._progress("kld") as on_progress:
+            measurement = await measure_kld(
+                client,
+                reference,
+                return_token_texts=True,
+                start_journal=output.start_journal,
+                on_progress=on_progress,
+            )
+        mean, perplexity = measurement.statistics["kld"]["mean"], measurement.statistics["ppl_q"]
+        figure = f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
+        return kld_report.as_json(measurement, [client.base_url]), kld_report.as_arrays(measurement), figure
+
+    def _windows(self) -> dict[str, Any]:
+        windows = self._plan.windows
+        return {
+            "method": windows.method,
+            "context_length": windows.context_length,
+            "stride": windows.stride,
+            "max_tokens": self._plan.text.max_tokens,
+        }
+
+    def _progress(self, figure: Literal["ppl", "kld"]) -> AbstractContextManager[OnProgress]:
+        return progress_bar(figure, quiet=self._quiet)
+
+
+def _shown(figure: float | None) -> str:
+    return "infinite" if figure is None else f"{figure:.6f}"

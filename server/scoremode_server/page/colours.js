@@ -1,0 +1,36 @@
+// What colour a token has, by its surprise, its rank, or the difference of two servers. The hues are in page.css.
+
+export const SURPRISE_LIMIT = 10;
+/* Nats from which on a token has the full colour. */
+
+export const DIFFERENCE_LIMIT = 1;
+/* Nats of difference from which on a token has the full colour. */
+
+export const RANKS = [1, 10, 100, 1000];
+/* The last rank of each class but the last one, as in GLTR. */
+
+/** A colour that grows with -ln p, in nats. */
+export function surpriseColour(logprob) {
+  return hue("--surprise", -logprob / SURPRISE_LIMIT);
+}
+
+/** The colour of the class that a rank is in. */
+export function rankColour(rank) {
+  return hue(`--rank-${rankClass(rank)}`, 1);
+}
+
+/** One colour where the second server finds the token likelier, another where the first one does. */
+export function differenceColour(logprob, second) {
+  const difference = second - logprob;
+  return hue(difference > 0 ? "--likelier" : "--less-likely", Math.abs(difference) / DIFFERENCE_LIMIT);
+}
+
+/** 0 for the likeliest token, 4 for ranks above all of RANKS. */
+export function rankClass(rank) {
+  const index = RANKS.findIndex((last) => rank <= last);
+  return index < 0 ? RANKS.length : index;
+}
+
+function hue(name, share) {
+  return `rgb(var(${name}) / ${Math.min(Math.max(share, 0), 1).toFixed(3)})`;
+}

@@ -1,0 +1,75 @@
+// Requests to a server of Scoremode, and what can go wrong with them.
+
+/** Why there is no answer, in words for whoever uses the page; `status` is that of a server's refusal. */
+export class ShownError extends Error {
+  constructor(message, status = null) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** A server: what it is called here, the URL below which its routes are, and its API key or "". */
+export class Server {
+  constructor(name, base, key) {
+    this.name = name;
+    this.base = base;
+    this.key = key;
+  }
+
+  /** What is served (`GET /v1/score`). */
+  async info(signal) {
+    return JSON.parse(await this.#ask({ signal }));
+  }
+
+  /** The answer to `POST /v1/score`, as JSON that is not parsed yet. */
+  score(body, signal) {
+    return this.#ask({ method: "POST", body: JSON.stringify(body), signal });
+  }
+
+  async #ask(options) {
+    const headers = { "Content-Type": "application/json" };
+    if (this.key) headers.Authorization = `Bearer ${this.key}`;
+    let response, text;
+    try {
+      response = await fetch(new URL("v1/score", this.base), { ...options, headers, credentials: "omit" });
+      text = await response.text();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new ShownError(this.#unreachable(error));
+    }
+    if (!response.ok) {
+      throw new ShownError(`${this.name}: ${reason(response, text)}`, response.status);
+    }
+    return text;
+  }
+
+  #unreachable(error) {
+    const isElsewhere = new URL(this.base).origin !== location.origin;
+    const origins = `--allowed-origins '["${location.origin}"]'`;
+    const allowed = isElsewhere ? ` If it runs, it may have to be started with ${origins}.` : "";
+    return `${this.name} cannot be reached (${error.message}).${allowed}`;
+  }
+}
+
+/** What a server says is wrong, in OpenAI's shape; a proxy may answer in another. */
+function reason(response, text) {
+  try {
+    const { message, param } = JSON.parse(text).error;
+    return param ? `${message} (${param})` : message;
+  } catch {
+    return `answered with status ${response.status} ${response.statusText}`;
+  }
+}
+
+/**
+ * The URL of a server as it was typed in, so that relative paths lead below it.
+ *
+ * Throws a ShownError if it is none.
+ */
+export function serverUrl(typed) {
+  const url = URL.canParse(typed) ? new URL(typed) : null;
+  if (!["http:", "https:"].includes(url?.protocol)) {
+    throw new ShownError(`The second server: ${typed} is no URL that begins with http:// or https://.`);
+  }
+  return `${url.origin}${url.pathname.replace(/\/*$/, "/")}`;
+}

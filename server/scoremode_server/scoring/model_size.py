@@ -1,0 +1,110 @@
+"""How large the served model is: the bytes of its weight files, and the number of its weights."""
+
+import copy
+import json
+import logging
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from vllm.config import LoadConfig, ModelConfig
+
+_log = logging.getLogger(__name__)
+
+_OF_ALL_FILES = "*.safetensors"
+_OF_MISTRAL = "consolidated*.safetensors"
+"""Of a repository that has its weights twice, vLLM reads these unless it is told otherwise."""
+_PATTERNS = {
+    "hf": _OF_ALL_FILES,
+    "safetensors": _OF_ALL_FILES,
+    "fastsafetensors": _OF_ALL_FILES,
+    "instanttensor": _OF_ALL_FILES,
+    "bitsandbytes": _OF_ALL_FILES,
+    "mistral": _OF_MISTRAL,
+}
+"""By `--load-format`, the files that are read; `auto` is one of the two."""
+_INDEX_FILES = {_OF_ALL_FILES: "model.safetensors.index.json", _OF_MISTRAL: "consolidated.safetensors.index.json"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Each None where it cannot be known."""
+
+    weight_bytes: int | None
+    """Of the weight files that the server loads."""
+    num_parameters: int | None
+    """Weights of the model before any quantization, tied ones once."""
+
+
+def model_size(model: ModelConfig, load: LoadConfig) -> ModelSize:
+    """The size of the model of a server. Nothing is downloaded, and no weight is read."""
+    return ModelSize(weight_bytes(model, load), num_parameters(model.hf_config, model.trust_remote_code))
+
+
+def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
+    """Bytes of the files that vLLM loads: safetensors, or one GGUF file; None for other formats and remote storage."""
+    path = Path(model.model)
+    if path.is_file():
+        return path.stat().st_size if path.suffix == ".gguf" else None
+    folder = path if path.is_dir() else _cached_snapshot(model, load)
+    return None if folder is None else _safetensors_bytes(folder, str(load.load_format))
+
+
+def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
+    """Weights of the model that transformers makes of a config, without memory for any of them.
+
+    None where transformers has no such model; what the repository brings as code is run only if it is trusted.
+    """
+    try:
+        config = copy.deepcopy(config)
+        # A quantized checkpoint has the weights of the model that it was made from.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model = _make_model(config, trust_remote_code)
+        return sum(int(parameter.numel()) for parameter in model.parameters())
+    # What a config may ask for, and what transformers then raises, is without end; a size is worth no failed start.
+    except Exception as error:
+        _log.info("the number of weights is not known: %s", error)
+        return None
+
+
+def _make_model(config: Any, trust_remote_code: bool) -> torch.nn.Module:
+    """The model of the architecture that a config names: to go by the config's class alone would be a guess."""
+    architecture = (config.architectures or ["no architecture"])[0]
+    if hasattr(transformers, architecture):
+        model: torch.nn.Module = getattr(transformers, architecture)(config)
+    elif trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+        make: Any = transformers.AutoModelForCausalLM.from_config
+        model = make(config, trust_remote_code=True)
+    else:
+        raise ValueError(f"transformers has no {architecture}")
+    return model
+
+
+def _cached_snapshot(model: ModelConfig, load: LoadConfig) -> Path | None:
+    try:
+        return Path(
+            snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
+        )
+    except (OSError, ValueError):
+        # No name on the hub, or weights that come from elsewhere.
+        return None
+
+
+def _safetensors_bytes(folder: Path, load_format: str) -> int | None:
+    sizes = {path.name: path.stat().st_size for path in folder.glob(_OF_ALL_FILES)}
+    if load_format == "auto":
+        load_format = "mistral" if any(fnmatch(name, _OF_MISTRAL) for name in sizes) else "hf"
+    pattern = _PATTERNS.get(load_format)
+    if pattern is None:
+        return None
+    names = {name for name in sizes if fnmatch(name, pattern)}
+    index = folder / _INDEX_FILES[pattern]
+    if index.is_file():
+        names &= set(json.loads(index.read_text())["weight_map"].values())
+    return sum(sizes[name] for name in names) or None

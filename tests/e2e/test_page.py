@@ -1,0 +1,445 @@
+"""The page at `/scoremode` in a real browser: what it shows is what `/v1/score` says, and text stays text."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from scoremode import ScoreClient
+from scoremode.metrics import bits_per_byte, perplexity
+from tests.browser import Visit, visit
+from tests.shared_servers import API_KEY
+
+PROSE = "The capital of France is Paris.\nIt lies on the Seine,\n\nand  two million people live in it.\n"
+MARKUP = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">&lt;b&gt; </textarea>"
+TEXTS = {
+    "prose": PROSE,
+    "code": "def f(x):\n\tif x:\n        return [x]\n\n\n",
+    "markup": MARKUP,
+    "emoji": "a 😀😀 b 👩‍💻🤷🏽‍♀️",
+    "arabic": "القاهرة هي عاصمة مصر، وهي أكبر مدينة.",
+    "hebrew": "שלום עולם",
+    "japanese": "東京は日本の首都です。",
+    "combining": "e\u0301 नमस्ते ไทย",
+    "replacement": "\ufffd and \ufffd\ufffdé",
+    "white space": "  two before, two after  ",
+}
+WAIT_MS = 120_000
+FULL_SURPRISE, FULL_DIFFERENCE = 10, 1
+"""Nats from which on a token has the full colour, as the legend says."""
+ALPHA_TOLERANCE = 0.005
+"""The page writes three digits, and the browser keeps eight bits."""
+LIKELIER, LESS_LIKELY, SURPRISE = (92, 165, 255), (255, 138, 61), (255, 138, 61)
+"""Of the light colours."""
+
+
+@contextmanager
+def opened(browser: Browser, *servers: str, failure: str | None = None, **options: Any) -> Iterator[Page]:
+    """The page of the first of `servers`. It may ask these alone, and complain about nothing but `failure`."""
+    with visit(browser, **options) as seen:
+        seen.page.goto(f"{servers[0]}/scoremode")
+        expect(seen.page.locator("#served")).not_to_have_text(re.compile("Asking"))
+        yield seen.page
+        check_is_quiet(seen, servers, failure)
+
+
+def check_is_quiet(seen: Visit, servers: Sequence[str], failure: str | None) -> None:
+    outside = [url for url in seen.requests if not url.startswith((*servers, "data:"))]
+    assert not outside
+    unexpected = [error for error in seen.errors if failure is None or failure not in error]
+    assert not unexpected
+
+
+def score(page: Page, text: str) -> None:
+    """Type a text in, have it scored, and wait until it is."""
+    page.locator("#text").fill(text)
+    page.locator("#score").click()
+    wait_until_scored(page)
+
+
+def wait_until_scored(page: Page) -> None:
+    expect(page.locator("#score-status")).to_be_empty(timeout=WAIT_MS)
+
+
+def tokens(page: Page) -> Locator:
+    return page.locator("#tokens [data-index]")
+
+
+def asked(server: str, text: str, key: str | None = None) -> dict[str, Any]:
+    """What the server itself says of a text."""
+    body = {"prompt": text, "return_tokens": True, "return_ranks": True, "top_logprobs": 5}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    response = httpx.post(f"{server}/v1/score", json=body, headers=headers, timeout=120).raise_for_status()
+    result: dict[str, Any] = response.json()["data"][0]
+    return result
+
+
+def backgrounds(page: Page) -> list[tuple[float, ...]]:
+    """Red, green, blue and alpha of each token, as the browser paints it."""
+    colours = tokens(page).evaluate_all("spans => spans.map(span => getComputedStyle(span).backgroundColor)")
+    return [rgba(colour) for colour in colours]
+
+
+def rgba(colour: str) -> tuple[float, ...]:
+    numbers = [float(number) for number in re.findall(r"[\d.]+", colour)]
+    return (*numbers, 1.0) if len(numbers) == 3 else tuple(numbers)
+
+
+def figures(page: Page) -> dict[str, list[str]]:
+    """The table below the text: the cells of each row by its heading."""
+    rows = page.locator("#figures tbody tr").all()
+    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+
+
+def number(text: str) -> float:
+    return float(text.replace("\N{MINUS SIGN}", "-").replace(",", "").removesuffix(" %"))
+
+
+def shown_text(page: Page) -> str:
+    """The text that the tokens are, without special tokens that are no part of it."""
+    texts = tokens(page).evaluate_all(
+        "spans => spans.filter(span => !span.classList.contains('special')).map(span => span.textContent)"
+    )
+    return "".join(texts)
+
+
+def test_every_token_is_coloured_by_its_surprise(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        result = asked(server, PROSE)
+        first, *others = backgrounds(page)
+        assert first == (0, 0, 0, 0), "the first token has no logprob"
+        assert len(others) == len(result["logprobs"]) - 1 > 20
+        for colour, logprob in zip(others, result["logprobs"][1:], strict=True):
+            share = min(-logprob / FULL_SURPRISE, 1)
+            assert colour[3] == pytest.approx(share, abs=ALPHA_TOLERANCE)
+            assert colour[:3] == SURPRISE
+        assert "first token has no context" in page.locator("#first-token").inner_text()
+
+
+def test_or_by_its_rank(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        page.get_by_role("radio", name="rank").check()
+        ranks = asked(server, PROSE)["ranks"][1:]
+        classes = [sum(rank > last for last in (1, 10, 100, 1000)) for rank in ranks]
+        legend = page.locator("#legend .class").all()
+        hues = [rgba(each.evaluate("each => getComputedStyle(each).backgroundColor")) for each in legend]
+        assert len(set(hues)) == 5
+        assert backgrounds(page)[1:] == [hues[each] for each in classes]
+        counts = [int(each.inner_text().split(": ")[1].split(" ")[0]) for each in legend]
+        assert counts == [classes.count(each) for each in range(5)]
+
+
+def test_sums_are_those_of_the_client(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        result = asked(server, PROSE)
+        nlls = [-logprob for logprob in result["logprobs"][1:]]
+        shown = figures(page)
+    # What is shown has three digits, bits per byte four.
+    assert number(shown["Sum of logprobs (nats)"][0]) == pytest.approx(result["sum_logprob"], abs=0.001)
+    assert number(shown["Perplexity"][0]) == pytest.approx(perplexity(nlls).perplexity, abs=0.001)
+    expected = bits_per_byte(math.fsum(nlls), len(PROSE.encode()))
+    assert number(shown["Bits per byte"][0]) == pytest.approx(expected, abs=0.0001)
+    assert shown["Tokens scored"] == [f"{len(nlls)} of {len(nlls) + 1}"]
+
+
+def test_pointing_at_a_token_shows_what_is_known_of_it(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        result = asked(server, PROSE)
+        card = page.locator("#card")
+        expect(card).to_be_hidden()
+        for index in (3, 5):
+            tokens(page).nth(index).hover()
+            check_card(card, result, index)
+        tokens(page).nth(0).hover()
+        expect(card).to_contain_text("no logprob")
+        page.locator("h1").hover()
+        expect(card).to_be_hidden()
+
+
+def check_card(card: Locator, result: dict[str, Any], index: int) -> None:
+    expect(card).to_contain_text(f"token {index + 1}, id {result['token_ids'][index]}")
+    own = dict(row.inner_text().split("\t") for row in card.locator("table").first.locator("tr").all())
+    logprob = result["logprobs"][index]
+    assert number(own["logprob"]) == pytest.approx(logprob, abs=0.001)
+    assert number(own["probability"]) == pytest.approx(100 * math.exp(logprob), abs=0.01)
+    assert own["rank"] == str(result["ranks"][index])
+    alternatives = [row.inner_text().split("\t") for row in card.locator(".alternatives tbody tr").all()]
+    expected = result["top_logprobs"][index]
+    assert [token for token, _, _ in alternatives] == [
+        each["token"].replace(" ", "␣").replace("\n", "↵") for each in expected
+    ]
+    assert [number(value) for _, _, value in alternatives] == pytest.approx(
+        [each["logprob"] for each in expected], abs=0.001
+    )
+
+
+def test_the_keyboard_reaches_all_of_it(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.locator("#text").focus()
+        page.keyboard.insert_text(PROSE)
+        page.keyboard.press("Control+Enter")
+        wait_until_scored(page)
+        focused = page.locator(":focus")
+        for _ in range(10):
+            page.keyboard.press("Tab")
+            if focused.get_attribute("data-index") is not None:
+                break
+        result = asked(server, PROSE)
+        # One stop for all tokens; within them the arrow keys.
+        for key, index in {"ArrowRight": 1, "End": len(result["tokens"]) - 1, "ArrowLeft": None, "Home": 0}.items():
+            page.keyboard.press(key)
+            expect(focused).to_have_attribute("data-index", str(len(result["tokens"]) - 2 if index is None else index))
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowDown")
+        on_the_second_line = int(focused.get_attribute("data-index") or 0)
+        assert result["tokens"][:on_the_second_line].count("\n") == 1
+        check_card(page.locator("#card"), result, on_the_second_line)
+        expect(focused).to_have_attribute("aria-describedby", "card")
+        page.keyboard.press("ArrowUp")
+        expect(focused).to_have_attribute("data-index", re.compile(r"^[0-4]$"))
+        page.keyboard.press("Escape")
+        expect(page.locator("#card")).to_be_hidden()
+        page.keyboard.press("Tab")
+        expect(page.locator("#continuations")).to_be_focused()
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_the_tokens_are_the_text(server: str, browser: Browser, text: str):
+    with opened(browser, server) as page:
+        score(page, text)
+        assert shown_text(page) == text
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_the_tokens_of_another_tokenizer_are_the_text(plugin_server: str, browser: Browser, text: str):
+    # SentencePiece puts a space before it, this one BOS too, and bytes are tokens.
+    with opened(browser, plugin_server, failure="401") as page:
+        page.locator("#key").fill(API_KEY)
+        score(page, text[:60])
+        assert shown_text(page) == text[:60]
+        expect(tokens(page).first).to_have_class(re.compile("special"))
+        assert figures(page)["Tokens scored"] == [f"{tokens(page).count() - 1} of {tokens(page).count()}"]
+
+
+def test_a_character_of_several_tokens_has_a_stripe_for_each(server: str, browser: Browser):
+    text = "I went up 🗻"
+    with opened(browser, server) as page:
+        score(page, text)
+        result = asked(server, text)
+        parts = [index for index, token in enumerate(result["tokens"]) if "\ufffd" in token]
+        assert len(parts) > 1, "this tokenizer has a token for it"
+        *within, last = parts
+        # The whole of it is with the token that completes it.
+        assert tokens(page).nth(last).text_content() == "🗻"
+        assert "".join(tokens(page).nth(index).inner_text() for index in within).strip() == ""
+        stripes = tokens(page).nth(last).evaluate("span => getComputedStyle(span).backgroundImage")
+        alphas = [rgba(colour)[3] for colour in re.findall(r"rgba?\(.*?\)", stripes)]
+        # Each has a beginning and an end.
+        expected = [min(-result["logprobs"][index] / FULL_SURPRISE, 1) for index in parts for _ in range(2)]
+        assert alphas == pytest.approx(expected, abs=ALPHA_TOLERANCE), stripes
+        tokens(page).nth(last).hover()
+        expect(page.locator("#card")).to_contain_text(f"Its character has {len(parts)} tokens")
+
+
+def test_text_never_becomes_html(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.locator("#continuations").fill(MARKUP)
+        score(page, MARKUP)
+        page.locator("#compare").click()
+        expect(page.locator("#answers")).to_be_visible(timeout=WAIT_MS)
+        for index in range(tokens(page).count()):
+            tokens(page).nth(index).hover()
+        assert page.title() == "Scoremode"
+        assert page.locator("img, body script, #tokens b").count() == 0
+
+
+def test_text_from_right_to_left_reads_so(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, f"{TEXTS['hebrew']}\n")
+        boxes = [each.bounding_box() for each in tokens(page).all()[:-1] if each.text_content()]
+        starts = [box["x"] + box["width"] for box in boxes if box]
+        assert len(starts) > 1
+        assert starts == sorted(starts, reverse=True)
+        tokens(page).first.click()
+        page.keyboard.press("ArrowLeft")
+        expect(page.locator(":focus")).to_have_attribute("data-index", "1")
+
+
+def test_which_continuation_the_model_prefers(server: str, client: ScoreClient, browser: Browser):
+    prompt, continuations = "The capital of France is", ["Paris", "London", "the city of light"]
+    with opened(browser, server) as page:
+        page.locator("#text").fill(prompt)
+        page.locator("#continuations").fill("\n".join(continuations))
+        page.locator("#compare").click()
+        expect(page.locator("#answers")).to_be_visible(timeout=WAIT_MS)
+        rows = [row.locator("td").all_inner_texts() for row in page.locator("#answers tbody tr").all()]
+        preferred = page.locator("#preferred").inner_text()
+    expected = client.score(prompt, [f" {each}" for each in continuations])
+    for cells, continuation, result in zip(rows, continuations, expected, strict=True):
+        by_sum, by_token, by_byte, num_tokens, greedy = cells
+        assert number(by_sum.removeprefix("★ ")) == pytest.approx(result.sum_logprob, abs=0.001)
+        assert number(by_token.removeprefix("★ ")) == pytest.approx(result.sum_logprob / result.num_scored, abs=0.001)
+        num_bytes = len(f" {continuation}".encode())
+        assert number(by_byte.removeprefix("★ ")) == pytest.approx(result.sum_logprob / num_bytes, abs=0.001)
+        assert num_tokens == str(result.num_scored)
+        assert greedy == ("yes" if result.is_greedy else "no")
+    best = max(range(3), key=lambda index: expected[index].sum_logprob)
+    assert preferred.startswith(f"The model prefers “{continuations[best]}”")
+
+
+def test_an_error_of_the_server_is_shown_and_the_page_goes_on(server: str, browser: Browser):
+    with opened(browser, server, failure="400") as page:
+        error = page.locator("#score-error")
+        score(page, "word " * 3000)
+        expect(error).to_contain_text("but the model takes at most 2048 (prompt)")
+        expect(error).to_have_role("alert")
+        score(page, PROSE)
+        expect(error).to_be_empty()
+        assert shown_text(page) == PROSE
+        page.locator("#compare").click()
+        expect(page.locator("#compare-error")).to_contain_text("no continuation")
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server: str, browser: Browser):
+    with opened(browser, plugin_server, failure="401") as page:
+        expect(page.locator("#served")).to_contain_text("An API key is required")
+        page.locator("#key").fill("wrong")
+        score(page, "a text")
+        expect(page.locator("#score-error")).to_contain_text("The API key is not valid")
+        expect(page.locator("#key")).to_have_attribute("aria-invalid", "true")
+        page.locator("#key").fill(API_KEY)
+        score(page, "a text")
+        expect(page.locator("#score-error")).to_be_empty()
+        assert tokens(page).count() > 1
+        expect(page.locator("#served")).to_contain_text("random")
+        page.reload()
+        expect(page.locator("#key")).to_have_value(API_KEY)
+        assert page.evaluate("[localStorage.length, document.cookie, location.search]") == [0, "", ""]
+        # Another tab has it not.
+        other = page.context.new_page()
+        other.goto(f"{plugin_server}/scoremode")
+        expect(other.locator("#key")).to_have_value("")
+
+
+def compare_with(page: Page, second: str, key: str = "") -> None:
+    page.locator("#servers").evaluate("details => { details.open = true; }")
+    page.locator("#second-url").fill(second)
+    page.locator("#second-key").fill(key)
+
+
+def test_a_second_server_shows_the_difference_token_by_token(server: str, int8_server: str, browser: Browser):
+    with opened(browser, server, int8_server) as page:
+        compare_with(page, int8_server)
+        score(page, PROSE)
+        first, second = asked(server, PROSE), asked(int8_server, PROSE)
+        pairs = zip(first["logprobs"][1:], second["logprobs"][1:], backgrounds(page)[1:], strict=True)
+        for logprob, other, colour in pairs:
+            difference = other - logprob
+            assert colour[3] == pytest.approx(min(abs(difference) / FULL_DIFFERENCE, 1), abs=ALPHA_TOLERANCE)
+            if abs(difference) > ALPHA_TOLERANCE:
+                assert colour[:3] == (LIKELIER if difference > 0 else LESS_LIKELY)
+        assert [number(cell) for cell in figures(page)["Sum of logprobs (nats)"]] == pytest.approx(
+            [first["sum_logprob"], second["sum_logprob"]], abs=0.001
+        )
+        tokens(page).nth(4).hover()
+        rows = [row.inner_text().split("\t") for row in page.locator("#card table").first.locator("tr").all()]
+        assert rows[0][1:] == ["smollm2", "int8"]
+        assert [number(cell) for cell in rows[1][1:]] == pytest.approx(
+            [first["logprobs"][4], second["logprobs"][4]], abs=0.001
+        )
+
+
+def test_servers_with_other_tokens_are_not_compared(server: str, plugin_server: str, browser: Browser):
+    with opened(browser, server, plugin_server) as page:
+        compare_with(page, plugin_server, API_KEY)
+        score(page, "The capital of France")
+        expect(page.locator("#score-error")).to_contain_text("cuts the text into other tokens")
+        # What the first server says is there.
+        assert backgrounds(page)[1][:3] == SURPRISE
+        assert len(figures(page)["Perplexity"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ("http://127.0.0.1:9", "The second server cannot be reached"),
+        ("ftp://server", "no URL that begins with http"),
+        ("server", "no URL that begins with http"),
+    ],
+)
+def test_a_second_server_that_is_not_there(server: str, browser: Browser, second: str, message: str):
+    with opened(browser, server, "http://127.0.0.1:9", failure="ERR_") as page:
+        compare_with(page, second)
+        score(page, PROSE)
+        expect(page.locator("#score-error")).to_contain_text(message)
+        compare_with(page, "")
+        score(page, PROSE)
+        expect(page.locator("#score-error")).to_be_empty()
+        assert shown_text(page) == PROSE
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_written_can_be_read(server: str, browser: Browser, scheme: Any):
+    with opened(browser, server, color_scheme=scheme) as page:
+        colour = "name => getComputedStyle(document.documentElement).getPropertyValue(name)"
+        named = {
+            name: page.evaluate(colour, f"--{name}")
+            for name in ("page", "sheet", "text", "quiet", "accent", "on-accent", "error", "error-back")
+        }
+        solid = {name: tuple(bytes.fromhex(value.strip().removeprefix("#"))) for name, value in named.items()}
+        full = [f"--{name}" for name in ("surprise", "likelier", "less-likely", *(f"rank-{each}" for each in range(5)))]
+        hues = [tuple(map(int, page.evaluate(colour, name).split())) for name in full]
+    pairs = [("text", "page"), ("text", "sheet"), ("quiet", "page"), ("quiet", "sheet"), ("accent", "page")]
+    pairs += [("on-accent", "accent"), ("error", "error-back")]
+    assert [pair for pair in pairs if contrast(solid[pair[0]], solid[pair[1]]) < 4.5] == []
+    for hue in hues:
+        for alpha in (0.25, 0.5, 0.75, 1):
+            mixed = tuple(alpha * above + (1 - alpha) * below for above, below in zip(hue, solid["sheet"], strict=True))
+            assert contrast(solid["text"], mixed) >= 4.5, (hue, alpha)
+
+
+def contrast(one: Sequence[float], other: Sequence[float]) -> float:
+    """The contrast ratio of WCAG 2."""
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def luminance(colour: Sequence[float]) -> float:
+    shares = [value / 255 for value in colour]
+    red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_on_a_narrow_screen_nothing_is_cut_off(server: str, browser: Browser):
+    with opened(browser, server, viewport={"width": 360, "height": 700}) as page:
+        score(page, PROSE + "x" * 300)
+        tokens(page).nth(4).click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        box = page.locator("#card").bounding_box()
+        assert box is not None
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 360
+
+
+def test_a_long_text_is_there_to_its_end(server: str, browser: Browser):
+    text = "\n".join(f"Line {index} of a long text." for index in range(150))
+    with opened(browser, server) as page:
+        score(page, text)
+        last = len(asked(server, text)["tokens"]) - 1
+        assert last > 1000
+        tokens(page).first.click()
+        page.keyboard.press("End")
+        expect(page.locator(":focus")).to_have_attribute("data-index", str(last))
+        expect(tokens(page).nth(last)).to_be_in_viewport()
+        assert shown_text(page) == text
+        measured = page.evaluate('performance.getEntriesByName("scoremode-colours").length')
+        assert measured == 1

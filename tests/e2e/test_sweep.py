@@ -1,0 +1,143 @@
+"""`ppl-client sweep` on real servers: its figures are those of `ppl-client kld` by hand, and a third model runs alone.
+
+Each model that is served takes half a minute to start. So the server that stands for runs by hand is the third model's
+as well, by its URL.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu, running_server
+from scoremode import ScoreClient
+from tests import models
+
+FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
+TEXT = {"dataset": "pydoc", "max_tokens": 1000}
+WINDOWS = {"method": "disjoint", "context_length": 64}
+NUM_WINDOWS = 15
+
+
+class Sweeps:
+    """A plan that grows, and what the sweeps over it made."""
+
+    def __init__(self, folder: Path, random_model: Path, disturbed: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        self._random_model = random_model
+        self._disturbed = disturbed
+
+    def sweep(self, *more: dict[str, Any]) -> "subprocess.CompletedProcess[str]":
+        plan = {
+            "output": "runs",
+            "text": TEXT,
+            "windows": WINDOWS,
+            "serve": [*FLAGS, *(() if has_gpu() else CPU_FLAGS)],
+            "env": {} if has_gpu() else CPU_ENVIRONMENT,
+            "models": [
+                {"name": "base", "model": str(self._random_model)},
+                {"name": "disturbed", "model": str(self._disturbed)},
+                *more,
+            ],
+        }
+        path = self.folder / "plan.yaml"
+        path.write_text(yaml.safe_dump(plan))
+        return ppl_client("sweep", str(path), "--quiet")
+
+    def record(self, name: str) -> dict[str, Any]:
+        return json.loads((self.runs / f"{name}.json").read_text())
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        return load_file(self.runs / f"{name}.safetensors")
+
+    def times(self) -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in self.runs.glob("*.safetensors")}
+
+
+def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.fixture(scope="module")
+def disturbed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.disturbed(random_model, tmp_path_factory.mktemp("models") / "disturbed", 0.05)
+
+
+@pytest.fixture(scope="module")
+def sweeps(random_model: Path, disturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweeps:
+    """After one sweep over two models."""
+    sweeps = Sweeps(tmp_path_factory.mktemp("sweep"), random_model, disturbed)
+    done = sweeps.sweep()
+    assert done.returncode == 0, done.stderr
+    return sweeps
+
+
+@pytest.fixture(scope="module")
+def by_hand(sweeps: Sweeps, disturbed: Path) -> Iterator[str]:
+    """A server of the second model, with the references of the sweep."""
+    references = ("--reference-dir", str(sweeps.runs / "references"))
+    with running_server(disturbed, *FLAGS, *references, log=sweeps.folder / "by-hand.log") as url:
+        yield url
+
+
+def test_two_models_make_two_runs_and_a_report(sweeps: Sweeps):
+    base, disturbed = sweeps.record("base"), sweeps.record("disturbed")
+    assert (base["kind"], disturbed["kind"]) == ("perplexity", "kld")
+    assert disturbed["statistics"]["kld"]["mean"] > 1e-3
+    assert disturbed["statistics"]["num_windows"] == NUM_WINDOWS
+    # The same positions, scored as prompts and from the reference's hidden states: sums in another order.
+    np.testing.assert_allclose(
+        sweeps.arrays("disturbed")["reference_logprobs"], sweeps.arrays("base")["logprobs"], atol=1e-4
+    )
+    assert (sweeps.runs / "report.html").is_file()
+
+
+def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, by_hand: str):
+    swept, output = sweeps.record("disturbed"), sweeps.folder / "by-hand.json"
+    name = swept["reference"]["name"]
+    done = ppl_client("kld", "--url", by_hand, "--reference", name, "--output", str(output), "--quiet")
+    assert done.returncode == 0, done.stderr
+    arrays = load_file(output.with_suffix(".safetensors"))
+    for each in ("token_ids", "window_sizes"):
+        assert sweeps.arrays("disturbed")[each].tolist() == arrays[each].tolist()
+    # Batches are put together otherwise in each run, and float32 sums depend on that.
+    np.testing.assert_allclose(sweeps.arrays("disturbed")["kld"], arrays["kld"], atol=1e-5)
+    np.testing.assert_allclose(sweeps.arrays("disturbed")["logprobs"], arrays["logprobs"], atol=1e-4)
+    options = ["--dataset", "pydoc", "--max-tokens", "1000", "--method", "disjoint", "--context-length", "64"]
+    done = ppl_client("--url", by_hand, *options, "--output", str(output), "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(output.read_text())["perplexity"] == pytest.approx(swept["statistics"]["ppl_q"], rel=1e-5)
+
+
+def test_a_run_has_the_size_of_its_model_and_the_texts_of_its_tokens(sweeps: Sweeps, random_model: Path, by_hand: str):
+    record, file = sweeps.record("base"), random_model / "model.safetensors"
+    assert record["server"]["weight_bytes"] == file.stat().st_size
+    assert record["server"]["num_parameters"] == sum(tensor.size for tensor in load_file(file).values())
+    token_ids = np.unique(sweeps.arrays("base")["token_ids"]).tolist()
+    assert set(record["token_texts"]) == {str(token_id) for token_id in token_ids}
+    with ScoreClient(by_hand) as client:
+        assert client.token_texts(token_ids) == {int(key): text for key, text in record["token_texts"].items()}
+        (score,) = client.score([token_ids[:50]], return_tokens=True)
+    assert score.tokens == [record["token_texts"][str(token_id)] for token_id in token_ids[:50]]
+
+
+def test_a_third_model_runs_alone_and_one_that_fails_is_reported(sweeps: Sweeps, by_hand: str):
+    before = sweeps.times()
+    done = sweeps.sweep({"name": "missing", "model": "/no/such/model"}, {"name": "third", "url": by_hand})
+    assert done.returncode == 1
+    assert done.stderr.count("measured before") == 2
+    assert "ppl-client: missing failed: the server ended with status" in done.stderr
+    assert "/no/such/model" in (sweeps.runs / "logs" / "missing.log").read_text()
+    assert {name: time for name, time in sweeps.times().items() if name in before} == before
+    np.testing.assert_allclose(sweeps.arrays("third")["kld"], sweeps.arrays("disturbed")["kld"], atol=1e-5)
+    assert "third" in done.stdout

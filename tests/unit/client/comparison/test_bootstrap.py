@@ -1,0 +1,131 @@
+"""Resamples against arch and scipy, and a simulation of what their intervals cover."""
+
+import math
+
+import numpy as np
+import pytest
+from arch.bootstrap import StationaryBootstrap, optimal_block_length
+from interval_coverage import DEPENDENCES, WINDOW_SIZE, made_up, measure
+from scipy import stats
+
+from scoremode.comparison.bootstrap import MANY_UNITS, MIN_UNITS, block_length, cut_units, resample
+
+RNG_SEED = 20261122
+
+
+def sizes(*numbers) -> np.ndarray:
+    return np.array(numbers, np.int32)
+
+
+def test_units_are_windows():
+    units = cut_units(sizes(*[100] * 39, 7))
+    assert (units.sizes.tolist(), units.name) == ([100] * 39 + [7], "windows")
+    values = np.random.default_rng(0).normal(size=(3907, 2))
+    expected = [values[100 * index : 100 * index + 100].sum(axis=0) for index in range(40)]
+    np.testing.assert_allclose(units.sums(values), expected, rtol=1e-12)
+
+
+def test_few_windows_are_cut_into_segments_and_many_are_joined():
+    few = cut_units(sizes(1000, 0, 250, 10))
+    assert few.name == "segments of windows"
+    ends = np.cumsum(few.sizes)
+    assert {1000, 1250, 1260} <= set(ends), "no segment crosses windows"
+    assert few.starts.tolist() == [0, *ends[:-1]]
+    assert (min(few.sizes[:-1]), few.sizes[-1]) >= (16, 10), "the last window is too short to be cut"
+    assert len(few.sizes) >= MIN_UNITS
+    many = cut_units(sizes(*[1] * (2 * MANY_UNITS + 1)))
+    assert many.name == "groups of 3 windows"
+    assert many.sizes.sum() == 2 * MANY_UNITS + 1
+    assert len(many.sizes) <= MANY_UNITS
+
+
+def test_resamples_are_archs():
+    rng = np.random.default_rng(RNG_SEED)
+    series = rng.normal(size=(60 * 50, 2))
+    found = resample(series, series, sizes(*[50] * 60), num_resamples=30, seed=5)
+    windows = series.reshape(60, 50, 2)
+    length = block_length(cut_units(sizes(*[50] * 60)), series)
+    bootstrap = StationaryBootstrap(length, windows, seed=np.random.default_rng(5))
+    expected = [drawn.mean(axis=(0, 1)) for (drawn,), _ in bootstrap.bootstrap(30)]
+    # Sums in another order.
+    np.testing.assert_allclose(found.means, expected, rtol=0, atol=1e-12)
+    assert found.blocks == f"stationary blocks of {length} on average, of 60 windows"
+
+
+def test_windows_of_different_sizes_count_by_their_tokens():
+    window_sizes = sizes(*[10, 30] * 20)
+    # 1 in the small windows, 0 in the large: a resample's mean is the share of its tokens that are in small ones.
+    series = np.repeat([1.0, 0.0] * 20, window_sizes)[:, None]
+    means = resample(series, series, window_sizes, num_resamples=500, seed=0).means[:, 0]
+    num_small = means * 30 / (1 + 2 * means) / 10
+    np.testing.assert_allclose(num_small * 40, np.round(num_small * 40), atol=1e-9)
+
+
+def test_blocks_are_twice_as_long_as_is_best_for_the_variance():
+    rng = np.random.default_rng(RNG_SEED)
+    levels = np.empty(400)
+    levels[0] = rng.normal()
+    for index in range(1, 400):
+        levels[index] = 0.8 * levels[index - 1] + 0.6 * rng.normal()
+    values = np.repeat(levels, 4)[:, None]
+    wanted = optimal_block_length(4 * (levels - levels.mean()))["stationary"].item()
+    assert wanted > 400 ** (1 / 3)
+    assert block_length(cut_units(sizes(*[4] * 400)), values) == math.ceil(2 * wanted)
+
+
+def test_blocks_have_a_least_and_a_largest_length():
+    constant = np.ones((4000, 1))
+    assert block_length(cut_units(sizes(*[4] * 1000)), constant) == 10, "the cube root"
+    trend = np.arange(200.0)[:, None]
+    assert block_length(cut_units(sizes(*[4] * 50)), trend) <= 12, "a quarter"
+
+
+def test_on_independent_data_the_interval_is_that_of_scipy():
+    rng = np.random.default_rng(RNG_SEED)
+    values = rng.exponential(size=2000)
+    found = resample(values[:, None], values[:, None], sizes(*[1] * 2000), num_resamples=4000, seed=0)
+    low, high = found.interval(values.mean(), found.means[:, 0])
+    theirs = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=rng).confidence_interval
+    # Both halves have a sampling error of some 3 %, and blocks, which are not needed here, estimate the deviation from
+    # less: with 2,000 units in blocks of 13 its own error is sqrt(13 / 2000) = 8 %. Three of them.
+    assert high - low == pytest.approx(theirs.high - theirs.low, rel=0.25)
+
+
+def test_a_text_too_short_has_no_interval():
+    values = np.arange(64.0)
+    found = resample(values[:, None], values[:, None], sizes(64), num_resamples=10, seed=0)
+    assert found.interval(values.mean(), found.means[:, 0]) == (None, None)
+    assert "too short" in found.blocks
+
+
+def test_an_infinite_value_takes_the_interval_from_its_own_series_alone():
+    series = np.random.default_rng(0).normal(size=(1000, 2))
+    series[3, 0] = math.inf
+    found = resample(series, series, sizes(*[10] * 100), num_resamples=100, seed=0)
+    assert found.interval(math.inf, found.means[:, 0]) == (None, None)
+    low, high = found.interval(series[:, 1].mean(), found.means[:, 1])
+    assert low < series[:, 1].mean() < high
+
+
+@pytest.mark.parametrize("dependence", DEPENDENCES, ids=lambda dependence: dependence.name)
+def test_the_made_up_data_have_the_truth_that_they_claim(dependence):
+    rng = np.random.default_rng(RNG_SEED)
+    texts = [made_up(rng, dependence, 400) for _ in range(10)]
+    means = np.array([[first.mean(), (second - first).mean()] for first, second in texts])
+    errors = means.std(axis=0, ddof=1) / math.sqrt(len(texts))
+    assert len(texts[0][0]) == 400 * WINDOW_SIZE
+    # Four standard errors, with an error of their own.
+    assert abs(means[:, 0].mean() - 3) < 5 * errors[0]
+    assert abs(means[:, 1].mean()) < 5 * errors[1]
+
+
+@pytest.mark.parametrize("num_windows", [50, 200])
+def test_on_dependent_data_blocks_cover_what_independence_does_not(num_windows):
+    """`bench/interval_coverage.py`, with fewer trials."""
+    [strong] = [dependence for dependence in DEPENDENCES if dependence.name == "strong"]
+    found = measure(strong, num_windows, 200, num_resamples=200, seed=1)
+    # 93 to 97 % of 200 trials, less or more three binomial deviations of 1.5 %.
+    for count in (found.bootstrap_level, found.bootstrap_difference):
+        assert 0.885 <= count / 200 <= 1
+    for count in (found.independent_level, found.independent_difference):
+        assert count / 200 < 0.5

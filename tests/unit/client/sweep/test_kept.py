@@ -1,0 +1,108 @@
+"""What a sweep takes as a change that has a model measured again, and what it does not see."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_scoremode import INFO
+
+from scoremode.corpora import Corpus
+from scoremode.protocol import ServerInfo
+from scoremode.sweep.kept import changes, reference_name, running_marks, served_marks, text_marks
+from scoremode.sweep.plan import ModelEntry, SweepPlan
+
+CORPUS = Corpus("fox", "The quick brown fox", "made up", 1)
+PLAN: dict[str, Any] = {"output": "runs", "text": {"text": "a"}, "models": [{"name": "int8", "model": "folder"}]}
+SERVER = ServerInfo(**{**INFO, "fingerprint": "int8"})
+ENTRY = ModelEntry(name="int8", url="http://host")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the plan is, and a model."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def marks_of(folder: Path, corpus: Corpus = CORPUS, **changed: Any) -> dict[str, Any]:
+    plan = SweepPlan.model_validate({**PLAN, **changed})
+    return {**text_marks(plan, corpus), **served_marks(plan, plan.models[0], folder)}
+
+
+def kept_run(folder: Path, marks: dict[str, Any]) -> Path:
+    run = folder / "int8.json"
+    run.write_text(json.dumps({"kind": "kld", "sweep": marks}))
+    run.with_suffix(".safetensors").touch()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"corpus": Corpus("fox", "The quick brown fix", "made up", 1)}, "text"),
+        ({"text": {"text": "a", "max_tokens": 50}}, "text"),
+        ({"windows": {"context_length": 4}}, "windows"),
+        ({"floor": True}, "floor"),
+        ({"serve": ["--enforce-eager"]}, "flags"),
+        ({"env": {"A": "1"}}, "flags"),
+        ({"command": ["scoremode-of-another-environment", "serve"]}, "flags"),
+        ({"models": [{"name": "int8", "model": "folder", "serve": "--dtype float32"}]}, "flags"),
+        ({"models": [{"name": "int8", "model": "./folder"}]}, "model"),
+        ({"compare": {"html": None}, "start_timeout": 99}, ""),
+        ({"output": "elsewhere"}, ""),
+        ({"models": [{"name": "renamed", "model": "folder"}]}, ""),
+        ({"corpus": Corpus("fox", CORPUS.text, "another place", 2)}, ""),
+    ],
+    ids=str,
+)
+def test_what_decides_the_figures_has_a_run_measured_again(folder: Path, changed: dict[str, Any], found: str):
+    run = kept_run(folder, marks_of(folder))
+    assert changes(run, marks_of(folder, **changed)) == found
+
+
+def test_files_that_were_replaced_added_or_touched_have_it_too(folder: Path):
+    run, weights = kept_run(folder, marks_of(folder)), folder / "folder" / "model.safetensors"
+    assert changes(run, marks_of(folder)) == ""
+    later = weights.stat().st_mtime_ns + 10**9
+    os.utime(weights, ns=(later, later))
+    assert changes(run, marks_of(folder)) == "files"
+    run = kept_run(folder, marks_of(folder))
+    (folder / "folder" / "config.json").write_text("{}")
+    assert changes(run, marks_of(folder)) == "files"
+
+
+def test_a_run_that_is_not_whole_or_not_of_a_sweep_is_none(folder: Path):
+    marks = marks_of(folder)
+    assert changes(folder / "nothing.json", marks) is None
+    run = kept_run(folder, marks)
+    run.with_suffix(".safetensors").unlink()
+    assert changes(run, marks) is None
+    for content in ("", "[]", '{"kind": "kld"}'):
+        run = kept_run(folder, marks)
+        run.write_text(content)
+        assert changes(run, marks) is None
+
+
+def test_a_running_server_is_known_by_what_decides_its_figures(folder: Path):
+    run = kept_run(folder, running_marks(SERVER, ENTRY))
+    assert changes(run, running_marks(SERVER.model_copy(update={"max_num_seqs": 4}), ENTRY)) == ""
+    for changed in ({"fingerprint": "int4"}, {"vllm_version": "9.9.9"}, {"dtype": "float16"}):
+        assert changes(run, running_marks(SERVER.model_copy(update=changed), ENTRY)) == "model"
+    assert changes(run, running_marks(SERVER, ENTRY.model_copy(update={"model": "adapter"}))) == "model"
+
+
+def test_a_server_without_a_fingerprint_is_measured_every_time(folder: Path):
+    older = running_marks(SERVER.model_copy(update={"fingerprint": None}), ENTRY)
+    assert changes(kept_run(folder, older), older) == "model"
+
+
+def test_a_reference_is_another_for_another_model_text_or_windows_and_the_same_with_a_floor(folder: Path):
+    entry = ModelEntry(name="4 bits, g=128", model="folder")
+    name = reference_name(entry, marks_of(folder))
+    assert name.startswith("sweep-4-bits--g-128-")
+    assert reference_name(entry, marks_of(folder, floor=True)) == name
+    for changed in ({"windows": {"context_length": 4}}, {"serve": ["--x"]}, {"text": {"text": "a", "max_tokens": 5}}):
+        assert reference_name(entry, marks_of(folder, **changed)) != name
