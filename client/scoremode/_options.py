@@ -78,9 +78,9 @@ def _perplexity_parser() -> argparse.ArgumentParser:
     parser = _new_parser(
         "ppl-client",
         "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
-        more="three more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` "
-        "measures another model's KL divergence from them, `ppl-client compare` shows finished runs beside each other; "
-        "each has its own --help. ",
+        more="four more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` "
+        "measures another model's KL divergence from them, `ppl-client compare` shows finished runs beside each other, "
+        "`ppl-client sweep` does all of it for the models of a plan; each has its own --help. ",
     )
     _add_text(parser)
     measure = parser.add_argument_group("measurement")
