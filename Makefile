@@ -35,10 +35,11 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(INSTALLED) ## Run every test, real engines included, and see what they cover
-	$(BIN)/python -m pytest --cov
+test: $(INSTALLED) ## Run every test, real engines included, and see what unit tests cover
+	$(BIN)/python -m pytest --numprocesses 2 --cov tests/unit
+	$(BIN)/python -m pytest tests/engine tests/e2e
 
-test-slow: $(INSTALLED) ## Run what is too long for every run: the same tests with thousands of seeds
+test-slow: $(INSTALLED) ## Run what is too long for every run: large models, and thousands of seeds
 	$(BIN)/python -m pytest --numprocesses 2 -m slow
 
 test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing newer

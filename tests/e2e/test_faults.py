@@ -290,6 +290,7 @@ def unread_stream(server: ServerProcess) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 async def test_a_stream_that_nobody_reads_and_texts_that_are_tokenized_do_not_hold_up_the_end(
     random_model: Path, tmp_path: Path
 ):

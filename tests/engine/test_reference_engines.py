@@ -73,6 +73,7 @@ def cut(tokens: list[int]) -> tuple[StoredText, TextPlan]:
     return text, plan
 
 
+@pytest.mark.slow
 async def test_a_large_vocabulary_with_capped_logits_diverges_as_transformers_says(tmp_path: Path):
     base = models.random_gemma(tmp_path / "base", seed=1, vocab_size=VOCABULARY)
     other = models.disturbed(base, tmp_path / "other", 0.05)
