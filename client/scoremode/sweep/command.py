@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
                 _compare(plan, options.plan.parent, result.runs)
             finally:
                 _report_failures(result)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         print("ppl-client: interrupted, servers are stopped: the same command goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, OSError) as error:
@@ -63,8 +63,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:
-    # As Ctrl-C: servers are stopped before the process ends.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    # As Ctrl-C, which a shell has background commands ignore: servers are stopped before the process ends.
+    measuring = asyncio.current_task()
+    assert measuring is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
     return await run_sweep(plan, options.plan.parent, api_key=options.api_key, quiet=options.quiet)
 
 
