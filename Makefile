@@ -36,7 +36,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/lint-imports
 
 test: $(INSTALLED) ## Run every test, real engines included, and see what unit tests cover
-	$(BIN)/python -m pytest --numprocesses 2 --cov tests/unit
+	$(BIN)/python -m pytest tests/unit --numprocesses 2 --cov
 	$(BIN)/python -m pytest tests/engine tests/e2e
 
 test-slow: $(INSTALLED) ## Run what is too long for every run: large models, and thousands of seeds
