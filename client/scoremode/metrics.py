@@ -89,5 +89,5 @@ def count_words(text: str) -> int:
 
 
 def exp(value: float) -> float:
-    """e**value, infinite where a float overflows."""
-    return math.exp(value) if value < _LARGEST_EXPONENT else math.inf
+    """e**value, infinite where a float overflows, and NaN of NaN."""
+    return math.inf if value >= _LARGEST_EXPONENT else math.exp(value)

@@ -133,9 +133,9 @@ def _series(run: RunFile) -> dict[str, Floats]:
     return series
 
 
-def _noise_floors(runs: Sequence[RunFile]) -> dict[tuple[str, str, int] | None, float]:
+def _noise_floors(runs: Sequence[RunFile]) -> dict[tuple[str, str] | None, float]:
     """Of each reference, the largest that a run knows: it may have been measured after some of them."""
-    floors: dict[tuple[str, str, int] | None, float] = {}
+    floors: dict[tuple[str, str] | None, float] = {}
     for run in runs:
         if run.noise_floor is not None:
             floors[run.reference_identity] = max(run.noise_floor, floors.get(run.reference_identity, 0))

@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from scoremode._output import ARRAYS_SUFFIX
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
-from scoremode.protocol import Reference, ServerInfo
+from scoremode.protocol import LOWEST_LOGPROB, Reference, ServerInfo
 from scoremode.report import RECORD_VERSION
 from scoremode.windows import Method
 
@@ -127,10 +127,10 @@ class RunFile:
         return Reference.model_validate(self.record["reference"]) if self.kind == "kld" else None
 
     @property
-    def reference_identity(self) -> tuple[str, str, int] | None:
-        """Equal for runs against the same recording, whatever its name."""
+    def reference_identity(self) -> tuple[str, str] | None:
+        """Equal for runs against recordings of the same model over the same text, whatever their names."""
         reference = self.reference
-        return None if reference is None else (reference.fingerprint, reference.text_fingerprint, reference.created)
+        return None if reference is None else (reference.fingerprint, reference.text_fingerprint)
 
     @property
     def noise_floor(self) -> float | None:
@@ -255,10 +255,10 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         record=record,
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
-        nlls=-arrays["logprobs"].astype(np.float64),
+        nlls=_nlls(arrays["logprobs"]),
         ranks=arrays.get("ranks"),
         kld=_as_float64(of_reference.get("kld")),
-        reference_nlls=_as_float64(of_reference.get("reference_logprobs"), -1),
+        reference_nlls=None if kind == "perplexity" else _nlls(arrays["reference_logprobs"]),
         top_token_ids=of_reference.get("top_token_ids"),
         reference_top_token_ids=of_reference.get("reference_top_token_ids"),
         reference_confidence=_as_float64(of_reference.get("reference_confidence")),
@@ -315,5 +315,12 @@ def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> 
         raise RunError(f"{path} has no scored token")
 
 
-def _as_float64(array: NDArray[Any] | None, sign: int = 1) -> NDArray[np.float64] | None:
-    return None if array is None else sign * array.astype(np.float64)
+def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:
+    """Infinite in both kinds of run where a token is impossible: JSON, which those of perplexity went through, has a
+    lowest logprob for that."""
+    nlls: NDArray[np.float64] = np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
+    return nlls
+
+
+def _as_float64(array: NDArray[Any] | None) -> NDArray[np.float64] | None:
+    return None if array is None else array.astype(np.float64)

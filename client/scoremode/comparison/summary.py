@@ -25,8 +25,11 @@ def summary(comparison: Comparison) -> list[str]:
         compared = [figures.run.label for figures in comparison.runs if figures.kld is not None]
         sentences += _order("mean KL divergence", compared, by_kld)
     sentences += _noise_floor(comparison.runs)
-    if any(pair.ln_ppl_ratio.low is None for pair in comparison.pairs):
-        sentences.append("Where there is no interval no difference can be shown.")
+    differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
+    if any(figure is not None and figure.low is None for figure in differences):
+        sentences.append(
+            "Where there is no interval, for the text is short or a value infinite, no difference can be shown."
+        )
     return sentences
 
 

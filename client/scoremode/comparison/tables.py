@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -166,7 +167,7 @@ def _size(run: RunFile) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+    return "-" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def _figure(figure: Figure | None, digits: int, scale: float = 1) -> str:

@@ -12,11 +12,12 @@ from pathlib import Path
 from scoremode._progress import lines_on_stderr
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE
-from scoremode.comparison import compare, load_run
+from scoremode.comparison import RunFile, compare, load_run
+from scoremode.comparison.pairing import check_comparable
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.comparison.tables import as_text
-from scoremode.errors import ScoremodeError
+from scoremode.errors import RunError, ScoremodeError
 from scoremode.sweep.plan import SweepPlan, read_plan
 from scoremode.sweep.sweep import SweepResult, run_sweep
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
             plan = read_plan(options.plan)
             result = asyncio.run(_measure(plan, options))
             try:
-                _compare(plan, options.plan.parent, result.runs)
+                _compare(plan, options.plan.parent, result)
             finally:
                 _report_failures(result)
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -75,11 +76,20 @@ def _report_failures(result: SweepResult) -> None:
         print(f"ppl-client: {name} failed: {message}", file=sys.stderr)
 
 
-def _compare(plan: SweepPlan, folder: Path, runs: Mapping[str, Path]) -> None:
+def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
+    """Compare the runs that go with the first; the others are failures, and the reason is told."""
+    runs: list[RunFile] = []
+    for label, path in result.runs.items():
+        try:
+            run = load_run(path, label)
+            check_comparable([*runs[:1], run])
+            runs.append(run)
+        except RunError as error:
+            result.failures[label] = str(error)
     if not runs:
         return
-    _warn_of_versions(runs)
-    comparison = compare([load_run(path, label) for label, path in runs.items()])
+    _warn_of_versions({run.label: run.path for run in runs})
+    comparison = compare(runs)
     output = folder / plan.output
     if plan.compare.plots is not None:
         write_plots(comparison, output / plan.compare.plots)

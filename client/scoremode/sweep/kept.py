@@ -4,16 +4,19 @@ A run's file keeps a digest of each such thing. It keeps none of them in words, 
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from scoremode._output import ARRAYS_SUFFIX
+from scoremode._output import ARRAYS_SUFFIX, JOURNAL_SUFFIX
 from scoremode.corpora import Corpus
 from scoremode.plan import identity
 from scoremode.protocol import ServerInfo
 from scoremode.sweep.plan import ModelEntry, SweepPlan
+
+_log = logging.getLogger(__name__)
 
 FIELD = "sweep"
 """Of a run's file: what the functions here return, by name."""
@@ -58,13 +61,43 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
     It is empty for a run that need not be measured again.
     """
     try:
-        record = json.loads(run.read_text())
-        kept = record[FIELD]
+        kept = json.loads(run.read_text())[FIELD]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not run.with_suffix(ARRAYS_SUFFIX).is_file():
+    if not isinstance(kept, dict) or not run.with_suffix(ARRAYS_SUFFIX).is_file():
         return None
     return ", ".join(name for name in marks if kept.get(name) != marks[name] or marks["model"] is None)
+
+
+def goes_on(run: Path, marks: Mapping[str, Any]) -> bool:
+    """Whether there is a journal of the same run; one of another is deleted. Marks are noted for the journal to come.
+
+    The journal itself knows of the model only what a server says of it, which neither flags nor new weights of the same
+    size change.
+    """
+    journal, begun = run.with_name(run.name + JOURNAL_SUFFIX), _begun(run)
+    if journal.exists() and (marks["model"] is None or not begun.is_file() or json.loads(begun.read_text()) != marks):
+        _log.info("%s is of another run, and is deleted", journal)
+        journal.unlink()
+    begun.write_text(json.dumps(marks))
+    return journal.exists()
+
+
+def finish(run: Path) -> None:
+    """Forget what `goes_on` noted, once the run is written."""
+    _begun(run).unlink(missing_ok=True)
+
+
+def is_complete(reference: Path) -> bool:
+    """Whether the folder of a reference has all of its windows, which its manifest says in the end."""
+    try:
+        return json.loads((reference / "manifest.json").read_text())["result"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _begun(run: Path) -> Path:
+    return run.with_name(f"{run.name}.begun")
 
 
 def _files(path: Path) -> list[tuple[str, int, int]]:

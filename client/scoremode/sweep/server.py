@@ -84,7 +84,7 @@ async def model_server(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
-        arguments = [*_found(command), model, "--host", "127.0.0.1", "--port", str(port), *flags]
+        arguments = [*_found(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
         with log.open("wb") as output:
             # A session of its own: Ctrl-C is for the sweep, which stops the server.
             process = await asyncio.create_subprocess_exec(
@@ -104,11 +104,15 @@ async def model_server(
             await _stop(process)
 
 
-def _found(command: Sequence[str]) -> list[str]:
-    """The command by its path: beside this Python, as in a virtual environment that is not activated, or on PATH."""
+def _found(command: Sequence[str], folder: Path) -> list[str]:
+    """The command by its path: one from `folder`, one beside this Python, as in a virtual environment that is not
+    activated, or one on PATH."""
     name, *rest = command
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.is_file() else shutil.which(name)
+    if "/" in name:
+        found = shutil.which((folder / Path(name).expanduser()).absolute())
+    else:
+        beside = Path(sys.executable).parent / name
+        found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
         raise ServerProcessError(f"there is no command {name!r}; pip install 'scoremode[cuda]' installs the server")
     return [found, *rest]
@@ -134,7 +138,7 @@ def _reserved_port() -> Iterator[int]:
 
 async def _wait_until_ready(server: ModelServer, seconds: float) -> None:
     try:
-        async with asyncio.timeout(seconds), httpx.AsyncClient(base_url=server.url, timeout=5) as http:
+        async with asyncio.timeout(seconds), httpx.AsyncClient(base_url=server.url, timeout=5, trust_env=False) as http:
             await server.while_it_runs(_healthy(http))
     except TimeoutError:
         raise ServerProcessError(f"the server was not ready after {seconds:.0f} s{_log_end(server.log)}") from None
@@ -152,10 +156,13 @@ async def _stop(process: Process) -> None:
     """Ask the server to end; then end its process group, so that no engine process is left."""
     with suppress(ProcessLookupError):
         process.terminate()
-    with suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), STOP_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), STOP_SECONDS)
+    finally:
+        # Whoever presses Ctrl-C again does not wait, and leaves nothing either.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
 
 

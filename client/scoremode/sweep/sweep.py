@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 from numpy.typing import NDArray
 
 from scoremode import kld_report, report
 from scoremode._options import DEFAULT_RETRY_FOR
-from scoremode._output import JOURNAL_SUFFIX, Output
+from scoremode._output import Output
 from scoremode._progress import progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
@@ -20,7 +21,18 @@ from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.evaluate import evaluate
 from scoremode.recording import record_reference
 from scoremode.run import OnProgress
-from scoremode.sweep.kept import FIELD, Marks, changes, reference_name, running_marks, served_marks, text_marks
+from scoremode.sweep.kept import (
+    FIELD,
+    Marks,
+    changes,
+    finish,
+    goes_on,
+    is_complete,
+    reference_name,
+    running_marks,
+    served_marks,
+    text_marks,
+)
 from scoremode.sweep.plan import ModelEntry, SweepPlan
 from scoremode.sweep.server import LOG_END, model_server
 from scoremode.windows import WindowError
@@ -100,9 +112,8 @@ class _Sweep:
 
     async def _measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, served_marks(self._plan, entry, self._folder))
-        has_reference = self._reference is not None and (self._references / self._reference).is_dir()
-        # The first makes its reference, wherever that is missing.
-        if self._is_kept(entry, marks, self._reference if has_reference else None):
+        if self._is_kept(entry, marks, self._reference) and not (self._is_first(entry) and self._lacks_reference()):
+            self._keep(entry)
             return
         log = self._output / "logs" / f"{entry.name}.log"
         command = entry.command or self._plan.command
@@ -118,7 +129,8 @@ class _Sweep:
                 log=log,
                 start_seconds=self._plan.start_timeout,
             ) as server,
-            self._client(server.url, None) as client,
+            # A proxy of the environment is not asked for what runs here.
+            self._client(server.url, None, httpx.AsyncHTTPTransport()) as client,
         ):
             await server.while_it_runs(self._measure(entry, client, marks))
         _log.info("%s: server stopped", entry.name)
@@ -126,14 +138,20 @@ class _Sweep:
     async def _measure_running(self, entry: ModelEntry, url: str) -> None:
         async with self._client(url, entry.model) as client:
             marks = self._marks(entry, running_marks(await client.info(), entry))
-            if not self._is_kept(entry, marks, await self._reference_at(client, entry)):
+            if self._is_kept(entry, marks, await self._reference_at(client, entry)):
+                self._keep(entry)
+            else:
                 await self._measure(entry, client, marks)
 
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self._plan.models[0]
 
-    def _client(self, url: str, model: str | None) -> AsyncScoreClient:
-        return AsyncScoreClient(url, model=model, api_key=self._api_key, retry_for=DEFAULT_RETRY_FOR)
+    def _client(
+        self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> AsyncScoreClient:
+        return AsyncScoreClient(
+            url, model=model, api_key=self._api_key, retry_for=DEFAULT_RETRY_FOR, transport=transport
+        )
 
     def _path(self, entry: ModelEntry) -> Path:
         return self._output / f"{entry.name}.json"
@@ -145,21 +163,34 @@ class _Sweep:
         return marks
 
     def _is_kept(self, entry: ModelEntry, marks: Marks, reference: str | None) -> bool:
-        """Whether the run is there already: then it is the result, whatever it was measured with."""
+        """Whether the run is there already."""
         wanted = {**marks, "reference": reference}
-        if self._plan.models[0].name in self.result.failures:
+        if reference is None or self._plan.models[0].name in self.result.failures:
             # What was measured beside the first is not thrown away because that is not at hand today.
             del wanted["reference"]
-        if self._is_first(entry) and reference is None and entry.url is None:
-            return False
-        path = self._path(entry)
-        changed = changes(path, wanted)
+        changed = changes(self._path(entry), wanted)
         if changed:
             _log.info("%s: measured again, because of its %s", entry.name, changed)
-        elif changed is not None:
-            _log.info("%s: measured before, %s", entry.name, path)
-            self.result.runs[entry.name] = path
         return changed == ""
+
+    def _keep(self, entry: ModelEntry) -> None:
+        _log.info("%s: measured before, %s", entry.name, self._path(entry))
+        self.result.runs[entry.name] = self._path(entry)
+
+    def _lacks_reference(self) -> bool:
+        """Whether the first model's reference is missing, or not complete, and another model needs it."""
+        assert self._reference is not None
+        if is_complete(self._references / self._reference):
+            return False
+        return any(
+            entry.url is not None
+            or changes(
+                self._path(entry),
+                {**self._marks(entry, served_marks(self._plan, entry, self._folder)), "reference": self._reference},
+            )
+            != ""
+            for entry in self._plan.models[1:]
+        )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
         """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
@@ -179,14 +210,15 @@ class _Sweep:
             _log.warning("%s: its server has no reference of the first model: perplexity alone is measured", entry.name)
         elif self._is_first(entry):
             await self._record(client, entry, reference)
-        path = self._path(entry)
-        output = Output(path, resume=path.with_name(path.name + JOURNAL_SUFFIX).exists())
+        path, all_marks = self._path(entry), {**marks, "reference": reference}
+        output = Output(path, resume=goes_on(path, all_marks))
         try:
             if reference is None or self._is_first(entry):
                 record, arrays, figure = await self._perplexity(client, entry, output)
             else:
                 record, arrays, figure = await self._kld(client, entry, output, reference)
-            output.write({**record, FIELD: {**marks, "reference": reference}}, arrays)
+            output.write({**record, FIELD: all_marks}, arrays)
+            finish(path)
         finally:
             output.give_up()
         self.result.runs[entry.name] = path

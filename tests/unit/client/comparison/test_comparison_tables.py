@@ -119,7 +119,9 @@ def test_without_a_difference_there_is_no_ranking(tmp_path):
 def test_a_text_too_short_for_intervals(tmp_path):
     paths = [write_perplexity_run(tmp_path / f"{n}.json", made_up_nlls(n, [64]), window_sizes=[64]) for n in range(2)]
     found = compare([load_run(path, path.stem) for path in paths])
-    assert summary(found)[-1] == "Where there is no interval no difference can be shown."
+    assert summary(found)[-1] == (
+        "Where there is no interval, for the text is short or a value infinite, no difference can be shown."
+    )
     assert "too short" in as_text(found)
     assert "[" not in as_text(found).replace("[95 % interval]", "")
 

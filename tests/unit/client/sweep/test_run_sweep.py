@@ -1,6 +1,7 @@
 """Sweeps over processes that stand in for servers: what is measured, what is kept, and what a failure costs."""
 
 import json
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -110,10 +111,18 @@ async def test_a_run_whose_file_is_gone_is_measured_again(tmp_path: Path):
 async def test_a_reference_that_is_gone_is_recorded_again(tmp_path: Path):
     await sweep(tmp_path, BASE, NEAR)
     (kept,) = (tmp_path / "runs" / "references").iterdir()
-    (kept / "stored").unlink()
-    kept.rmdir()
-    assert (await sweep(tmp_path, BASE, NEAR)).measured == ["base"]
+    shutil.rmtree(kept)
+    assert (await sweep(tmp_path, BASE, NEAR)).measured == [], "nobody needs it"
+    assert (await sweep(tmp_path, BASE, NEAR, FAR)).measured == ["base", "far"]
     assert kept.is_dir()
+
+
+async def test_a_reference_that_is_not_complete_is_finished(tmp_path: Path):
+    await sweep(tmp_path, BASE, NEAR)
+    (kept,) = (tmp_path / "runs" / "references").iterdir()
+    (kept / "manifest.json").write_text('{"result": null}')
+    assert (await sweep(tmp_path, BASE, NEAR, FAR)).measured == ["base", "far"]
+    assert record(tmp_path, "far")["kind"] == "kld"
 
 
 async def test_a_failure_is_reported_with_the_log_and_the_others_go_on(tmp_path: Path):
@@ -160,16 +169,50 @@ async def test_a_first_that_fails_today_costs_no_run_that_was_measured_beside_it
 
 
 async def test_a_server_that_dies_ends_its_model_and_the_next_sweep_goes_on_with_it(tmp_path: Path):
-    dying = {**NEAR, "env": {ALLOWED: "4"}}
-    result = await sweep(tmp_path, BASE, dying)
+    allowed = tmp_path / "allowed"
+    allowed.write_text("4")
+    near = {**NEAR, "env": {ALLOWED: str(allowed)}}
+    result = await sweep(tmp_path, BASE, near)
     assert "the server ended with status 7" in result.failures["near"]
     journal = tmp_path / "runs" / "near.json.journal"
     num_done = len(journal.read_text().splitlines()) - 1
     assert 0 < num_done <= 4
-    assert (await sweep(tmp_path, BASE, NEAR)).measured == ["near"]
+    allowed.unlink()
+    assert (await sweep(tmp_path, BASE, near)).measured == ["near"]
     assert log(tmp_path, "near").count("POST /v1/kld") == NUM_WINDOWS - num_done
     assert not journal.exists()
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
+
+
+async def test_windows_of_another_model_are_not_gone_on_with(tmp_path: Path):
+    (tmp_path / "allowed").write_text("4")
+    near = {**NEAR, "env": {ALLOWED: str(tmp_path / "allowed")}}
+    await sweep(tmp_path, BASE, near)
+    assert (tmp_path / "runs" / "near.json.journal").is_file()
+    # What a server tells of its model is the same with another flag.
+    assert (await sweep(tmp_path, BASE, {**NEAR, "serve": ["--flag", "1"]})).measured == ["near"]
+    assert log(tmp_path, "near").count("POST /v1/kld") == NUM_WINDOWS
+    assert {path.name for path in (tmp_path / "runs").iterdir() if path.is_file()} == {
+        f"{name}.{kind}" for name in ("base", "near") for kind in ("json", "safetensors")
+    }
+
+
+async def test_a_file_that_no_sweep_wrote_is_no_run(tmp_path: Path):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "base.json").write_text('{"sweep": null}')
+    assert (await sweep(tmp_path, BASE)).measured == ["base"]
+
+
+async def test_a_server_that_lost_the_reference_costs_no_divergence(tmp_path: Path):
+    references = KldServer().references
+    near = {"name": "near", "url": ""}
+    with serve(KldServer(references)) as url, serve(KldServer(references, noise=0.2)) as near["url"]:
+        await sweep(tmp_path, {"name": "base", "url": url}, near)
+        before = record(tmp_path, "near")
+        references.clear()
+        result = await sweep(tmp_path, {"name": "base", "url": url}, near)
+    assert before["kind"] == "kld"
+    assert (list(result.runs), record(tmp_path, "near")) == (["base", "near"], before)
 
 
 async def test_no_server_is_left(tmp_path: Path):
