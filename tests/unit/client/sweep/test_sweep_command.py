@@ -90,9 +90,9 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     def servers() -> list[str]:
         return [each for each in running_commands() if "time.sleep(600)" in each and str(tmp_path) in each]
 
-    if signal_number == signal.SIGTERM:
-        # As in a script that runs it in the background.
-        command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command]
+    # A script that runs it in the background has it ignore SIGINT, and not SIGTERM.
+    ignores = "--ignore-signal" if signal_number == signal.SIGTERM else "--default-signal"
+    command = ["env", f"{ignores}=INT", *command]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as sweep:
         wait_until(servers)
         sweep.send_signal(signal_number)
