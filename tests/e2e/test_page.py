@@ -336,6 +336,33 @@ def compare_with(page: Page, second: str, key: str = "") -> None:
     page.locator("#second-key").fill(key)
 
 
+def test_a_key_is_for_the_url_that_it_was_typed_for(server: str, browser: Browser):
+    one, other = "http://127.0.0.1:9", "http://127.0.0.1:9/below"
+    with opened(browser, server) as page:
+        key = page.locator("#second-key")
+        compare_with(page, one, "the key of one")
+        page.locator("#second-url").fill(other)
+        page.locator("#text").focus()
+        expect(key).to_have_value("")
+        key.fill("the key of the other")
+        page.locator("#second-url").fill(f"{one}/")
+        page.locator("#text").focus()
+        expect(key).to_have_value("the key of one")
+        page.reload()
+        expect(key).to_have_value("the key of one")
+        # A server below another path has the same origin, and so the same storage.
+        page.route("**/below/scoremode", lambda route: route.fulfill(response=route.fetch(url=f"{server}/scoremode")))
+        page.route(
+            "**/below/scoremode/*",
+            lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/below/", "/"))),
+        )
+        page.route("**/below/v1/score", lambda route: route.fulfill(response=route.fetch(url=f"{server}/v1/score")))
+        page.locator("#key").fill("the key of this server")
+        page.goto(f"{server}/below/scoremode")
+        expect(page.locator("#served")).not_to_have_text(re.compile("Asking"))
+        expect(page.locator("#key")).to_have_value("")
+
+
 def test_a_second_server_shows_the_difference_token_by_token(server: str, int8_server: str, browser: Browser):
     with opened(browser, server, int8_server) as page:
         compare_with(page, int8_server)

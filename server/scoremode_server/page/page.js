@@ -10,7 +10,8 @@ import { SAMPLES } from "./samples.js";
 import { Server, ShownError, serverUrl } from "./server.js";
 import { TokenView } from "./tokens.js";
 
-const KEPT_FOR_THIS_TAB = ["key", "second-url", "second-key"];
+const OWN_BASE = new URL(".", document.baseURI).href;
+/* The URL below which this server's routes are. Servers below other paths share its origin, and so its storage. */
 
 const at = (id) => document.getElementById(id);
 
@@ -28,7 +29,7 @@ const view = new TokenView(at("tokens"), (index) => {
 });
 
 function firstServer() {
-  return new Server("This server", document.baseURI, at("key").value);
+  return new Server("This server", OWN_BASE, at("key").value);
 }
 
 /** The second server, or null where none is typed in. */
@@ -189,11 +190,40 @@ function offerDifference() {
   (difference.disabled ? surprise : difference).checked = true;
 }
 
-function keepForThisTab() {
-  for (const id of KEPT_FOR_THIS_TAB) {
-    at(id).value = sessionStorage.getItem(`scoremode-${id}`) ?? "";
-    at(id).addEventListener("input", () => sessionStorage.setItem(`scoremode-${id}`, at(id).value));
+function keptKey(base) {
+  return sessionStorage.getItem(`scoremode-key ${base}`);
+}
+
+function keepKey(base, key) {
+  sessionStorage.setItem(`scoremode-key ${base}`, key);
+}
+
+/** The URL of the second server, or null where there is none that could be asked. */
+function secondBase() {
+  try {
+    return serverUrl(at("second-url").value.trim());
+  } catch {
+    return null;
   }
+}
+
+/** Keys and the second server's URL stay in this tab, each key under the URL of the server that it was typed for. */
+function keepForThisTab() {
+  const secondUrl = `scoremode-second-url ${OWN_BASE}`;
+  at("key").value = keptKey(OWN_BASE) ?? "";
+  at("key").addEventListener("input", () => keepKey(OWN_BASE, at("key").value));
+  at("second-url").value = sessionStorage.getItem(secondUrl) ?? "";
+  at("second-url").addEventListener("input", () => sessionStorage.setItem(secondUrl, at("second-url").value));
+  let base = secondBase();
+  at("second-key").value = keptKey(base) ?? "";
+  at("second-key").addEventListener("input", () => base && keepKey(base, at("second-key").value));
+  at("second-url").addEventListener("change", () => {
+    // A key that was typed in before any URL is for the first one.
+    const typed = base ? "" : at("second-key").value;
+    base = secondBase();
+    at("second-key").value = keptKey(base) ?? typed;
+    if (base && typed) keepKey(base, at("second-key").value);
+  });
   at("servers").open = Boolean(at("second-url").value);
 }
 
