@@ -414,6 +414,18 @@ def test_a_second_server_that_is_not_there(server: str, browser: Browser, second
         assert shown_text(page) == PROSE
 
 
+@pytest.mark.parametrize("body", ["<p>a proxy</p>", "null", "{}", '{"data": []}', '{"data": [{"logprobs": [null]}]}'])
+def test_an_answer_of_another_kind_of_server(server: str, browser: Browser, body: str):
+    with opened(browser, server) as page:
+        page.route("**/v1/score", lambda route: route.fulfill(body=body))
+        score(page, PROSE)
+        expect(page.locator("#score-error")).to_have_text("This server did not answer like Scoremode.")
+        page.locator("#continuations").fill("and so on")
+        page.locator("#compare").click()
+        expect(page.locator("#compare-error")).to_have_text("This server did not answer like Scoremode.")
+        expect(page.locator("#preferred")).to_be_empty()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_what_is_written_can_be_read(server: str, browser: Browser, scheme: Any):
     with opened(browser, server, color_scheme=scheme) as page:

@@ -20,7 +20,7 @@ export function continuationsOf(lines, prompt, spaces) {
 
 /** Ask a server for scores of continuations: the figures of each. */
 export async function scoreContinuations(server, prompt, continuations, signal) {
-  const answer = JSON.parse(await server.score({ prompt, continuations }, signal));
+  const answer = server.scoresOfContinuations(await server.score({ prompt, continuations }, signal), continuations.length);
   // As lm-eval joins them: white space that ends the prompt goes to the continuation.
   const moved = prompt.slice(prompt.trimEnd().length);
   return answer.data.map((result, index) => continuationFigures(result, moved + continuations[index]));

@@ -77,8 +77,11 @@ async function scoreText() {
   scoring = new AbortController();
   const { signal } = scoring;
   at("score-status").textContent = "Scoring …";
-  await orShowError(at("score-error"), () => scoreOnServers(signal));
-  if (!signal.aborted) at("score-status").textContent = "";
+  try {
+    await orShowError(at("score-error"), () => scoreOnServers(signal));
+  } finally {
+    if (!signal.aborted) at("score-status").textContent = "";
+  }
 }
 
 async function scoreOnServers(signal) {
@@ -89,11 +92,12 @@ async function scoreOnServers(signal) {
   const secondAnswer = second?.score(body, signal);
   // It is waited for below, unless the first one fails.
   secondAnswer?.catch(() => {});
-  const answer = await firstServer().score(body, signal);
+  const first = firstServer();
+  const answer = await first.score(body, signal);
   performance.mark("scoremode-answer");
-  showScored(text, JSON.parse(answer));
+  showScored(text, first.scoresOfTokens(answer));
   measureColours();
-  if (second) showComparison(JSON.parse(await secondAnswer));
+  if (second) showComparison(second.scoresOfTokens(await secondAnswer));
 }
 
 /** How long it took from the first server's answer until colours were painted, as a measure of the performance API. */
@@ -164,14 +168,17 @@ async function compareContinuations() {
   const { signal } = comparing;
   at("answers").hidden = true;
   at("preferred").textContent = "Scoring …";
-  await orShowError(at("compare-error"), async () => {
-    const prompt = at("text").value;
-    const continuations = continuationsOf(at("continuations").value, prompt, at("space").checked);
-    const figures = await scoreContinuations(firstServer(), prompt, continuations, signal);
-    at("preferred").textContent = showPreference(at("answers"), continuations, figures);
-    at("answers").hidden = false;
-  });
-  if (!signal.aborted && at("answers").hidden) at("preferred").textContent = "";
+  try {
+    await orShowError(at("compare-error"), async () => {
+      const prompt = at("text").value;
+      const continuations = continuationsOf(at("continuations").value, prompt, at("space").checked);
+      const figures = await scoreContinuations(firstServer(), prompt, continuations, signal);
+      at("preferred").textContent = showPreference(at("answers"), continuations, figures);
+      at("answers").hidden = false;
+    });
+  } finally {
+    if (!signal.aborted && at("answers").hidden) at("preferred").textContent = "";
+  }
 }
 
 function offerSamples() {

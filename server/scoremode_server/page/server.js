@@ -18,12 +18,38 @@ export class Server {
 
   /** What is served (`GET /v1/score`). */
   async info(signal) {
-    return JSON.parse(await this.#ask({ signal }));
+    const isRight = (info) => [info.max_model_len, info.max_top_logprobs].every(Number.isFinite);
+    return this.#read(await this.#ask({ signal }), isRight);
   }
 
   /** The answer to `POST /v1/score`, as JSON that is not parsed yet. */
   score(body, signal) {
     return this.#ask({ method: "POST", body: JSON.stringify(body), signal });
+  }
+
+  /**
+   * The answer to `POST /v1/score` for one text with its tokens and their ranks, parsed.
+   *
+   * Throws a ShownError if it is anything else, as that of another kind of server or of a proxy.
+   */
+  scoresOfTokens(answer) {
+    const isRight = ({ data }) => data.length === 1 && data[0].tokens && data[0].ranks && isResult(data[0]);
+    return this.#read(answer, isRight);
+  }
+
+  /** The same for continuations, of which there are `count`. */
+  scoresOfContinuations(answer, count) {
+    return this.#read(answer, ({ data }) => data.length === count && data.every(isResult));
+  }
+
+  #read(text, isRight) {
+    try {
+      const answer = JSON.parse(text);
+      if (isRight(answer)) return answer;
+    } catch {
+      // It is no JSON, or lacks what is looked for.
+    }
+    throw new ShownError(`${this.name} did not answer like Scoremode.`);
   }
 
   async #ask(options) {
@@ -49,6 +75,13 @@ export class Server {
     const allowed = isElsewhere ? ` If it runs, it may have to be started with ${origins}.` : "";
     return `${this.name} cannot be reached (${error.message}).${allowed}`;
   }
+}
+
+/** Whether this is a result of `/v1/score`, and all that it says of tokens it says of each. */
+function isResult({ token_ids, logprobs, sum_logprob, num_scored, tokens, ranks, top_logprobs }) {
+  const perToken = [logprobs, tokens, ranks, top_logprobs].filter((each) => each !== undefined);
+  const isOfEach = perToken.every((each) => Array.isArray(each) && each.length === token_ids.length);
+  return isOfEach && Array.isArray(logprobs) && Number.isFinite(sum_logprob) && Number.isInteger(num_scored);
 }
 
 /** What a server says is wrong, in OpenAI's shape; a proxy may answer in another. */
