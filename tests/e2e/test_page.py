@@ -385,6 +385,18 @@ def test_a_second_server_shows_the_difference_token_by_token(server: str, int8_s
         )
 
 
+def test_without_the_second_server_colours_are_those_of_surprise(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.route("**/same/v1/score", lambda route: route.fulfill(response=route.fetch(url=f"{server}/v1/score")))
+        compare_with(page, f"{server}/same")
+        score(page, PROSE)
+        assert {alpha for *_, alpha in backgrounds(page)} == {0}
+        compare_with(page, "")
+        expect(page.get_by_role("radio", name="surprise")).to_be_checked()
+        expect(page.locator("#legend")).to_contain_text("surprising")
+        assert max(alpha for *_, alpha in backgrounds(page)) > 0
+
+
 def test_servers_with_other_tokens_are_not_compared(server: str, plugin_server: str, browser: Browser):
     with opened(browser, server, plugin_server) as page:
         compare_with(page, plugin_server, API_KEY)

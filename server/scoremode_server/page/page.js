@@ -191,10 +191,12 @@ function offerSamples() {
 
 /** There is a difference to choose where there is a second server, and whoever adds one wants to see it. */
 function offerDifference() {
+  const before = shown && mode();
   const difference = document.querySelector("input[value=difference]");
   const surprise = document.querySelector("input[value=surprise]");
   difference.disabled = !at("second-url").value.trim();
   (difference.disabled ? surprise : difference).checked = true;
+  if (shown && mode() !== before) chooseMode();
 }
 
 function keptKey(base) {
