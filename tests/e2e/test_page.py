@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from scoremode import ScoreClient
 from scoremode.metrics import bits_per_byte, perplexity
@@ -34,6 +34,8 @@ FULL_SURPRISE, FULL_DIFFERENCE = 10, 1
 """Nats from which on a token has the full colour, as the legend says."""
 ALPHA_TOLERANCE = 0.005
 """The page writes three digits, and the browser keeps eight bits."""
+LOWEST_LOGPROB = -9999.0
+"""What stands for minus infinity in the server's JSON."""
 LIKELIER, LESS_LIKELY, SURPRISE = (92, 165, 255), (255, 138, 61), (255, 138, 61)
 """Of the light colours."""
 
@@ -424,6 +426,52 @@ def test_a_second_server_that_is_not_there(server: str, browser: Browser, second
         score(page, PROSE)
         expect(page.locator("#score-error")).to_be_empty()
         assert shown_text(page) == PROSE
+
+
+def impossible(server: str, index: int | None) -> Callable[[Route], None]:
+    """Answers of `server` in which the token at `index` has probability 0; or no token is scored, if it is None."""
+
+    def answer(route: Route) -> None:
+        body = route.fetch(url=f"{server}/v1/score").json()
+        for result in body["data"]:
+            if index is None:
+                result |= {"sum_logprob": 0.0, "num_scored": 0, "logprobs": [None] * len(result["logprobs"])}
+            else:
+                result["logprobs"][index] = LOWEST_LOGPROB
+                result["sum_logprob"] = math.fsum(each for each in result["logprobs"] if each is not None)
+        route.fulfill(json=body)
+
+    return answer
+
+
+def test_a_token_of_probability_0_makes_figures_infinite(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.route("**/second/v1/score", impossible(server, 3))
+        compare_with(page, f"{server}/second")
+        score(page, PROSE)
+        shown = figures(page)
+        assert shown["Sum of logprobs (nats)"][1] == "\N{MINUS SIGN}∞"
+        assert [shown["Perplexity"][1], shown["Bits per byte"][1]] == ["∞", "∞"]
+        assert "∞" not in "".join(cells[0] for cells in shown.values())
+        assert backgrounds(page)[3] == (*LESS_LIKELY, 1)
+        tokens(page).nth(3).hover()
+        card = page.locator("#card table").first
+        expect(card.locator("tr", has_text="difference")).to_contain_text("\N{MINUS SIGN}∞")
+        page.route("**/v1/score", impossible(server, 3))
+        score(page, PROSE)
+        assert backgrounds(page)[3][3] == 0, "it is impossible on both"
+        page.route("**/v1/score", impossible(server, 0))
+        page.locator("#continuations").fill("one\nanother")
+        page.locator("#compare").click()
+        expect(page.locator("#preferred")).to_have_text("The model finds each of them impossible.")
+
+
+def test_a_text_without_a_scored_token_has_no_figures(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.route("**/v1/score", impossible(server, None))
+        score(page, "a")
+        shown = figures(page)
+        assert [shown["Perplexity"], shown["Bits per byte"]] == [["\N{EN DASH}"], ["\N{EN DASH}"]]
 
 
 @pytest.mark.parametrize("body", ["<p>a proxy</p>", "null", "{}", '{"data": []}', '{"data": [{"logprobs": [null]}]}'])

@@ -1,5 +1,8 @@
 // Requests to a server of Scoremode, and what can go wrong with them.
 
+const LOWEST_LOGPROB = -9999;
+/* What stands for minus infinity in JSON. */
+
 /** Why there is no answer, in words for whoever uses the page; `status` is that of a server's refusal. */
 export class ShownError extends Error {
   constructor(message, status = null) {
@@ -34,12 +37,12 @@ export class Server {
    */
   scoresOfTokens(answer) {
     const isRight = ({ data }) => data.length === 1 && data[0].tokens && data[0].ranks && isResult(data[0]);
-    return this.#read(answer, isRight);
+    return withInfinities(this.#read(answer, isRight));
   }
 
   /** The same for continuations, of which there are `count`. */
   scoresOfContinuations(answer, count) {
-    return this.#read(answer, ({ data }) => data.length === count && data.every(isResult));
+    return withInfinities(this.#read(answer, ({ data }) => data.length === count && data.every(isResult)));
   }
 
   #read(text, isRight) {
@@ -82,6 +85,19 @@ function isResult({ token_ids, logprobs, sum_logprob, num_scored, tokens, ranks,
   const perToken = [logprobs, tokens, ranks, top_logprobs].filter((each) => each !== undefined);
   const isOfEach = perToken.every((each) => Array.isArray(each) && each.length === token_ids.length);
   return isOfEach && Array.isArray(logprobs) && Number.isFinite(sum_logprob) && Number.isInteger(num_scored);
+}
+
+/** An answer in which logprobs, and so their sums, are minus infinity where JSON could not say so. */
+function withInfinities(answer) {
+  const infinite = (logprob) => (logprob !== null && logprob <= LOWEST_LOGPROB ? -Infinity : logprob);
+  for (const result of answer.data) {
+    result.logprobs = result.logprobs.map(infinite);
+    if (result.logprobs.includes(-Infinity)) result.sum_logprob = -Infinity;
+    for (const each of (result.top_logprobs ?? []).flat()) {
+      if (each) each.logprob = infinite(each.logprob);
+    }
+  }
+  return answer;
 }
 
 /** What a server says is wrong, in OpenAI's shape; a proxy may answer in another. */
