@@ -506,6 +506,14 @@ def test_what_is_written_can_be_read(server: str, browser: Browser, scheme: Any)
             assert contrast(solid["text"], mixed) >= 4.5, (hue, alpha)
 
 
+def test_signs_on_coloured_tokens_have_the_colour_of_the_text(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        colour = "(span, pseudo) => getComputedStyle(span, pseudo).color"
+        newline = page.locator("#tokens .newline").first
+        assert newline.evaluate(colour, "::before") == page.locator("body").evaluate(colour)
+
+
 def contrast(one: Sequence[float], other: Sequence[float]) -> float:
     """The contrast ratio of WCAG 2."""
     darker, lighter = sorted((luminance(one), luminance(other)))
