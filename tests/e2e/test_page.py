@@ -214,6 +214,17 @@ def test_the_keyboard_reaches_all_of_it(server: str, browser: Browser):
         expect(page.locator("#continuations")).to_be_focused()
 
 
+def test_a_new_answer_leaves_the_focus_in_the_tokens(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        tokens(page).nth(4).click()
+        page.locator("#score").dispatch_event("click")
+        wait_until_scored(page)
+        expect(page.locator(":focus")).to_have_attribute("data-index", "0")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(":focus")).to_have_attribute("data-index", "1")
+
+
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_the_tokens_are_the_text(server: str, browser: Browser, text: str):
     with opened(browser, server) as page:

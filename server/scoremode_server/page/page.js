@@ -18,6 +18,7 @@ const at = (id) => document.getElementById(id);
 let shown = null;
 /* What is scored and shown: text, pieces, results and the names of their servers. */
 
+let asking = new AbortController();
 let scoring = new AbortController();
 let comparing = new AbortController();
 
@@ -39,14 +40,17 @@ function secondServer() {
 }
 
 async function showServed() {
+  asking.abort();
+  asking = new AbortController();
   try {
-    const info = await firstServer().info();
+    const info = await firstServer().info(asking.signal);
     at("alternatives").max = info.max_top_logprobs;
     at("alternatives").value = Math.min(at("alternatives").value, info.max_top_logprobs);
     const parts = [info.model, `context ${formatCount(info.max_model_len)}`, info.dtype, info.quantization];
     at("served").textContent = parts.filter(Boolean).join(" · ");
     at("key").removeAttribute("aria-invalid");
   } catch (error) {
+    if (error.name === "AbortError") return;
     at("served").textContent = error.message;
     pointToKey(error);
   }
