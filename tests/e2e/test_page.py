@@ -343,6 +343,25 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server: str, brows
         expect(other.locator("#key")).to_have_value("")
 
 
+def test_a_late_answer_does_not_replace_a_newer_one(server: str, browser: Browser):
+    served = {"max_model_len": 2048, "max_top_logprobs": 20, "dtype": "float32"}
+    held: list[Route] = []
+    with opened(browser, server) as page:
+        page.locator("#servers").evaluate("details => { details.open = true; }")
+        page.route("**/v1/score", lambda route: held.append(route))
+        for key in ("first", "second"):
+            with page.expect_request("**/v1/score"):
+                page.locator("#key").fill(key)
+                page.locator("#text").focus()
+        late, newest = held
+        newest.fulfill(json=served | {"model": "the newest"})
+        expect(page.locator("#served")).to_contain_text("the newest")
+        late.fulfill(json=served | {"model": "late"})
+        # Two tasks of the page: time enough to show it.
+        page.evaluate("() => new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")
+        expect(page.locator("#served")).to_contain_text("the newest")
+
+
 def compare_with(page: Page, second: str, key: str = "") -> None:
     page.locator("#servers").evaluate("details => { details.open = true; }")
     page.locator("#second-url").fill(second)
