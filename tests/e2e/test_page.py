@@ -2,13 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from scoremode import ScoreClient
 from scoremode.metrics import bits_per_byte, perplexity
@@ -34,6 +34,8 @@ FULL_SURPRISE, FULL_DIFFERENCE = 10, 1
 """Nats from which on a token has the full colour, as the legend says."""
 ALPHA_TOLERANCE = 0.005
 """The page writes three digits, and the browser keeps eight bits."""
+LOWEST_LOGPROB = -9999.0
+"""What stands for minus infinity in the server's JSON."""
 LIKELIER, LESS_LIKELY, SURPRISE = (92, 165, 255), (255, 138, 61), (255, 138, 61)
 """Of the light colours."""
 
@@ -212,6 +214,17 @@ def test_the_keyboard_reaches_all_of_it(server: str, browser: Browser):
         expect(page.locator("#continuations")).to_be_focused()
 
 
+def test_a_new_answer_leaves_the_focus_in_the_tokens(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        tokens(page).nth(4).click()
+        page.locator("#score").dispatch_event("click")
+        wait_until_scored(page)
+        expect(page.locator(":focus")).to_have_attribute("data-index", "0")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(":focus")).to_have_attribute("data-index", "1")
+
+
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_the_tokens_are_the_text(server: str, browser: Browser, text: str):
     with opened(browser, server) as page:
@@ -330,10 +343,56 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server: str, brows
         expect(other.locator("#key")).to_have_value("")
 
 
+def test_a_late_answer_does_not_replace_a_newer_one(server: str, browser: Browser):
+    served = {"max_model_len": 2048, "max_top_logprobs": 20, "dtype": "float32"}
+    held: list[Route] = []
+    with opened(browser, server) as page:
+        page.locator("#servers").evaluate("details => { details.open = true; }")
+        page.route("**/v1/score", lambda route: held.append(route))
+        for key in ("first", "second"):
+            with page.expect_request("**/v1/score"):
+                page.locator("#key").fill(key)
+                page.locator("#text").focus()
+        late, newest = held
+        newest.fulfill(json=served | {"model": "the newest"})
+        expect(page.locator("#served")).to_contain_text("the newest")
+        late.fulfill(json=served | {"model": "late"})
+        # Two tasks of the page: time enough to show it.
+        page.evaluate("() => new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")
+        expect(page.locator("#served")).to_contain_text("the newest")
+
+
 def compare_with(page: Page, second: str, key: str = "") -> None:
     page.locator("#servers").evaluate("details => { details.open = true; }")
     page.locator("#second-url").fill(second)
     page.locator("#second-key").fill(key)
+
+
+def test_a_key_is_for_the_url_that_it_was_typed_for(server: str, browser: Browser):
+    one, other = "http://127.0.0.1:9", "http://127.0.0.1:9/below"
+    with opened(browser, server) as page:
+        key = page.locator("#second-key")
+        compare_with(page, one, "the key of one")
+        page.locator("#second-url").fill(other)
+        page.locator("#text").focus()
+        expect(key).to_have_value("")
+        key.fill("the key of the other")
+        page.locator("#second-url").fill(f"{one}/")
+        page.locator("#text").focus()
+        expect(key).to_have_value("the key of one")
+        page.reload()
+        expect(key).to_have_value("the key of one")
+        # A server below another path has the same origin, and so the same storage.
+        page.route("**/below/scoremode", lambda route: route.fulfill(response=route.fetch(url=f"{server}/scoremode")))
+        page.route(
+            "**/below/scoremode/*",
+            lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/below/", "/"))),
+        )
+        page.route("**/below/v1/score", lambda route: route.fulfill(response=route.fetch(url=f"{server}/v1/score")))
+        page.locator("#key").fill("the key of this server")
+        page.goto(f"{server}/below/scoremode")
+        expect(page.locator("#served")).not_to_have_text(re.compile("Asking"))
+        expect(page.locator("#key")).to_have_value("")
 
 
 def test_a_second_server_shows_the_difference_token_by_token(server: str, int8_server: str, browser: Browser):
@@ -356,6 +415,18 @@ def test_a_second_server_shows_the_difference_token_by_token(server: str, int8_s
         assert [number(cell) for cell in rows[1][1:]] == pytest.approx(
             [first["logprobs"][4], second["logprobs"][4]], abs=0.001
         )
+
+
+def test_without_the_second_server_colours_are_those_of_surprise(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.route("**/same/v1/score", lambda route: route.fulfill(response=route.fetch(url=f"{server}/v1/score")))
+        compare_with(page, f"{server}/same")
+        score(page, PROSE)
+        assert {alpha for *_, alpha in backgrounds(page)} == {0}
+        compare_with(page, "")
+        expect(page.get_by_role("radio", name="surprise")).to_be_checked()
+        expect(page.locator("#legend")).to_contain_text("surprising")
+        assert max(alpha for *_, alpha in backgrounds(page)) > 0
 
 
 def test_servers_with_other_tokens_are_not_compared(server: str, plugin_server: str, browser: Browser):
@@ -387,6 +458,64 @@ def test_a_second_server_that_is_not_there(server: str, browser: Browser, second
         assert shown_text(page) == PROSE
 
 
+def impossible(server: str, index: int | None) -> Callable[[Route], None]:
+    """Answers of `server` in which the token at `index` has probability 0; or no token is scored, if it is None."""
+
+    def answer(route: Route) -> None:
+        body = route.fetch(url=f"{server}/v1/score").json()
+        for result in body["data"]:
+            if index is None:
+                result |= {"sum_logprob": 0.0, "num_scored": 0, "logprobs": [None] * len(result["logprobs"])}
+            else:
+                result["logprobs"][index] = LOWEST_LOGPROB
+                result["sum_logprob"] = math.fsum(each for each in result["logprobs"] if each is not None)
+        route.fulfill(json=body)
+
+    return answer
+
+
+def test_a_token_of_probability_0_makes_figures_infinite(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.route("**/second/v1/score", impossible(server, 3))
+        compare_with(page, f"{server}/second")
+        score(page, PROSE)
+        shown = figures(page)
+        assert shown["Sum of logprobs (nats)"][1] == "\N{MINUS SIGN}∞"
+        assert [shown["Perplexity"][1], shown["Bits per byte"][1]] == ["∞", "∞"]
+        assert "∞" not in "".join(cells[0] for cells in shown.values())
+        assert backgrounds(page)[3] == (*LESS_LIKELY, 1)
+        tokens(page).nth(3).hover()
+        card = page.locator("#card table").first
+        expect(card.locator("tr", has_text="difference")).to_contain_text("\N{MINUS SIGN}∞")
+        page.route("**/v1/score", impossible(server, 3))
+        score(page, PROSE)
+        assert backgrounds(page)[3][3] == 0, "it is impossible on both"
+        page.route("**/v1/score", impossible(server, 0))
+        page.locator("#continuations").fill("one\nanother")
+        page.locator("#compare").click()
+        expect(page.locator("#preferred")).to_have_text("The model finds each of them impossible.")
+
+
+def test_a_text_without_a_scored_token_has_no_figures(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        page.route("**/v1/score", impossible(server, None))
+        score(page, "a")
+        shown = figures(page)
+        assert [shown["Perplexity"], shown["Bits per byte"]] == [["\N{EN DASH}"], ["\N{EN DASH}"]]
+
+
+@pytest.mark.parametrize("body", ["<p>a proxy</p>", "null", "{}", '{"data": []}', '{"data": [{"logprobs": [null]}]}'])
+def test_an_answer_of_another_kind_of_server(server: str, browser: Browser, body: str):
+    with opened(browser, server) as page:
+        page.route("**/v1/score", lambda route: route.fulfill(body=body))
+        score(page, PROSE)
+        expect(page.locator("#score-error")).to_have_text("This server did not answer like Scoremode.")
+        page.locator("#continuations").fill("and so on")
+        page.locator("#compare").click()
+        expect(page.locator("#compare-error")).to_have_text("This server did not answer like Scoremode.")
+        expect(page.locator("#preferred")).to_be_empty()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_what_is_written_can_be_read(server: str, browser: Browser, scheme: Any):
     with opened(browser, server, color_scheme=scheme) as page:
@@ -405,6 +534,14 @@ def test_what_is_written_can_be_read(server: str, browser: Browser, scheme: Any)
         for alpha in (0.25, 0.5, 0.75, 1):
             mixed = tuple(alpha * above + (1 - alpha) * below for above, below in zip(hue, solid["sheet"], strict=True))
             assert contrast(solid["text"], mixed) >= 4.5, (hue, alpha)
+
+
+def test_signs_on_coloured_tokens_have_the_colour_of_the_text(server: str, browser: Browser):
+    with opened(browser, server) as page:
+        score(page, PROSE)
+        colour = "(span, pseudo) => getComputedStyle(span, pseudo).color"
+        newline = page.locator("#tokens .newline").first
+        assert newline.evaluate(colour, "::before") == page.locator("body").evaluate(colour)
 
 
 def contrast(one: Sequence[float], other: Sequence[float]) -> float:

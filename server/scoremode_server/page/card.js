@@ -1,7 +1,7 @@
 // What is known of one token: a card beside it.
 
 import { element, row, visible } from "./dom.js";
-import { formatCount, formatLogprob, formatNumber, formatProbability } from "./figures.js";
+import { differenceOf, formatCount, formatNumber, formatProbability } from "./figures.js";
 
 const MARGIN = 8;
 /* Pixels between the card, its token and the window's edges. */
@@ -33,20 +33,20 @@ function title(index, pieces, result) {
 }
 
 function partsOfCharacter(character, result) {
-  const logprobs = character.map((index) => (result.logprobs[index] === null ? "–" : formatLogprob(result.logprobs[index])));
+  const logprobs = character.map((index) => formatNumber(result.logprobs[index]));
   return element("p", {}, `Its character has ${character.length} tokens, with logprobs ${logprobs.join(", ")}.`);
 }
 
 function figures(index, names, results) {
   const logprobs = results.map((result) => result.logprobs[index]);
   const rows = [
-    row("logprob", logprobs.map(formatLogprob)),
+    row("logprob", logprobs.map((each) => formatNumber(each))),
     row("probability", logprobs.map(formatProbability)),
     row("rank", results.map((result) => formatCount(result.ranks[index]))),
   ];
   if (results.length > 1) {
     rows.unshift(row("", names, "th"));
-    rows.push(row("difference", ["", formatNumber(logprobs[1] - logprobs[0])]));
+    rows.push(row("difference", ["", formatNumber(differenceOf(...logprobs))]));
   }
   return element("table", {}, ...rows);
 }
@@ -54,7 +54,7 @@ function figures(index, names, results) {
 /** The likeliest tokens in the place of this one; the token itself stands out among them. */
 function alternatives(index, result, name) {
   const rows = result.top_logprobs[index].map((each) => {
-    const cells = [formatProbability(each.logprob), formatLogprob(each.logprob)];
+    const cells = [formatProbability(each.logprob), formatNumber(each.logprob)];
     const made = row(element("bdi", {}, visible(each.token)), cells);
     made.classList.toggle("same", each.token_id === result.token_ids[index]);
     return made;

@@ -1,5 +1,7 @@
 // What colour a token has, by its surprise, its rank, or the difference of two servers. The hues are in page.css.
 
+import { differenceOf } from "./figures.js";
+
 export const SURPRISE_LIMIT = 10;
 /* Nats from which on a token has the full colour. */
 
@@ -21,7 +23,7 @@ export function rankColour(rank) {
 
 /** One colour where the second server finds the token likelier, another where the first one does. */
 export function differenceColour(logprob, second) {
-  const difference = second - logprob;
+  const difference = differenceOf(logprob, second);
   return hue(difference > 0 ? "--likelier" : "--less-likely", Math.abs(difference) / DIFFERENCE_LIMIT);
 }
 

@@ -20,7 +20,8 @@ export function continuationsOf(lines, prompt, spaces) {
 
 /** Ask a server for scores of continuations: the figures of each. */
 export async function scoreContinuations(server, prompt, continuations, signal) {
-  const answer = JSON.parse(await server.score({ prompt, continuations }, signal));
+  const text = await server.score({ prompt, continuations }, signal);
+  const answer = server.scoresOfContinuations(text, continuations.length);
   // As lm-eval joins them: white space that ends the prompt goes to the continuation.
   const moved = prompt.slice(prompt.trimEnd().length);
   return answer.data.map((result, index) => continuationFigures(result, moved + continuations[index]));
@@ -38,11 +39,14 @@ export function showPreference(table, continuations, figures) {
   });
   const head = element("thead", {}, row("continuation", [...Object.values(COLUMNS), "tokens", "greedy"], "th"));
   table.replaceChildren(head, element("tbody", {}, ...rows));
+  // Where all are impossible none is better than another.
+  if (best.includes(-1)) return "The model finds each of them impossible.";
   return inWords(best.map((index) => `“${continuations[index].trim()}”`));
 }
 
+/** The index of the largest value, -1 where all are minus infinity. */
 function indexOfLargest(values) {
-  return values.indexOf(Math.max(...values));
+  return values.findIndex((value) => value > -Infinity && value === Math.max(...values));
 }
 
 function inWords([bySum, byToken, byByte]) {

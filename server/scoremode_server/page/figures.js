@@ -7,16 +7,17 @@ export function countBytes(text) {
   return encoder.encode(text).length;
 }
 
-/** Figures of a result of `/v1/score`: logprobs in nats, null where nothing was scored. */
+/** Figures of a result of `/v1/score`: logprobs in nats; null where nothing was scored, and bits of no byte. */
 export function textFigures(result, text) {
   const bytes = countBytes(text);
-  const [nll, scored] = [-result.sum_logprob, result.num_scored];
+  // Not `-sum`, which is −0 where the sum is 0.
+  const [nll, scored] = [0 - result.sum_logprob, result.num_scored];
   return {
     scored,
     tokens: result.token_ids.length,
     sumLogprob: result.sum_logprob,
     perplexity: scored ? Math.exp(nll / scored) : null,
-    bitsPerByte: bytes ? nll / (Math.LN2 * bytes) : null,
+    bitsPerByte: scored && bytes ? nll / (Math.LN2 * bytes) : null,
   };
 }
 
@@ -31,11 +32,9 @@ export function continuationFigures(result, text) {
   };
 }
 
-const LOWEST_LOGPROB = -9999;
-/* What stands for minus infinity in JSON. */
-
-export function formatLogprob(logprob) {
-  return logprob <= LOWEST_LOGPROB ? "−∞" : formatNumber(logprob);
+/** How much likelier a token is on a second server, in nats. Where it is impossible on both there is no difference. */
+export function differenceOf(logprob, second) {
+  return logprob === second ? 0 : second - logprob;
 }
 
 export function formatProbability(logprob) {
@@ -47,7 +46,7 @@ export function formatProbability(logprob) {
 /** A figure with some four digits; an en dash where there is none. */
 export function formatNumber(value, digits = 3) {
   if (value === null) return "–";
-  if (!Number.isFinite(value)) return "∞";
+  if (!Number.isFinite(value)) return value < 0 ? "−∞" : "∞";
   const text = value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
   return text.replace("-", "−");
 }

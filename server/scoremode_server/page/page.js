@@ -10,13 +10,15 @@ import { SAMPLES } from "./samples.js";
 import { Server, ShownError, serverUrl } from "./server.js";
 import { TokenView } from "./tokens.js";
 
-const KEPT_FOR_THIS_TAB = ["key", "second-url", "second-key"];
+const OWN_BASE = new URL(".", document.baseURI).href;
+/* The URL below which this server's routes are. Servers below other paths share its origin, and so its storage. */
 
 const at = (id) => document.getElementById(id);
 
 let shown = null;
 /* What is scored and shown: text, pieces, results and the names of their servers. */
 
+let asking = new AbortController();
 let scoring = new AbortController();
 let comparing = new AbortController();
 
@@ -28,7 +30,7 @@ const view = new TokenView(at("tokens"), (index) => {
 });
 
 function firstServer() {
-  return new Server("This server", document.baseURI, at("key").value);
+  return new Server("This server", OWN_BASE, at("key").value);
 }
 
 /** The second server, or null where none is typed in. */
@@ -38,14 +40,17 @@ function secondServer() {
 }
 
 async function showServed() {
+  asking.abort();
+  asking = new AbortController();
   try {
-    const info = await firstServer().info();
+    const info = await firstServer().info(asking.signal);
     at("alternatives").max = info.max_top_logprobs;
     at("alternatives").value = Math.min(at("alternatives").value, info.max_top_logprobs);
     const parts = [info.model, `context ${formatCount(info.max_model_len)}`, info.dtype, info.quantization];
     at("served").textContent = parts.filter(Boolean).join(" · ");
     at("key").removeAttribute("aria-invalid");
   } catch (error) {
+    if (error.name === "AbortError") return;
     at("served").textContent = error.message;
     pointToKey(error);
   }
@@ -76,8 +81,11 @@ async function scoreText() {
   scoring = new AbortController();
   const { signal } = scoring;
   at("score-status").textContent = "Scoring …";
-  await orShowError(at("score-error"), () => scoreOnServers(signal));
-  if (!signal.aborted) at("score-status").textContent = "";
+  try {
+    await orShowError(at("score-error"), () => scoreOnServers(signal));
+  } finally {
+    if (!signal.aborted) at("score-status").textContent = "";
+  }
 }
 
 async function scoreOnServers(signal) {
@@ -88,11 +96,12 @@ async function scoreOnServers(signal) {
   const secondAnswer = second?.score(body, signal);
   // It is waited for below, unless the first one fails.
   secondAnswer?.catch(() => {});
-  const answer = await firstServer().score(body, signal);
+  const first = firstServer();
+  const answer = await first.score(body, signal);
   performance.mark("scoremode-answer");
-  showScored(text, JSON.parse(answer));
+  showScored(text, first.scoresOfTokens(answer));
   measureColours();
-  if (second) showComparison(JSON.parse(await secondAnswer));
+  if (second) showComparison(second.scoresOfTokens(await secondAnswer));
 }
 
 /** How long it took from the first server's answer until colours were painted, as a measure of the performance API. */
@@ -163,14 +172,17 @@ async function compareContinuations() {
   const { signal } = comparing;
   at("answers").hidden = true;
   at("preferred").textContent = "Scoring …";
-  await orShowError(at("compare-error"), async () => {
-    const prompt = at("text").value;
-    const continuations = continuationsOf(at("continuations").value, prompt, at("space").checked);
-    const figures = await scoreContinuations(firstServer(), prompt, continuations, signal);
-    at("preferred").textContent = showPreference(at("answers"), continuations, figures);
-    at("answers").hidden = false;
-  });
-  if (!signal.aborted && at("answers").hidden) at("preferred").textContent = "";
+  try {
+    await orShowError(at("compare-error"), async () => {
+      const prompt = at("text").value;
+      const continuations = continuationsOf(at("continuations").value, prompt, at("space").checked);
+      const figures = await scoreContinuations(firstServer(), prompt, continuations, signal);
+      at("preferred").textContent = showPreference(at("answers"), continuations, figures);
+      at("answers").hidden = false;
+    });
+  } finally {
+    if (!signal.aborted && at("answers").hidden) at("preferred").textContent = "";
+  }
 }
 
 function offerSamples() {
@@ -183,17 +195,48 @@ function offerSamples() {
 
 /** There is a difference to choose where there is a second server, and whoever adds one wants to see it. */
 function offerDifference() {
+  const before = shown && mode();
   const difference = document.querySelector("input[value=difference]");
   const surprise = document.querySelector("input[value=surprise]");
   difference.disabled = !at("second-url").value.trim();
   (difference.disabled ? surprise : difference).checked = true;
+  if (shown && mode() !== before) chooseMode();
 }
 
-function keepForThisTab() {
-  for (const id of KEPT_FOR_THIS_TAB) {
-    at(id).value = sessionStorage.getItem(`scoremode-${id}`) ?? "";
-    at(id).addEventListener("input", () => sessionStorage.setItem(`scoremode-${id}`, at(id).value));
+function keptKey(base) {
+  return sessionStorage.getItem(`scoremode-key ${base}`);
+}
+
+function keepKey(base, key) {
+  sessionStorage.setItem(`scoremode-key ${base}`, key);
+}
+
+/** The URL of the second server, or null where there is none that could be asked. */
+function secondBase() {
+  try {
+    return serverUrl(at("second-url").value.trim());
+  } catch {
+    return null;
   }
+}
+
+/** Keys and the second server's URL stay in this tab, each key under the URL of the server that it was typed for. */
+function keepForThisTab() {
+  const secondUrl = `scoremode-second-url ${OWN_BASE}`;
+  at("key").value = keptKey(OWN_BASE) ?? "";
+  at("key").addEventListener("input", () => keepKey(OWN_BASE, at("key").value));
+  at("second-url").value = sessionStorage.getItem(secondUrl) ?? "";
+  at("second-url").addEventListener("input", () => sessionStorage.setItem(secondUrl, at("second-url").value));
+  let base = secondBase();
+  at("second-key").value = keptKey(base) ?? "";
+  at("second-key").addEventListener("input", () => base && keepKey(base, at("second-key").value));
+  at("second-url").addEventListener("change", () => {
+    // A key that was typed in before any URL is for the first one.
+    const typed = base ? "" : at("second-key").value;
+    base = secondBase();
+    at("second-key").value = keptKey(base) ?? typed;
+    if (base && typed) keepKey(base, at("second-key").value);
+  });
   at("servers").open = Boolean(at("second-url").value);
 }
 

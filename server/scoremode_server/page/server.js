@@ -1,5 +1,8 @@
 // Requests to a server of Scoremode, and what can go wrong with them.
 
+const LOWEST_LOGPROB = -9999;
+/* What stands for minus infinity in JSON. */
+
 /** Why there is no answer, in words for whoever uses the page; `status` is that of a server's refusal. */
 export class ShownError extends Error {
   constructor(message, status = null) {
@@ -18,12 +21,38 @@ export class Server {
 
   /** What is served (`GET /v1/score`). */
   async info(signal) {
-    return JSON.parse(await this.#ask({ signal }));
+    const isRight = (info) => [info.max_model_len, info.max_top_logprobs].every(Number.isFinite);
+    return this.#read(await this.#ask({ signal }), isRight);
   }
 
   /** The answer to `POST /v1/score`, as JSON that is not parsed yet. */
   score(body, signal) {
     return this.#ask({ method: "POST", body: JSON.stringify(body), signal });
+  }
+
+  /**
+   * The answer to `POST /v1/score` for one text with its tokens and their ranks, parsed.
+   *
+   * Throws a ShownError if it is anything else, as that of another kind of server or of a proxy.
+   */
+  scoresOfTokens(answer) {
+    const isRight = ({ data }) => data.length === 1 && data[0].tokens && data[0].ranks && isResult(data[0]);
+    return withInfinities(this.#read(answer, isRight));
+  }
+
+  /** The same for continuations, of which there are `count`. */
+  scoresOfContinuations(answer, count) {
+    return withInfinities(this.#read(answer, ({ data }) => data.length === count && data.every(isResult)));
+  }
+
+  #read(text, isRight) {
+    try {
+      const answer = JSON.parse(text);
+      if (isRight(answer)) return answer;
+    } catch {
+      // It is no JSON, or lacks what is looked for.
+    }
+    throw new ShownError(`${this.name} did not answer like Scoremode.`);
   }
 
   async #ask(options) {
@@ -49,6 +78,26 @@ export class Server {
     const allowed = isElsewhere ? ` If it runs, it may have to be started with ${origins}.` : "";
     return `${this.name} cannot be reached (${error.message}).${allowed}`;
   }
+}
+
+/** Whether this is a result of `/v1/score`, and all that it says of tokens it says of each. */
+function isResult({ token_ids, logprobs, sum_logprob, num_scored, tokens, ranks, top_logprobs }) {
+  const perToken = [logprobs, tokens, ranks, top_logprobs].filter((each) => each !== undefined);
+  const isOfEach = perToken.every((each) => Array.isArray(each) && each.length === token_ids.length);
+  return isOfEach && Array.isArray(logprobs) && Number.isFinite(sum_logprob) && Number.isInteger(num_scored);
+}
+
+/** An answer in which logprobs, and so their sums, are minus infinity where JSON could not say so. */
+function withInfinities(answer) {
+  const infinite = (logprob) => (logprob !== null && logprob <= LOWEST_LOGPROB ? -Infinity : logprob);
+  for (const result of answer.data) {
+    result.logprobs = result.logprobs.map(infinite);
+    if (result.logprobs.includes(-Infinity)) result.sum_logprob = -Infinity;
+    for (const each of (result.top_logprobs ?? []).flat()) {
+      if (each) each.logprob = infinite(each.logprob);
+    }
+  }
+  return answer;
 }
 
 /** What a server says is wrong, in OpenAI's shape; a proxy may answer in another. */

@@ -38,6 +38,7 @@ export class TokenView {
   /** Draw tokens, the first of them at once and the others as the browser has time. */
   draw(pieces, results, mode) {
     this.#choose(null);
+    const hadFocus = this.container.contains(document.activeElement);
     [this.#pieces, this.#results] = [pieces, results];
     [this.#spans, this.#tabStop] = [[], 0];
     this.container.replaceChildren();
@@ -47,6 +48,8 @@ export class TokenView {
     rest.next();
     continueLater(rest, () => this.#drawing === rest);
     this.#spans[0]?.setAttribute("tabindex", "0");
+    // The element that had it is gone, and with it the keyboard's place in the page.
+    if (hadFocus) this.#spans[0]?.focus({ preventScroll: true });
   }
 
   /** Colour the tokens anew: by "surprise", "rank", or the "difference" of two results. */
