@@ -68,8 +68,8 @@ def test_the_values_of_every_token_are_those_of_the_runs(runs, text):
 
     assert np.array_equal(ids[unpacked(data["tokens"])], runs[0].token_ids)
     for run, series in zip(runs, data["series"], strict=False):
-        # NLLs are rounded to a 65,534th of the largest, KL divergences to 11 bits.
-        step = run.nlls.max() / 65534
+        # NLLs are rounded to a 65,534th of the largest of all, KL divergences to 11 bits.
+        step = max(runs[0].reference_nlls.max(), *(run.nlls.max() for run in runs)) / 65534
         assert np.abs(unpacked(series["nll"]) - run.nlls).max() <= step / 2 + TINY
         np.testing.assert_allclose(unpacked(series["kld"]), run.kld, rtol=2**-11, atol=2**-24 / 512)
         assert np.array_equal(unpacked(series["ranks"]), run.ranks)
@@ -104,6 +104,14 @@ def test_an_infinite_value_stays_infinite(runs, report):
     assert unpacked(data["series"][1]["nll"])[10] == np.inf
     assert unpacked(data["series"][1]["kld"])[10] == np.inf
     assert np.isinf(unpacked(data["series"][1]["nll"])).sum() == 1
+
+
+def test_equal_values_of_two_runs_stay_equal(runs, report):
+    """Though the largest of one run is not that of the other."""
+    nlls = runs[0].nlls.copy()
+    nlls[10] = 2 * nlls.max()
+    one, other, _ = data_of(report([runs[0], replace(runs[1], nlls=nlls)]))["series"]
+    assert np.flatnonzero(unpacked(one["nll"]) != unpacked(other["nll"])).tolist() == [10]
 
 
 def test_a_report_of_runs_without_a_reference(runs, report):
