@@ -40,6 +40,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     return {
         "passages": {
             "window": pack_integers(passages.window),
+            "last_window": pack_integers(passages.last_window),
             "first": pack_integers(passages.first),
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
