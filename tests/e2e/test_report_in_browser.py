@@ -389,6 +389,36 @@ def test_a_passage_of_several_windows_names_the_first_and_the_last(browser, runs
         assert visited.errors == []
 
 
+def test_a_line_break_has_its_sign_where_it_is(browser, runs, tmp_path):
+    texts = {**runs[0].token_texts, int(runs[0].token_ids[0]): "one \n\ntwo"}
+    write_report(compare([replace(run, token_texts=texts) for run in runs], num_resamples=10), tmp_path / "breaks.html")
+    with visit(browser) as visited:
+        visited.page.goto((tmp_path / "breaks.html").as_uri())
+        visited.page.wait_for_selector(".tokens span")
+        parts = visited.page.locator('[data-position="0"]').evaluate(
+            "token => [...token.childNodes].map(node => node.className === 'break'"
+            " ? getComputedStyle(node, '::before').content : node.textContent)"
+        )
+        assert parts == ["one ", '"↵"', "\n", '"↵"', "\ntwo"]
+
+
+def test_divergences_from_different_references_have_no_difference(browser, runs, tmp_path):
+    reference = {**runs[2].record["reference"], "created": runs[2].record["reference"]["created"] + 1}
+    other = replace(runs[2], record={**runs[2].record, "reference": reference})
+    for name, chosen in (("three", [*runs[:2], other]), ("two", [runs[0], other])):
+        write_report(compare(chosen, num_resamples=10), tmp_path / f"{name}.html")
+    with visit(browser) as visited:
+        page = visited.page
+        page.goto((tmp_path / "two.html").as_uri())
+        assert page.locator("#measure option[value=kld_difference]").count() == 0
+        page.goto((tmp_path / "three.html").as_uri())
+        page.select_option("#measure", "kld_difference")
+        offered = page.locator("#first option").evaluate_all("all => all.map(option => !option.disabled)")
+        assert offered == [True, True, False, False, False]
+        assert {page.locator(f"#{name}").input_value() for name in ("first", "second")} == {"0", "1"}
+        assert visited.errors == []
+
+
 def test_it_prints_in_light_colours_without_its_controls(browser, url):
     with visit(browser, color_scheme="dark") as visited:
         visited.page.goto(url)

@@ -85,9 +85,7 @@ def _title(runs: list[RunFile]) -> str:
 def _interval_note(comparison: Comparison) -> str:
     if comparison.blocks.startswith("no intervals"):
         return f"{comparison.blocks.capitalize()}."
-    return (
-        f"[ ] is the 95 % interval that does not: {comparison.blocks}, {comparison.num_resamples:,} resamples."
-    )
+    return f"[ ] is the 95 % interval that does not: {comparison.blocks}, {comparison.num_resamples:,} resamples."
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:

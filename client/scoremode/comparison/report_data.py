@@ -67,10 +67,13 @@ def _series(
     def places(ids: NDArray[np.int32] | None) -> Packed | None:
         return None if ids is None else pack_integers(np.searchsorted(vocabulary, ids[positions]))
 
+    references = [run.reference_identity for run in runs]
     found: list[Series] = [
         {
             "label": run.label,
             "is_reference": False,
+            # Equal for runs that were compared with the same one.
+            "reference": references.index(run.reference_identity),
             "nll": pack_fixed(run.nlls[positions], largest_nll),
             "kld": None if run.kld is None else pack_klds(run.kld[positions]),
             "ranks": None if run.ranks is None else pack_integers(run.ranks[positions]),
@@ -90,6 +93,7 @@ def _series(
             {
                 "label": f"reference {run.reference.name}",
                 "is_reference": True,
+                "reference": references.index(run.reference_identity),
                 "nll": pack_fixed(nlls[positions], largest_nll),
                 "kld": None,
                 "ranks": None,

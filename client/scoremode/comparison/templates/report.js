@@ -232,7 +232,9 @@ function makeTokens(passage) {
   box.setAttribute("aria-label", `Tokens of ${windowsOf(passage)}`);
   box.dir = "auto";
   for (let position = passage.start; position < passage.start + passage.size; position++) {
-    const token = element("span", "", textOf(tokens[position]));
+    const [line, ...lines] = textOf(tokens[position]).split("\n");
+    const token = element("span", "", line);
+    for (const next of lines) token.append(element("i", "break"), `\n${next}`);
     token.dataset.position = position;
     token.setAttribute("role", "option");
     token.tabIndex = position === passage.start ? 0 : -1;
@@ -244,9 +246,8 @@ function makeTokens(passage) {
 function colourTokens(box, passage) {
   const value = chosen();
   for (const token of box.children) {
-    const text = data.vocabulary.texts[tokens[token.dataset.position]];
-    const kind = !text ? " nameless" : text.includes("\n") ? " breaks" : "";
-    token.className = colourClass(value(Number(token.dataset.position))) + kind;
+    const isNameless = !data.vocabulary.texts[tokens[token.dataset.position]];
+    token.className = colourClass(value(Number(token.dataset.position))) + (isNameless ? " nameless" : "");
   }
 }
 
@@ -430,22 +431,35 @@ function option(value, text, disabled = false) {
   return made;
 }
 
+function comparable(first, second) {
+  const { of } = MEASURES[choice.measure];
+  return first !== second && has[first][of] && has[second][of] && (of === "nll" || series[first].reference === series[second].reference);
+}
+
 function offerMeasures() {
-  const withKld = has.filter((one) => one.kld).length;
-  const offered = { nll: true, kld: withKld > 0, nll_difference: series.length > 1, kld_difference: withKld > 1 };
+  const withKld = series.filter((one, index) => has[index].kld);
+  const references = new Set(withKld.map((one) => one.reference));
+  const offered = {
+    nll: true,
+    kld: withKld.length > 0,
+    nll_difference: series.length > 1,
+    kld_difference: withKld.length > references.size,
+  };
   const names = Object.keys(MEASURES).filter((name) => offered[name]);
   byId("measure").replaceChildren(...names.map((name) => option(name, MEASURES[name].name)));
 }
 
 function offerSeries() {
   const { of, difference } = MEASURES[choice.measure];
-  for (const name of ["first", "second"]) {
-    byId(name).replaceChildren(...series.map((one, index) => option(index, one.label, !has[index][of])));
-  }
-  if (!has[choice.first][of]) choice.first = has.findIndex((one) => one[of]);
-  if (difference && (choice.second === choice.first || !has[choice.second][of])) {
-    choice.second = has.findIndex((one, index) => one[of] && index !== choice.first);
-  }
+  const places = [...series.keys()];
+  const second = (first) => places.find((index) => comparable(first, index));
+  const offered = (index) => has[index][of] && (!difference || second(index) !== undefined);
+  if (!offered(choice.first)) choice.first = places.find(offered);
+  if (difference && !comparable(choice.first, choice.second)) choice.second = second(choice.first);
+  byId("first").replaceChildren(...series.map((one, index) => option(index, one.label, !offered(index))));
+  byId("second").replaceChildren(
+    ...series.map((one, index) => option(index, one.label, index !== choice.first && !comparable(choice.first, index))),
+  );
   byId("measure").value = choice.measure;
   byId("first").value = choice.first;
   byId("second").value = choice.second;
