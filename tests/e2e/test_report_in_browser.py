@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_up_runs import MODELS, write_runs
 
-from scoremode.comparison import compare, load_runs
+from scoremode.comparison import compare, load_runs, passages
 from scoremode.comparison.report import write_report
 from tests.browser import visit
 
@@ -131,6 +131,19 @@ def test_what_is_not_known_sorts_last_both_ways(page, runs):
     for _ in range(2):
         header.locator("button").click()
         assert page.locator("#runs ~ .scrolls tbody th").last.inner_text() == runs[0].label
+
+
+def test_infinite_figures_sort_as_the_largest(browser, runs, tmp_path):
+    infinite = [replace(run, nlls=np.where(np.arange(NUM_TOKENS) == 10, np.inf, run.nlls)) for run in runs[:2]]
+    write_report(compare([*infinite, runs[2]], num_resamples=10), tmp_path / "infinite.html")
+    with visit(browser) as visited:
+        visited.page.goto((tmp_path / "infinite.html").as_uri())
+        rows = visited.page.locator("#runs ~ .scrolls tbody th")
+        header = visited.page.locator("#runs ~ .scrolls thead th", has_text="perplexity")
+        header.locator("button").click()
+        assert rows.all_inner_texts()[0] == runs[2].label
+        header.locator("button").click()
+        assert rows.all_inner_texts()[2] == runs[2].label
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -340,6 +353,69 @@ def test_a_passage_that_was_left_out_has_its_mean(browser, runs, tmp_path):
         # The most divergent token of all was kept.
         page.locator("#top button").first.click()
         assert float(figures(page)[worst.label][3]) == pytest.approx(worst.kld.max(), rel=2e-3)
+        assert visited.errors == []
+
+
+def test_the_first_passage_that_was_kept_is_open_though_it_is_far_down(browser, runs, tmp_path):
+    """The page draws 40 passages at first, and here the last 30 of 100 diverge."""
+    sizes = np.full(100, NUM_TOKENS // 100, np.int32)
+    kld = np.where(np.arange(NUM_TOKENS) >= 70 * sizes[0], 1.0, 0.0)
+    cut = [replace(run, window_sizes=sizes, kld=kld) for run in runs]
+    comparison = compare(cut, num_resamples=10)
+    write_report(comparison, tmp_path / "whole.html")
+    write_report(comparison, tmp_path / "cut.html", max_bytes=(tmp_path / "whole.html").stat().st_size - 100_000)
+    with visit(browser) as visited:
+        visited.page.goto((tmp_path / "cut.html").as_uri())
+        visited.page.wait_for_selector(".tokens span")
+        assert visited.page.locator("#top-heading").inner_text().endswith(" in the text kept here")
+        opened = visited.page.locator("details[open] summary").inner_text()
+        assert int(opened.split(",")[0].removeprefix("Window ")) > 70
+        assert visited.errors == []
+
+
+def test_a_passage_of_several_windows_names_the_first_and_the_last(browser, runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(passages, "MAX_PASSAGES", NUM_WINDOWS - 1)
+    write_report(compare(runs, num_resamples=10), tmp_path / "joined.html")
+    with visit(browser) as visited:
+        visited.page.goto((tmp_path / "joined.html").as_uri())
+        headings = visited.page.locator(".passage > summary").all_inner_texts()
+        assert [heading.split(":")[0] for heading in headings] == [
+            "Windows 1 to 8, tokens 1 to 1,000",
+            "Windows 9 to 16, tokens 1 to 1,000",
+            "Windows 17 to 24, tokens 1 to 1,000",
+        ]
+        visited.page.locator('[data-position="130"]').hover()
+        assert "windows 1 to 8, position 131;" in visited.page.locator("#token").inner_text()
+        assert visited.errors == []
+
+
+def test_a_line_break_has_its_sign_where_it_is(browser, runs, tmp_path):
+    texts = {**runs[0].token_texts, int(runs[0].token_ids[0]): "one \n\ntwo"}
+    write_report(compare([replace(run, token_texts=texts) for run in runs], num_resamples=10), tmp_path / "breaks.html")
+    with visit(browser) as visited:
+        visited.page.goto((tmp_path / "breaks.html").as_uri())
+        visited.page.wait_for_selector(".tokens span")
+        parts = visited.page.locator('[data-position="0"]').evaluate(
+            "token => [...token.childNodes].map(node => node.className === 'break'"
+            " ? getComputedStyle(node, '::before').content : node.textContent)"
+        )
+        assert parts == ["one ", '"↵"', "\n", '"↵"', "\ntwo"]
+
+
+def test_divergences_from_different_references_have_no_difference(browser, runs, tmp_path):
+    reference = {**runs[2].record["reference"], "created": runs[2].record["reference"]["created"] + 1}
+    other = replace(runs[2], record={**runs[2].record, "reference": reference})
+    for name, chosen in (("three", [*runs[:2], other]), ("two", [runs[0], other])):
+        write_report(compare(chosen, num_resamples=10), tmp_path / f"{name}.html")
+    with visit(browser) as visited:
+        page = visited.page
+        page.goto((tmp_path / "two.html").as_uri())
+        assert page.locator("#measure option[value=kld_difference]").count() == 0
+        page.goto((tmp_path / "three.html").as_uri())
+        page.select_option("#measure", "kld_difference")
+        offered = page.locator("#first option").evaluate_all("all => all.map(option => !option.disabled)")
+        assert offered == [True, True, False, False, False]
+        assert {page.locator(f"#{name}").input_value() for name in ("first", "second")} == {"0", "1"}
         assert visited.errors == []
 
 

@@ -27,10 +27,9 @@ def pack_integers(values: NDArray[Any]) -> Packed:
     return _packed(values, dtype, None)
 
 
-def pack_nlls(values: NDArray[np.float64]) -> Packed:
-    """NLLs or probabilities in fixed point: all to the same 65,534th of the largest, because differences are shown."""
+def pack_fixed(values: NDArray[np.float64], largest: float) -> Packed:
+    """NLLs or probabilities to a 65,534th of the largest, which series have in common whose differences are shown."""
     finite = np.isfinite(values)
-    largest = float(values[finite].max()) if finite.any() else 0.0
     scale = largest / (_INFINITE - 1) or 1.0
     return _packed(np.where(finite, np.rint(np.where(finite, values, 0) / scale), _INFINITE), "uint16", scale)
 

@@ -10,6 +10,8 @@ from scoremode.comparison.run_file import RunFile
 
 MAX_TOKENS = 1024
 """Of a passage."""
+MAX_PASSAGES = 20_000
+"""With more, neighbouring short windows share one, because what is kept of every passage has to fit too."""
 NUM_LISTED = 50
 """Most divergent tokens of a run whose passages are kept before all others."""
 Floats = NDArray[np.float64]
@@ -17,10 +19,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passages:
-    """Windows, the long ones in pieces: arrays of shape [passages]."""
+    """Windows, long ones in pieces and very many short ones together: arrays of shape [passages]."""
 
     window: NDArray[np.int64]
-    """The window that a passage is of, from 0."""
+    """The window that a passage is of, or begins with, from 0."""
+    last_window: NDArray[np.int64]
+    """Another only where a passage is of several whole windows."""
     first: NDArray[np.int64]
     """Its first token in the window, from 0."""
     start: NDArray[np.int64]
@@ -41,13 +45,34 @@ class Passages:
 
 
 def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
-    """Windows without targets have none."""
+    """Windows without targets have none. Where there are more than `MAX_PASSAGES`, whole windows are joined."""
     pieces = -(-window_sizes.astype(np.int64) // MAX_TOKENS)
     window = np.repeat(np.arange(len(pieces)), pieces)
     number = np.arange(len(window)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     first = number * MAX_TOKENS
     size = np.minimum(window_sizes[window] - first, MAX_TOKENS)
-    return Passages(window, first, np.cumsum(size) - size, size)
+    passages = Passages(window, window, first, np.cumsum(size) - size, size)
+    return passages if len(passages) <= MAX_PASSAGES else _joined(passages, pieces[window] == 1)
+
+
+def _joined(passages: Passages, is_whole: NDArray[np.bool_]) -> Passages:
+    """Neighbours together while they are whole windows and no more than `MAX_TOKENS` tokens."""
+    begins = []
+    joined_size, joins = 0, False
+    for index, (size, whole) in enumerate(zip(passages.size.tolist(), is_whole.tolist(), strict=True)):
+        if joins and whole and joined_size + size <= MAX_TOKENS:
+            joined_size += size
+            continue
+        begins.append(index)
+        joined_size, joins = size, whole
+    ends = np.array([*begins[1:], len(passages)]) - 1
+    return Passages(
+        passages.window[begins],
+        passages.last_window[ends],
+        passages.first[begins],
+        passages.start[begins],
+        np.add.reduceat(passages.size, begins),
+    )
 
 
 def divergence(run: RunFile, base: RunFile) -> Floats:

@@ -1,7 +1,9 @@
 """The plots of a comparison: which there are, what each says below it, and the files that `--plots` writes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +17,8 @@ from scoremode.comparison.run_file import RunFile
 
 _THEMES = {"light": LIGHT, "dark": DARK}
 CAPTIONS_FILE = "captions.md"
+MAX_LABEL = 40
+"""Characters that a plot and its caption show of a run's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,8 @@ class Plot:
 
 
 def plots(comparison: Comparison) -> list[Plot]:
-    """Those whose data are there, the most telling first."""
+    """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
+    comparison = _with_short_labels(comparison)
     found = (
         _perplexity(comparison),
         _mean_kld(comparison),
@@ -74,21 +79,44 @@ def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
     return [folder / name for name in contents]
 
 
+def _with_short_labels(comparison: Comparison) -> Comparison:
+    labels = short_labels([figures.run.label for figures in comparison.runs])
+    runs = [
+        replace(figures, run=replace(figures.run, label=label))
+        for figures, label in zip(comparison.runs, labels, strict=True)
+    ]
+    return replace(comparison, runs=runs)
+
+
+def short_labels(labels: Sequence[str]) -> list[str]:
+    """The beginning and the end of long labels, numbered where several would be one."""
+    half = MAX_LABEL // 2
+    short = [label if len(label) <= MAX_LABEL else f"{label[: half - 1]}…{label[-half:]}" for label in labels]
+    counts = Counter(short)
+    return [
+        name if name == label or counts[name] == 1 else f"{name} ({number})"
+        for number, (name, label) in enumerate(zip(short, labels, strict=True), 1)
+    ]
+
+
 def _perplexity(comparison: Comparison) -> Plot | None:
     points = size_plots.points(comparison, lambda figures: figures.perplexity)
     if not points:
         return None
     size, _ = size_plots.size_axis(comparison)
+    infinite = [figures.run for figures in comparison.runs if math.isinf(figures.perplexity.value)]
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size)}. {_intervals(comparison)} {measured(comparison)}",
+        f"Perplexity{_front(size)}. {_not_drawn('it is infinite', infinite)}{_intervals(comparison)} "
+        f"{measured(comparison)}",
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
 
 def _mean_kld(comparison: Comparison) -> Plot | None:
     points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
+    infinite = [figures.run for figures in comparison.runs if figures.kld and math.isinf(figures.kld.value)]
     if not points:
         return None
     size, _ = size_plots.size_axis(comparison)
@@ -97,7 +125,8 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
-        f"{_not_drawn(comparison)}{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
+        f"{_not_drawn('it is exactly 0 at every token', _without_kld(comparison))}"
+        f"{_not_drawn('it is infinite', infinite)}{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
@@ -112,8 +141,8 @@ def _kld_distribution(comparison: Comparison) -> Plot | None:
     return Plot(
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
-        f"Share of tokens whose KL divergence from the reference is larger.{unbounded} {_not_drawn(comparison)}"
-        f"{_floor(floor)} {measured(comparison)}",
+        f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
+        f"{_without_curve(comparison)}{_floor(floor)} {measured(comparison)}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
@@ -126,7 +155,7 @@ def _kld_by_confidence(comparison: Comparison) -> Plot | None:
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens where the reference gave its likeliest token so much probability: at the "
-        f"right it was sure. {_not_drawn(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
+        f"right it was sure. {_without_curve(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
         f"that take windows as independent and tokens within one as dependent. {measured(comparison)}",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
     )
@@ -161,9 +190,19 @@ def _diverges(run: RunFile) -> bool:
     return run.kld is not None and bool(((run.kld > 0) & np.isfinite(run.kld)).any())
 
 
-def _not_drawn(comparison: Comparison) -> str:
-    names = [run.label for _, run in _runs_with_kld(comparison) if not _diverges(run)]
-    return f"Not drawn, because it is exactly 0 at every token: {', '.join(names)}. " if names else ""
+def _without_kld(comparison: Comparison) -> list[RunFile]:
+    return [run for _, run in _runs_with_kld(comparison) if run.kld is not None and not run.kld.any()]
+
+
+def _without_curve(comparison: Comparison) -> str:
+    """What the plots of single tokens leave out."""
+    zero = _without_kld(comparison)
+    infinite = [run for _, run in _runs_with_kld(comparison) if not _diverges(run) and run not in zero]
+    return _not_drawn("it is exactly 0 at every token", zero) + _not_drawn("it is infinite or exactly 0", infinite)
+
+
+def _not_drawn(reason: str, runs: Sequence[RunFile]) -> str:
+    return f"Not drawn, because {reason}: {', '.join(run.label for run in runs)}. " if runs else ""
 
 
 def _reference_names(comparison: Comparison) -> str:
@@ -184,6 +223,8 @@ def _floor(floor: float | None) -> str:
 
 
 def _intervals(comparison: Comparison) -> str:
+    if comparison.blocks.startswith("no intervals"):
+        return f"{comparison.blocks.capitalize()}."
     return f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
 
 

@@ -64,8 +64,7 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
         "sentences": summary(comparison),
         "columns": columns,
         "rows": rows,
-        "errors": "± takes tokens as independent. [ ] is the 95 % interval that does not: "
-        f"{comparison.blocks}, {comparison.num_resamples:,} resamples.",
+        "errors": f"± takes tokens as independent. {_interval_note(comparison)}",
         "pair_columns": pair_columns,
         "pairs": pairs,
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
@@ -81,6 +80,12 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
 
 def _title(runs: list[RunFile]) -> str:
     return f"{runs[0].label} and {len(runs) - 1} more" if len(runs) > 3 else ", ".join(run.label for run in runs)
+
+
+def _interval_note(comparison: Comparison) -> str:
+    if comparison.blocks.startswith("no intervals"):
+        return f"{comparison.blocks.capitalize()}."
+    return f"[ ] is the 95 % interval that does not: {comparison.blocks}, {comparison.num_resamples:,} resamples."
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.comparison.packing import Packed, pack_floats, pack_integers, pack_klds, pack_nlls, packed_bytes
+from scoremode.comparison.packing import Packed, pack_fixed, pack_floats, pack_integers, pack_klds, packed_bytes
 from scoremode.comparison.passages import Passages, cut_passages, kept_passages
 from scoremode.comparison.run_file import RunFile
 
@@ -40,6 +40,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     return {
         "passages": {
             "window": pack_integers(passages.window),
+            "last_window": pack_integers(passages.last_window),
             "first": pack_integers(passages.first),
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
@@ -61,15 +62,19 @@ def _series(
     runs: Sequence[RunFile], passages: Passages, kept: NDArray[np.bool_], vocabulary: NDArray[np.int32]
 ) -> list[Series]:
     positions = passages.positions(kept)
+    largest_nll = _largest_nll(runs)
 
     def places(ids: NDArray[np.int32] | None) -> Packed | None:
         return None if ids is None else pack_integers(np.searchsorted(vocabulary, ids[positions]))
 
+    references = [run.reference_identity for run in runs]
     found: list[Series] = [
         {
             "label": run.label,
             "is_reference": False,
-            "nll": pack_nlls(run.nlls[positions]),
+            # Equal for runs that were compared with the same one.
+            "reference": references.index(run.reference_identity),
+            "nll": pack_fixed(run.nlls[positions], largest_nll),
             "kld": None if run.kld is None else pack_klds(run.kld[positions]),
             "ranks": None if run.ranks is None else pack_integers(run.ranks[positions]),
             "tops": places(run.top_token_ids),
@@ -88,16 +93,23 @@ def _series(
             {
                 "label": f"reference {run.reference.name}",
                 "is_reference": True,
-                "nll": pack_nlls(nlls[positions]),
+                "reference": references.index(run.reference_identity),
+                "nll": pack_fixed(nlls[positions], largest_nll),
                 "kld": None,
                 "ranks": None,
                 "tops": places(run.reference_top_token_ids),
-                "confidence": pack_nlls(confidence[positions]),
+                "confidence": pack_fixed(confidence[positions], 1),
                 "mean_nll": pack_floats(passages.means(nlls)),
                 "mean_kld": None,
             }
         )
     return found
+
+
+def _largest_nll(runs: Sequence[RunFile]) -> float:
+    """The largest finite one: with one scale for all, values that are equal in two series stay equal."""
+    arrays = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
+    return max(float(array.max(where=np.isfinite(array), initial=0)) for array in arrays)
 
 
 def _one_for_each_reference(runs: Sequence[RunFile]) -> list[RunFile]:

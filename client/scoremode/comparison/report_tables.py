@@ -19,6 +19,11 @@ class Cell:
     mark: str = ""
     """A class of the style sheet."""
 
+    @property
+    def sort_value(self) -> str:
+        """The value as JavaScript reads a number; empty where there is none."""
+        return "" if self.value is None else str(self.value).replace("inf", "Infinity")
+
 
 @dataclass(frozen=True, slots=True)
 class Column:

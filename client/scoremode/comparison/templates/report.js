@@ -40,10 +40,12 @@ function makeSortable(table) {
 
 function sortRows(body, column, isNumber, sign) {
   const value = (row) => row.cells[column].dataset.value;
+  // Infinity less infinity is not a number.
+  const difference = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
   const compare = (a, b) => {
     // What is not known comes last in both directions.
     if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === "");
-    return sign * (isNumber ? value(a) - value(b) : value(a).localeCompare(value(b)));
+    return sign * (isNumber ? difference(Number(value(a)), Number(value(b))) : value(a).localeCompare(value(b)));
   };
   body.append(...[...body.rows].sort(compare));
 }
@@ -96,13 +98,15 @@ function makePassages(arrays) {
   let start = 0;
   return Array.from(arrays.size, (size, index) => {
     const kept = arrays.kept[index] === 1;
-    const passage = { index, size, kept, window: arrays.window[index], first: arrays.first[index], start: kept ? start : -1 };
+    const [window, lastWindow] = [arrays.window[index], arrays.last_window[index]];
+    const passage = { index, size, kept, window, lastWindow, first: arrays.first[index], start: kept ? start : -1 };
     if (kept) start += size;
     return passage;
   });
 }
 
 const keptPassages = passages.filter((passage) => passage.kept);
+const isCut = keptPassages.length < passages.length;
 
 function passageOf(position) {
   let low = 0;
@@ -113,6 +117,11 @@ function passageOf(position) {
     else high = middle - 1;
   }
   return keptPassages[low];
+}
+
+function windowsOf({ window, lastWindow }) {
+  const [first, last] = [window + 1, lastWindow + 1].map((number) => number.toLocaleString("en"));
+  return first === last ? `window ${first}` : `windows ${first} to ${last}`;
 }
 
 function textOf(place) {
@@ -210,7 +219,8 @@ function describePassage(made, passage) {
   const value = chosen(true)(passage.index);
   const measure = MEASURES[choice.measure];
   const last = passage.first + passage.size;
-  const place = `Window ${passage.window + 1}, tokens ${(passage.first + 1).toLocaleString("en")} to ${last.toLocaleString("en")}: `;
+  const windows = windowsOf(passage).replace("w", "W");
+  const place = `${windows}, tokens ${(passage.first + 1).toLocaleString("en")} to ${last.toLocaleString("en")}: `;
   const chip = element("span", `chip ${colourClass(value)}`, signed(value));
   chip.title = `mean ${measure.name}, nats`;
   made.firstElementChild.replaceChildren(place, chip, ` mean ${measure.name}${passage.kept ? "" : ". Its text is left out."}`);
@@ -219,10 +229,12 @@ function describePassage(made, passage) {
 function makeTokens(passage) {
   const box = element("div", "tokens");
   box.setAttribute("role", "listbox");
-  box.setAttribute("aria-label", `Tokens of window ${passage.window + 1}`);
+  box.setAttribute("aria-label", `Tokens of ${windowsOf(passage)}`);
   box.dir = "auto";
   for (let position = passage.start; position < passage.start + passage.size; position++) {
-    const token = element("span", "", textOf(tokens[position]));
+    const [line, ...lines] = textOf(tokens[position]).split("\n");
+    const token = element("span", "", line);
+    for (const next of lines) token.append(element("i", "break"), `\n${next}`);
     token.dataset.position = position;
     token.setAttribute("role", "option");
     token.tabIndex = position === passage.start ? 0 : -1;
@@ -234,9 +246,8 @@ function makeTokens(passage) {
 function colourTokens(box, passage) {
   const value = chosen();
   for (const token of box.children) {
-    const text = data.vocabulary.texts[tokens[token.dataset.position]];
-    const kind = !text ? " nameless" : text.includes("\n") ? " breaks" : "";
-    token.className = colourClass(value(Number(token.dataset.position))) + kind;
+    const isNameless = !data.vocabulary.texts[tokens[token.dataset.position]];
+    token.className = colourClass(value(Number(token.dataset.position))) + (isNameless ? " nameless" : "");
   }
 }
 
@@ -278,7 +289,7 @@ function showToken(position) {
   const shown = element("p", "shown");
   const isolated = element("bdi", colourClass(chosen()(position)), aloneText(tokens[position]));
   shown.append(isolated);
-  const where = `token ${tokenIds[tokens[position]]}, window ${passage.window + 1}, position ${(passage.first + position - passage.start + 1).toLocaleString("en")}; `;
+  const where = `token ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, position ${(passage.first + position - passage.start + 1).toLocaleString("en")}; `;
   const value = `${MEASURES[choice.measure].name} ${signed(chosen()(position))}`;
   byId("token").replaceChildren(shown, element("p", "quiet", where + value), tokenTable(position));
 }
@@ -371,7 +382,7 @@ function largest() {
 
 function drawTop() {
   const value = chosen();
-  byId("top-heading").textContent = `Largest ${MEASURES[choice.measure].name}`;
+  byId("top-heading").textContent = `Largest ${MEASURES[choice.measure].name}${isCut ? " in the text kept here" : ""}`;
   byId("top").replaceChildren(
     ...largest().map((position) => {
       const button = element("button");
@@ -393,14 +404,19 @@ function drawTop() {
   );
 }
 
-function jumpTo(position) {
-  const passage = passageOf(position);
+function openPassage(passage) {
   const place = order.indexOf(passage.index);
   if (place >= numShown) showMore(place + 1 - numShown);
   const made = details.get(passage.index);
   if (made.childElementCount === 1) made.append(makeTokens(passage));
   colourTokens(made.lastElementChild, passage);
   made.open = true;
+  return made;
+}
+
+function jumpTo(position) {
+  const passage = passageOf(position);
+  const made = openPassage(passage);
   const token = made.lastElementChild.children[position - passage.start];
   token.scrollIntoView({ block: "center" });
   token.focus({ preventScroll: true });
@@ -415,22 +431,35 @@ function option(value, text, disabled = false) {
   return made;
 }
 
+function comparable(first, second) {
+  const { of } = MEASURES[choice.measure];
+  return first !== second && has[first][of] && has[second][of] && (of === "nll" || series[first].reference === series[second].reference);
+}
+
 function offerMeasures() {
-  const withKld = has.filter((one) => one.kld).length;
-  const offered = { nll: true, kld: withKld > 0, nll_difference: series.length > 1, kld_difference: withKld > 1 };
+  const withKld = series.filter((one, index) => has[index].kld);
+  const references = new Set(withKld.map((one) => one.reference));
+  const offered = {
+    nll: true,
+    kld: withKld.length > 0,
+    nll_difference: series.length > 1,
+    kld_difference: withKld.length > references.size,
+  };
   const names = Object.keys(MEASURES).filter((name) => offered[name]);
   byId("measure").replaceChildren(...names.map((name) => option(name, MEASURES[name].name)));
 }
 
 function offerSeries() {
   const { of, difference } = MEASURES[choice.measure];
-  for (const name of ["first", "second"]) {
-    byId(name).replaceChildren(...series.map((one, index) => option(index, one.label, !has[index][of])));
-  }
-  if (!has[choice.first][of]) choice.first = has.findIndex((one) => one[of]);
-  if (difference && (choice.second === choice.first || !has[choice.second][of])) {
-    choice.second = has.findIndex((one, index) => one[of] && index !== choice.first);
-  }
+  const places = [...series.keys()];
+  const second = (first) => places.find((index) => comparable(first, index));
+  const offered = (index) => has[index][of] && (!difference || second(index) !== undefined);
+  if (!offered(choice.first)) choice.first = places.find(offered);
+  if (difference && !comparable(choice.first, choice.second)) choice.second = second(choice.first);
+  byId("first").replaceChildren(...series.map((one, index) => option(index, one.label, !offered(index))));
+  byId("second").replaceChildren(
+    ...series.map((one, index) => option(index, one.label, index !== choice.first && !comparable(choice.first, index))),
+  );
   byId("measure").value = choice.measure;
   byId("first").value = choice.first;
   byId("second").value = choice.second;
@@ -467,7 +496,7 @@ function start() {
   byId("passages").addEventListener("keydown", moveFocus);
   byId("view").hidden = false;
   recolour();
-  if (keptPassages.length) details.get(order.find((index) => passages[index].kept)).open = true;
+  if (keptPassages.length) openPassage(keptPassages[0]);
 }
 
 start();

@@ -11,7 +11,7 @@ from PIL import Image
 
 from scoremode.comparison import Figure, compare, load_runs
 from scoremode.comparison.plot_style import DARK, LIGHT, as_svg
-from scoremode.comparison.plots import plots, write_plots
+from scoremode.comparison.plots import plots, short_labels, write_plots
 from scoremode.comparison.size_plots import Point, pareto_front
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
@@ -230,8 +230,43 @@ def test_infinite_values_are_left_out_and_said(comparison):
     captions = {plot.name: plot.caption for plot in plots(infinite)}
     assert "3 infinite values lie beyond the right edge." in captions["kl-divergence-distribution"]
     assert len(markers(drawn(infinite, "kl-divergence")[1])) == 5
+    assert "Not drawn, because it is infinite: RTN-3bit." in captions["kl-divergence"]
+    assert not any("exactly 0 at every token" in caption for caption in captions.values())
     for plot in plots(infinite):
         plot.draw(LIGHT).draw_without_rendering()
+
+
+def test_a_run_of_infinite_perplexity_is_named(comparison):
+    last = replace(comparison.runs[5], perplexity=Figure(np.inf, None, None, None))
+    found = plots(replace(comparison, runs=[*comparison.runs[:5], last]))
+    assert "Not drawn, because it is infinite: RTN-3bit." in found[0].caption
+
+
+def test_a_run_of_zeros_and_infinities_is_not_said_to_be_zero(comparison):
+    kld = np.zeros(NUM_TOKENS)
+    kld[3] = np.inf
+    last = comparison.runs[5]
+    last = replace(last, kld=Figure(np.inf, None, None, None), run=replace(last.run, kld=kld))
+    captions = {plot.name: plot.caption for plot in plots(replace(comparison, runs=[*comparison.runs[:5], last]))}
+    assert "because it is infinite or exactly 0: RTN-3bit." in captions["kl-divergence-distribution"]
+    assert not any("at every token" in caption for caption in captions.values())
+
+
+def test_a_text_too_short_for_intervals_has_none(comparison):
+    short = replace(comparison, blocks="no intervals: a text of 3 windows is too short")
+    assert "No intervals: a text of 3 windows is too short. Corpus" in plots(short)[0].caption
+
+
+def test_long_names_are_shortened_and_stay_distinct(comparison):
+    long = [f"/models/{'a' * 60}/{end}" for end in ("one", "two")]
+    same = [f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"]
+    names = short_labels([*long, *same, "short"])
+    assert names[0].endswith("/one")
+    assert names[4] == "short"
+    assert len(set(names)) == 5
+    assert max(map(len, names)) <= 44
+    _, axes = drawn(changed(comparison, lambda run: replace(run, label=run.label + "a" * 200)), "perplexity")
+    assert max(len(text.get_text()) for text in axes.texts) <= 44
 
 
 def test_a_name_with_dollars_and_underscores_is_drawn_as_it_is(comparison):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from made_up_runs import MODELS, write_runs
 
-from scoremode.comparison import compare, load_runs
+from scoremode.comparison import compare, load_runs, passages
 from scoremode.comparison.passages import MAX_TOKENS, cut_passages
 from scoremode.comparison.plot_style import DARK, LIGHT
 from scoremode.comparison.report import write_report
@@ -68,8 +68,8 @@ def test_the_values_of_every_token_are_those_of_the_runs(runs, text):
 
     assert np.array_equal(ids[unpacked(data["tokens"])], runs[0].token_ids)
     for run, series in zip(runs, data["series"], strict=False):
-        # NLLs are rounded to a 65,534th of the largest, KL divergences to 11 bits.
-        step = run.nlls.max() / 65534
+        # NLLs are rounded to a 65,534th of the largest of all, KL divergences to 11 bits.
+        step = max(runs[0].reference_nlls.max(), *(run.nlls.max() for run in runs)) / 65534
         assert np.abs(unpacked(series["nll"]) - run.nlls).max() <= step / 2 + TINY
         np.testing.assert_allclose(unpacked(series["kld"]), run.kld, rtol=2**-11, atol=2**-24 / 512)
         assert np.array_equal(unpacked(series["ranks"]), run.ranks)
@@ -104,6 +104,14 @@ def test_an_infinite_value_stays_infinite(runs, report):
     assert unpacked(data["series"][1]["nll"])[10] == np.inf
     assert unpacked(data["series"][1]["kld"])[10] == np.inf
     assert np.isinf(unpacked(data["series"][1]["nll"])).sum() == 1
+
+
+def test_equal_values_of_two_runs_stay_equal(runs, report):
+    """Though the largest of one run is not that of the other."""
+    nlls = runs[0].nlls.copy()
+    nlls[10] = 2 * nlls.max()
+    one, other, _ = data_of(report([runs[0], replace(runs[1], nlls=nlls)]))["series"]
+    assert np.flatnonzero(unpacked(one["nll"]) != unpacked(other["nll"])).tolist() == [10]
 
 
 def test_a_report_of_runs_without_a_reference(runs, report):
@@ -164,6 +172,26 @@ def test_long_windows_are_cut_into_passages():
     assert passages.first.tolist() == [0, 0, MAX_TOKENS, 2 * MAX_TOKENS]
     assert passages.start.tolist() == [0, 5, 5 + MAX_TOKENS, 5 + 2 * MAX_TOKENS]
     assert passages.size.tolist() == [5, MAX_TOKENS, MAX_TOKENS, 1]
+
+
+def test_very_many_short_windows_share_passages(monkeypatch):
+    monkeypatch.setattr(passages, "MAX_PASSAGES", 4)
+    joined = cut_passages(np.array([0, 1000, 20, 0, 4, 1, MAX_TOKENS + 2, 3, 3], np.int32))
+    assert joined.window.tolist() == [1, 5, 6, 6, 7]
+    assert joined.last_window.tolist() == [4, 5, 6, 6, 8]
+    assert joined.first.tolist() == [0, 0, 0, MAX_TOKENS, 0]
+    assert joined.start.tolist() == [0, 1024, 1025, 1025 + MAX_TOKENS, 1027 + MAX_TOKENS]
+    assert joined.size.tolist() == [1024, 1, MAX_TOKENS, 2, 6]
+
+
+def test_a_bound_holds_for_windows_of_one_token(runs, report, monkeypatch):
+    monkeypatch.setattr(passages, "MAX_PASSAGES", 100)
+    tiny = [replace(run, window_sizes=np.ones(NUM_TOKENS, np.int32)) for run in runs]
+    text = report(tiny, max_bytes=280_000)
+    data = data_of(text)
+    assert len(text.encode()) <= 280_000
+    assert 0 < data["num_kept"] < NUM_TOKENS
+    assert unpacked(data["passages"]["last_window"]).tolist() == [1023, 2047, 3071, 4095, 4999]
 
 
 def test_text_never_becomes_markup(runs, report):
