@@ -11,7 +11,6 @@ import pytest
 
 from scoremode import ScoreClient
 
-SHORT = ("--context-length", "256")
 RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} ([0-9.e+-]+)$", re.MULTILINE)
 
 
@@ -33,7 +32,7 @@ def wait_for(server: str, busy: bool, seconds: float) -> bool:
 def test_killing_ppl_client_leaves_no_request_running(server: str, wikitext: str, tmp_path: Path, flags: tuple[str]):
     text = tmp_path / "text.txt"
     text.write_text(wikitext[:200_000])
-    command = [sys.executable, "-m", "scoremode.cli", "--url", server, "--text-file", str(text), *SHORT, *flags]
+    command = [sys.executable, "-m", "scoremode.cli", "--url", server, "--text-file", str(text), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         assert wait_for(server, busy=True, seconds=60), "the engine never got a request"
