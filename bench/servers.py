@@ -34,16 +34,27 @@ STOCK = Settings(
 
 @contextmanager
 def started(
-    shapes: Sequence[str], servers: Mapping[str, Settings], tokenizer: Path, logs: Path
+    shapes: Sequence[str],
+    servers: Mapping[str, Settings],
+    tokenizer: Path,
+    logs: Path,
+    memory: Sequence[str] = MEMORY,
 ) -> Iterator[dict[tuple[str, str], str]]:
-    """(shape, server) -> URL, for every server on every shape; its model is named as its shape."""
-    with started_processes(shapes, servers, tokenizer, logs) as processes:
+    """(shape, server) -> URL, for every server on every shape; its model is named as its shape.
+
+    `memory` are the flags that give each server its part of the GPU; a server that is alone may measure it itself.
+    """
+    with started_processes(shapes, servers, tokenizer, logs, memory) as processes:
         yield {key: process.url for key, process in processes.items()}
 
 
 @contextmanager
 def started_processes(
-    shapes: Sequence[str], servers: Mapping[str, Settings], tokenizer: Path, logs: Path
+    shapes: Sequence[str],
+    servers: Mapping[str, Settings],
+    tokenizer: Path,
+    logs: Path,
+    memory: Sequence[str] = MEMORY,
 ) -> Iterator[dict[tuple[str, str], ServerProcess]]:
     """As `started`, with the servers' processes."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, ThreadPoolExecutor(16) as pool:
@@ -53,7 +64,7 @@ def started_processes(
             for name, settings in servers.items():
                 context = server_process(
                     model,
-                    *(*FLAGS, *MEMORY, "--served-model-name", shape, *settings.flags),
+                    *(*FLAGS, *memory, "--served-model-name", shape, *settings.flags),
                     log=logs / f"{shape}-{name.replace(', ', '-').replace(' ', '-')}.log",
                     environment=dict(settings.environment or {}),
                     command=settings.command,
