@@ -4,18 +4,22 @@ Values look like those of quantized models, so that plots and reports of them do
 """
 
 import hashlib
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
+
+from scoremode import kld_report
+from scoremode._output import Output
+from scoremode.divergence import KldMeasurement
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.protocol import NoiseFloor, Reference, ServerInfo
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6
-_TIMES = "2026-11-22T12:00:00+00:00"
 _WORDS = [
     *("the", "of", "and", "in", "to", "a", "was", "is", "for", "on", "as", "with", "by", "at", "from", "his", "that"),
     *("it", "were", "an", "are", "which", "this", "had", "be", "has", "also", "first", "their", "its", "one", "new"),
@@ -92,74 +96,96 @@ def run_arrays(model: MadeUpModel, reference: dict[str, NDArray[Any]], vocab_siz
     }
 
 
-def record(model: MadeUpModel, num_tokens: int, num_windows: int, context_length: int) -> dict[str, Any]:
-    """The JSON of a run, without its statistics."""
-    return {
-        "kind": "kld",
-        "version": 1,
-        "client_version": "0.1.0",
-        "finished": _TIMES,
-        "urls": ["http://localhost:8000"],
-        "model": model.name,
-        "server": {
-            "object": "score.info",
-            "scoremode_version": "0.1.0",
-            "vllm_version": "0.32.0",
-            "model": model.name,
-            "max_model_len": 2048,
-            "vocab_size": 49152,
-            "max_top_logprobs": 20,
-            "bos_token_id": None,
-            "eos_token_id": 2,
-            "adds_bos": False,
-            "dtype": "bfloat16",
-            "quantization": None if model.bits == 16 else "compressed-tensors",
-            "fingerprint": hashlib.sha256(model.name.encode()).hexdigest()[:32],
-            "num_parameters": NUM_PARAMETERS,
-            "weight_bytes": int(NUM_PARAMETERS * model.bits / 8),
-        },
-        "reference": {
-            "object": "reference",
-            "name": "base-made-up",
-            "created": 1_795_346_504,
-            "complete": True,
-            "model": MODELS[0].name,
-            "revision": None,
-            "dtype": "bfloat16",
-            "quantization": None,
-            "scoremode_version": "0.1.0",
-            "vllm_version": "0.32.0",
-            "vocab_size": 49152,
-            "fingerprint": "a2e09922ac81e5c7c69331d6c4bfad08",
-            "text_fingerprint": "90a00a55b8f0bb8b57e296418f67518e",
-            "method": "sliding",
-            "context_length": context_length,
-            "stride": context_length // 4,
-            "num_tokens": num_tokens + 1,
-            "num_windows": num_windows,
-            "num_recorded": num_windows,
-            "num_scored": num_tokens,
-            "num_bytes": num_tokens * 4,
-            "num_words": num_tokens,
-            "disk_bytes": 1,
-            "perplexity": 13.0,
-            "perplexity_stderr": 0.2,
-            "nll_mean": 2.6,
-            "noise_floor": {
-                "mean": NOISE_FLOOR,
-                "p99": 8 * NOISE_FLOOR,
-                "max": 50 * NOISE_FLOOR,
-                "num_scored": num_tokens,
-                "created": 1_795_346_521,
-            },
-        },
-        "settings": {"concurrency": 8, "as_noise_floor": False},
-        "statistics": {},
-        "kld_over_noise_floor": None,
-        "most_divergent": [],
-        "seconds": 1.0,
-        "positions_per_second": float(num_tokens),
+def made_up_reference(window_sizes: Sequence[int], **fields: Any) -> Reference:
+    """A complete recording of a text in such windows. `fields` are instead of those here."""
+    num_scored, num_windows = sum(window_sizes), len(window_sizes)
+    made_up = {
+        "name": "base-made-up",
+        "created": 1_795_346_504,
+        "complete": True,
+        "model": MODELS[0].name,
+        "revision": None,
+        "dtype": "bfloat16",
+        "quantization": None,
+        "scoremode_version": "0.1.0",
+        "vllm_version": "0.32.0",
+        "vocab_size": 49152,
+        "fingerprint": "a2e09922ac81e5c7c69331d6c4bfad08",
+        "text_fingerprint": "90a00a55b8f0bb8b57e296418f67518e",
+        "method": "sliding",
+        "context_length": 2048,
+        "stride": 512,
+        "num_tokens": num_scored + 1,
+        "num_windows": num_windows,
+        "num_recorded": num_windows,
+        "num_scored": num_scored,
+        "num_bytes": 4 * (num_scored + 1),
+        "num_words": None,
+        "disk_bytes": 1,
+        "perplexity": 13.0,
+        "perplexity_stderr": 0.2,
+        "nll_mean": 2.6,
+        "noise_floor": None,
     }
+    return Reference(**{**made_up, **fields})
+
+
+def server_of(model: MadeUpModel) -> ServerInfo:
+    """What a server of the model says."""
+    return ServerInfo(
+        scoremode_version="0.1.0",
+        vllm_version="0.32.0",
+        model=model.name,
+        max_model_len=2048,
+        vocab_size=49152,
+        max_top_logprobs=20,
+        bos_token_id=None,
+        eos_token_id=2,
+        adds_bos=False,
+        dtype="bfloat16",
+        quantization=None if model.bits == 16 else "compressed-tensors",
+        fingerprint=hashlib.sha256(model.name.encode()).hexdigest()[:32],
+        num_parameters=NUM_PARAMETERS,
+        weight_bytes=int(NUM_PARAMETERS * model.bits / 8),
+    )
+
+
+def write_kld_run(
+    path: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    window_sizes: Sequence[int],
+    *,
+    server: ServerInfo,
+    reference: Reference,
+    texts: Mapping[int, str] | None = None,
+) -> Path:
+    """Write what `ppl-client kld --output` would, and return the path.
+
+    Args:
+        path: Of the JSON.
+        arrays: Of every field of `KldPositions`, [n].
+        window_sizes: [windows]; their sum is n.
+        server: Of the compared model.
+        reference: What it is compared with.
+        texts: Of the tokens, where they are kept.
+    """
+    positions = KldPositions(**{name: arrays[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
+    measurement = KldMeasurement(
+        server=server,
+        model=server.model,
+        reference=reference,
+        concurrency=8,
+        as_noise_floor=False,
+        window_sizes=list(window_sizes),
+        positions=positions,
+        statistics=statistics(positions, window_sizes),
+        most_divergent=[],
+        seconds=1.0,
+        token_texts=dict(texts or {}),
+    )
+    record = kld_report.as_json(measurement, ["http://localhost:8000"])
+    Output(path, resume=False).write(record, kld_report.as_arrays(measurement))
+    return path
 
 
 def write_runs(
@@ -167,24 +193,26 @@ def write_runs(
     context_length: int = 2048, seed: int = 1,
 ) -> list[Path]:  # fmt: skip
     """Write a run of each model over the same tokens, and return the JSON files."""
-    reference = reference_arrays(num_tokens, vocab_size, seed)
+    of_reference = reference_arrays(num_tokens, vocab_size, seed)
     stride = context_length // 4
-    sizes = np.full(-(-num_tokens // stride), stride, np.int32)
-    sizes[-1] -= sizes.sum() - num_tokens
+    whole, rest = divmod(num_tokens, stride)
+    window_sizes = [stride] * whole + [rest] * bool(rest)
+    floor = NoiseFloor(mean=NOISE_FLOOR, p99=8 * NOISE_FLOOR, max=50 * NOISE_FLOOR, num_scored=num_tokens,
+                       created=1_795_346_521)  # fmt: skip
+    reference = made_up_reference(window_sizes, context_length=context_length, stride=stride, noise_floor=floor)
     texts = token_texts(vocab_size)
     paths = []
     for index, model in enumerate(models):
-        arrays = run_arrays(model, reference, vocab_size, seed + 1 + index)
-        content = save({**arrays, "window_sizes": sizes})
-        described = {"file": f"{model.name}.safetensors", "sha256": hashlib.sha256(content).hexdigest()}
-        (folder / described["file"]).write_bytes(content)
-        path = folder / f"{model.name}.json"
+        arrays = run_arrays(model, of_reference, vocab_size, seed + 1 + index)
         used = np.unique(np.concatenate([arrays[name] for name in ("token_ids", "top_token_ids",
                                                                    "reference_top_token_ids")]))  # fmt: skip
-        full = record(model, num_tokens, len(sizes), context_length) | {
-            "arrays": described,
-            "token_texts": {str(token): texts[int(token)] for token in used},
-        }
-        path.write_text(json.dumps(full))
+        path = write_kld_run(
+            folder / f"{model.name}.json",
+            arrays,
+            window_sizes,
+            server=server_of(model),
+            reference=reference,
+            texts={int(token): texts[int(token)] for token in used},
+        )
         paths.append(path)
     return paths

@@ -10,9 +10,9 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from PIL import Image  # noqa: E402
 from playwright.sync_api import Page, expect  # noqa: E402
 
+from screenshots import take_screenshot  # noqa: E402
 from tests.browser import installed_chromium, running_browser, visit  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -20,7 +20,6 @@ SAMPLE = "A factual paragraph"
 CONTINUATIONS = "The largest city of Australia is Sydney.\nThe largest city of Australia is Paris."
 POINTED_AT = "Sydney"
 WIDTH, HEIGHT = 1000, 1150
-COLOURS = 128
 ANSWER_MS = 60_000
 
 
@@ -38,9 +37,7 @@ def main(url: str) -> None:
                 seen.page.goto(f"{url.rstrip('/')}/scoremode")
                 fill(seen.page)
                 path = IMAGES / f"page-{scheme}.png"
-                seen.page.screenshot(path=path, full_page=True)
-                # Text and flat colours need no more, in a third of the bytes.
-                Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+                take_screenshot(seen.page, path, full_page=True)
                 print(path)
 
 

@@ -9,21 +9,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from PIL import Image
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from scoremode.comparison import compare, load_runs
 from scoremode.comparison.report import write_report
+from screenshots import take_screenshot
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from tests.browser import installed_chromium  # noqa: E402
+from tests.browser import installed_chromium, running_browser, visit  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 860
-COLOURS = 128
-"""Of the picture: what text and flat colours need, in a third of the bytes."""
-
 
 CHOOSE = """
 document.getElementById("text").scrollIntoView();
@@ -36,14 +33,11 @@ shown.sort((one, other) => other.className.localeCompare(one.className))[0].focu
 def take(browser: Browser, report: Path, folder: Path) -> None:
     """The text view with a divergent token chosen: every part of a report that a table or a plot does not show."""
     for scheme in ("light", "dark"):
-        page = browser.new_page(color_scheme=scheme, viewport={"width": WIDTH, "height": HEIGHT})
-        page.goto(report.resolve().as_uri())
-        page.wait_for_selector(".tokens span")
-        page.evaluate(CHOOSE)
-        path = folder / f"report-{scheme}.png"
-        page.screenshot(path=path)
-        Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
-        page.close()
+        with visit(browser, color_scheme=scheme, viewport={"width": WIDTH, "height": HEIGHT}) as seen:
+            seen.page.goto(report.resolve().as_uri())
+            seen.page.wait_for_selector(".tokens span")
+            seen.page.evaluate(CHOOSE)
+            take_screenshot(seen.page, folder / f"report-{scheme}.png")
 
 
 def main() -> None:
@@ -56,14 +50,12 @@ def main() -> None:
     if executable is None:
         sys.exit("no browser is installed: apt-get install chromium")
     options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as temporary, running_browser(executable) as browser:
         report = options.files[0]
         if report.suffix == ".json":
             report = Path(temporary) / "report.html"
             write_report(compare(load_runs(options.files)), report)
-        browser = playwright.chromium.launch(executable_path=executable)
         take(browser, report, options.folder)
-        browser.close()
 
 
 if __name__ == "__main__":

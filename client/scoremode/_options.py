@@ -7,6 +7,7 @@ from pathlib import Path
 
 from scoremode import corpora
 from scoremode._compare_options import add_compare_options, compare_contradiction
+from scoremode._sweep_options import add_sweep_options
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
@@ -19,13 +20,14 @@ DEFAULT_RETRY_FOR = 600.0
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; ends the process with status 2 where it is wrong.
 
-    `command` is that of the first argument, `record`, `kld` or `compare`, and else `perplexity`.
+    `command` is the first argument where that names a command, and else `perplexity`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = arguments[0] if arguments and arguments[0] in ("record", "kld", "compare") else "perplexity"
+    is_named = bool(arguments) and arguments[0] in _COMMANDS and arguments[0] != "perplexity"
+    command = arguments[0] if is_named else "perplexity"
     make_parser, contradiction = _COMMANDS[command]
     parser = make_parser()
-    options = parser.parse_args(arguments if command == "perplexity" else arguments[1:])
+    options = parser.parse_args(arguments[1:] if is_named else arguments)
     options.command = command
     if "urls" in options:
         options.urls = options.urls or [DEFAULT_URL]
@@ -140,12 +142,28 @@ def _compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _sweep_parser() -> argparse.ArgumentParser:
+    parser = _new_parser(
+        "ppl-client sweep",
+        "Serve each model of a plan in turn, measure its perplexity and its KL divergence from the first, "
+        "and compare them. What was measured before is not measured again.",
+        success="every model was measured",
+    )
+    add_sweep_options(parser)
+    return parser
+
+
 _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], str | None]]] = {
     "perplexity": (_perplexity_parser, _perplexity_contradiction),
     "record": (_record_parser, _record_contradiction),
     "kld": (_kld_parser, _kld_contradiction),
     "compare": (_compare_parser, compare_contradiction),
+    "sweep": (_sweep_parser, lambda options: None),
 }
+"""The parser of each command, and what finds options that are each right and contradict one another.
+
+`cli.main` runs the command.
+"""
 
 
 def _new_parser(

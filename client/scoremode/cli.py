@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -24,48 +24,41 @@ from scoremode.windows import WindowError
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 
+_GOES_ON = {
+    "record": ": the same command goes on",
+    "sweep": ", servers are stopped: the same command goes on",
+}
+"""Of commands that keep what is done without --output, what is said when they are interrupted."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["sweep"]:
-        return _sweep(arguments[1:])
     options = parse_options(arguments)
     output: Output | None = None
     try:
         with lines_on_stderr():
-            if options.command == "record":
-                _record(options)
-                return 0
-            if options.command == "compare":
-                _compare_runs(options)
-                return 0
-            if options.output is not None:
+            if "resume" in options and options.output is not None:
                 output = Output(options.output, resume=options.resume)
-            if options.command == "kld":
-                _measure_kld(options, output)
-            else:
-                _measure_perplexity(options, output)
-    except KeyboardInterrupt:
-        way_on = ": the same command goes on" if options.command == "record" else _way_on(output)
-        print(f"ppl-client: interrupted{way_on}", file=sys.stderr)
+            match options.command:
+                case "perplexity":
+                    _measure_perplexity(options, output)
+                case "record":
+                    _record(options)
+                case "kld":
+                    _measure_kld(options, output)
+                case "compare":
+                    _compare_runs(options)
+                case "sweep":
+                    return 0 if _sweep(options) else EXIT_FAILURE
+    except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
+        print(f"ppl-client: interrupted{_GOES_ON.get(options.command) or _way_on(output)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
-        print(f"ppl-client: error: {' '.join(str(error).split())}{_way_on(output)}", file=sys.stderr)
+        # YAML's complaint about a plan has a mark below the line that it is about.
+        message = str(error) if options.command == "sweep" else " ".join(str(error).split())
+        print(f"ppl-client: error: {message}{_way_on(output)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
-
-
-def _sweep(arguments: Sequence[str]) -> int:
-    try:
-        # Nothing else of `ppl-client` needs the extra.
-        from scoremode.sweep.command import main as sweep
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("scoremode"):
-            raise
-        print(f'ppl-client: error: {error.name} is missing: pip install "scoremode[report]"', file=sys.stderr)
-        return EXIT_FAILURE
-    return sweep(arguments)
 
 
 def _way_on(output: Output | None) -> str:
@@ -141,10 +134,23 @@ async def _compare(options: argparse.Namespace, output: Output | None) -> KldMea
 
 
 def _compare_runs(options: argparse.Namespace) -> None:
-    try:
+    with _report_extra():
         from scoremode.comparison.command import run_compare
 
         run_compare(options)
+
+
+def _sweep(options: argparse.Namespace) -> bool:
+    with _report_extra():
+        from scoremode.sweep.command import run_plan
+    return run_plan(options)
+
+
+@contextmanager
+def _report_extra() -> Iterator[None]:
+    """For imports of what the extra brings, which no other command needs: say what to install where it is missing."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "scoremode"):

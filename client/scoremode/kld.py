@@ -118,6 +118,28 @@ def standard_error(values: Floats) -> float:
     return math.sqrt(np.square(values - values.mean()).mean() / (len(values) - 1))
 
 
+def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[Any]]) -> float:
+    """Of the mean, with windows as independent and values within one as dependent; NaN for fewer than two windows.
+
+    Args:
+        values: [n], in the order of windows.
+        window_sizes: [windows], how many of the values each has; windows without any do not count.
+    """
+    sizes = window_sizes[window_sizes > 0]
+    if len(sizes) < 2:
+        return math.nan
+    sums = np.add.reduceat(values - values.mean(), np.cumsum(sizes) - sizes)
+    return math.sqrt(np.square(sums).sum() * len(sizes) / (len(sizes) - 1)) / len(values)
+
+
+def bucket_of(confidence: Floats) -> NDArray[np.intp]:
+    """[n], for each probability the number of its bucket between `CONFIDENCE_EDGES`.
+
+    One that was rounded to more than 1 is in the last bucket.
+    """
+    return np.digitize(confidence, CONFIDENCE_EDGES[1:-1])
+
+
 def quantile(ordered: Floats, fraction: float) -> float:
     """Linear between the order statistics of [n] ascending values, which may be infinite."""
     position = fraction * (len(ordered) - 1)
@@ -155,7 +177,7 @@ def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_windo
         "ln_ppl_correlation": _figure(_correlation(nll_q, nll_base)),
         "ln_ppl_ratio": _figure(ln_ratio),
         "ln_ppl_ratio_stderr": _figure(ln_ratio_stderr),
-        "ln_ppl_ratio_stderr_clustered": _figure(_clustered_stderr(nll_q - nll_base, window_sizes)),
+        "ln_ppl_ratio_stderr_clustered": _figure(clustered_standard_error(nll_q - nll_base, window_sizes)),
         "ppl_ratio": _figure(ratio),
         "ppl_ratio_stderr": _figure(ratio * ln_ratio_stderr),
         "ppl_difference": _figure(ppl_q - ppl_base),
@@ -169,7 +191,7 @@ def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_windo
         "delta_p": _delta_p_figures(delta_p, window_sizes),
         "same_top_p": float(same_top.mean()),
         "same_top_p_stderr": _figure(standard_error(same_top)),
-        "same_top_p_stderr_clustered": _figure(_clustered_stderr(same_top, window_sizes)),
+        "same_top_p_stderr_clustered": _figure(clustered_standard_error(same_top, window_sizes)),
         "confidence_buckets": _confidence_buckets(_floats(positions.reference_confidence), kld, same_top),
         "most_divergent": _most_divergent(kld, window_sizes, first_window),
     }
@@ -186,15 +208,6 @@ def _figure(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _clustered_stderr(values: Floats, window_sizes: NDArray[Any]) -> float:
-    """Of the mean, with windows as independent and anything within them; NaN for a single one."""
-    sizes = window_sizes[window_sizes > 0]
-    if len(sizes) < 2:
-        return math.nan
-    sums = np.add.reduceat(values - values.mean(), np.cumsum(sizes) - sizes)
-    return math.sqrt(np.square(sums).sum() * len(sizes) / (len(sizes) - 1)) / len(values)
-
-
 def _correlation(first: Floats, second: Floats) -> float:
     first, second = first - first.mean(), second - second.mean()
     norm = math.sqrt((first @ first) * (second @ second))
@@ -206,7 +219,7 @@ def _kld_figures(values: Floats, window_sizes: NDArray[Any]) -> KldFigures:
     return {
         "mean": _figure(values.mean()),
         "stderr": _figure(standard_error(values)),
-        "stderr_clustered": _figure(_clustered_stderr(values, window_sizes)),
+        "stderr_clustered": _figure(clustered_standard_error(values, window_sizes)),
         "median": _figure(quantile(ordered, 0.5)),
         "max": _figure(ordered[-1]),
         "min": _figure(ordered[0]),
@@ -241,11 +254,10 @@ def _tail_share(kld: Floats) -> float:
 
 
 def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> list[ConfidenceBucket]:
-    # A confidence that was rounded to more than 1 is in the last bucket.
-    bucket_of = np.digitize(confidence, CONFIDENCE_EDGES[1:-1])
+    bucket = bucket_of(confidence)
     buckets: list[ConfidenceBucket] = []
     for number, (lower, upper) in enumerate(pairwise(CONFIDENCE_EDGES)):
-        inside = bucket_of == number
+        inside = bucket == number
         count = int(inside.sum())
         buckets.append(
             {

@@ -3,25 +3,16 @@
 import csv
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from scoremode import ScoreClient
+from tests.command_line import ppl_client
 
 NAME = "to-compare"
 TEXT = ("--dataset", "pydoc", "--max-tokens", "1024", "--method", "disjoint", "--context-length", "128")
-
-
-def ppl_client(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -15,31 +15,24 @@ import pytest
 from safetensors.numpy import load_file
 
 from scoremode import NotFoundError, ScoreClient
+from tests.command_line import ppl_client
 
 NAME = "command-line"
 TEXT = ("--dataset", "pydoc", "--max-tokens", "1024", "--method", "disjoint", "--context-length", "128")
 NUM_WINDOWS = 7
 
 
-def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    done = subprocess.run(
-        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def compared(server: str, folder: Path, *more: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """What a comparison printed, its record and its arrays."""
     output = folder / "run.json"
-    done = ppl_client("kld", "--url", server, "--reference", NAME, "--output", str(output), "--quiet", *more)
-    return done.stdout, json.loads(output.read_text()), load_file(output.with_suffix(".safetensors"))
+    printed = ppl_client("kld", "--url", server, "--reference", NAME, "--output", str(output), "--quiet", *more)
+    return printed, json.loads(output.read_text()), load_file(output.with_suffix(".safetensors"))
 
 
 @pytest.fixture(scope="module")
 def recorded(server: str) -> Iterator[str]:
     """What recording printed."""
-    yield ppl_client("record", "--url", server, "--reference", NAME, *TEXT, "--quiet").stdout
+    yield ppl_client("record", "--url", server, "--reference", NAME, *TEXT, "--quiet")
     with ScoreClient(server) as client:
         client.delete_reference(NAME)
 
@@ -52,7 +45,7 @@ def test_a_reference_is_recorded_once_and_its_perplexity_is_the_texts(server: st
     assert (reference.complete, reference.num_windows) == (True, NUM_WINDOWS)
     assert reference.perplexity == pytest.approx(json.loads(output.read_text())["perplexity"], rel=1e-5)
     assert f"recorded        {NUM_WINDOWS} windows" in recorded
-    again = ppl_client("record", "--url", server, "--reference", NAME, *TEXT, "--quiet").stdout
+    again = ppl_client("record", "--url", server, "--reference", NAME, *TEXT, "--quiet")
     assert f"recorded        {NUM_WINDOWS} windows, {NUM_WINDOWS} of them before" in again
 
 

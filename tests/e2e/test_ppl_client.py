@@ -1,8 +1,6 @@
 """`ppl-client` as a person runs it, against a real server."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +8,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from scoremode import ScoreClient
-
-
-def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=300
-    )
+from tests.command_line import ppl_client, run_ppl_client
 
 
 def result_of(server: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     output = tmp_path / "result.json"
-    run = ppl_client("--url", server, "--output", str(output), *arguments)
-    assert run.returncode == 0, run.stderr
+    ppl_client("--url", server, "--output", str(output), *arguments)
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 
@@ -48,13 +40,12 @@ def test_the_arrays_beside_the_output_are_what_score_gives(server: str, client: 
 
 
 def test_the_table_shows_the_perplexity(server: str):
-    run = ppl_client("--url", server, "--text", "The capital of France is Paris.", "--context-length", "16")
-    assert run.returncode == 0
-    assert "perplexity" in run.stdout.lower()
+    printed = ppl_client("--url", server, "--text", "The capital of France is Paris.", "--context-length", "16")
+    assert "perplexity" in printed.lower()
 
 
 def test_a_model_that_is_not_there_is_one_line_and_a_status(server: str):
-    run = ppl_client("--url", server, "--text", "a b c", "--model", "gpt-5")
+    run = run_ppl_client("--url", server, "--text", "a b c", "--model", "gpt-5")
     assert run.returncode == 1
     assert run.stderr.strip().splitlines()[-1].startswith("ppl-client: error:")
     assert "gpt-5" in run.stderr

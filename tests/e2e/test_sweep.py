@@ -7,7 +7,6 @@ server that runs by hand are made on.
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.numpy import load_file
 from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu, running_server
 from scoremode import ScoreClient
 from tests import models
+from tests.command_line import ppl_client, run_ppl_client
 
 FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
 TEXT = {"dataset": "pydoc", "max_tokens": 1000}
@@ -49,7 +49,7 @@ class Sweeps:
         }
         path = self.folder / "plan.yaml"
         path.write_text(yaml.safe_dump(plan))
-        return ppl_client("sweep", str(path), "--quiet")
+        return run_ppl_client("sweep", str(path), "--quiet")
 
     def record(self, name: str) -> dict[str, Any]:
         return json.loads((self.runs / f"{name}.json").read_text())
@@ -59,12 +59,6 @@ class Sweeps:
 
     def times(self) -> dict[str, int]:
         return {path.name: path.stat().st_mtime_ns for path in self.runs.glob("*.safetensors")}
-
-
-def ppl_client(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "scoremode.cli", *arguments], capture_output=True, text=True, timeout=900
-    )
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +119,7 @@ def test_two_models_make_two_runs_and_a_report(sweeps: Sweeps):
 def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, by_hand: str):
     swept, output = sweeps.record("disturbed"), sweeps.folder / "by-hand.json"
     name = swept["reference"]["name"]
-    done = ppl_client("kld", "--url", by_hand, "--reference", name, "--output", str(output), "--quiet")
-    assert done.returncode == 0, done.stderr
+    ppl_client("kld", "--url", by_hand, "--reference", name, "--output", str(output), "--quiet")
     arrays = load_file(output.with_suffix(".safetensors"))
     for each in ("token_ids", "window_sizes"):
         assert sweeps.arrays("disturbed")[each].tolist() == arrays[each].tolist()
@@ -134,8 +127,7 @@ def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, by_hand: st
     np.testing.assert_allclose(sweeps.arrays("disturbed")["kld"], arrays["kld"], atol=1e-5)
     np.testing.assert_allclose(sweeps.arrays("disturbed")["logprobs"], arrays["logprobs"], atol=1e-4)
     options = ["--dataset", "pydoc", "--max-tokens", "1000", "--method", "disjoint", "--context-length", "64"]
-    done = ppl_client("--url", by_hand, *options, "--output", str(output), "--quiet")
-    assert done.returncode == 0, done.stderr
+    ppl_client("--url", by_hand, *options, "--output", str(output), "--quiet")
     assert json.loads(output.read_text())["perplexity"] == pytest.approx(swept["statistics"]["ppl_q"], rel=1e-5)
 
 

@@ -68,3 +68,19 @@ class Comparison:
     seed: int
     blocks: str
     """How the resamples were drawn, in words, for captions."""
+
+    @property
+    def base(self) -> RunFile:
+        """The first run, which others are shown beside."""
+        return self.runs[0].run
+
+    @property
+    def pairs_with_base(self) -> list[PairFigures]:
+        """Every other run beside the first."""
+        return [pair for pair in self.pairs if pair.first is self.base]
+
+    @property
+    def corpus_names(self) -> list[str]:
+        """What the runs call their text, each name once; none where all runs are against a reference."""
+        names = dict.fromkeys(figures.run.corpus_name for figures in self.runs)
+        return [name for name in names if name is not None]

@@ -162,7 +162,7 @@ def _kld_by_confidence(comparison: Comparison) -> Plot | None:
 
 
 def _running_difference(comparison: Comparison) -> Plot | None:
-    base = comparison.runs[0].run
+    base = comparison.base
     runs = [(index, figures.run) for index, figures in enumerate(comparison.runs) if index]
     if not runs or not all(np.isfinite(run.nlls).all() for run in [base, *(run for _, run in runs)]):
         return None
@@ -230,11 +230,9 @@ def _intervals(comparison: Comparison) -> str:
 
 def measured(comparison: Comparison) -> str:
     """Corpus, method, tokens and versions; a reference does not say where its text came from."""
-    runs = [figures.run for figures in comparison.runs]
-    run = runs[0]
-    corpora = dict.fromkeys(run.corpus_name for run in runs if run.corpus_name is not None)
-    corpus = ", ".join(corpora) if corpora else f"text {run.text_identity[:12]}"
-    versions = "; ".join(dict.fromkeys(run.versions for run in runs))
+    run = comparison.base
+    corpus = ", ".join(comparison.corpus_names) or f"text {run.text_identity[:12]}"
+    versions = "; ".join(dict.fromkeys(figures.run.versions for figures in comparison.runs))
     return (
         f"Corpus: {corpus}. Method: {run.method}, context {run.context_length:,}, stride {run.stride:,}. "
         f"{run.num_scored:,} tokens scored in {run.num_windows:,} windows. {versions}."

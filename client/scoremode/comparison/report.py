@@ -89,15 +89,14 @@ def _interval_note(comparison: Comparison) -> str:
 
 
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
-    run = comparison.runs[0].run
-    corpora = dict.fromkeys(figures.run.corpus_name for figures in comparison.runs if figures.run.corpus_name)
+    run = comparison.base
     references = dict.fromkeys(
         f"{reference.name}: {reference.model}, {reference.quantization or 'not quantized'}, {reference.dtype}"
         for figures in comparison.runs
         if (reference := figures.run.reference) is not None
     )
     settings = [
-        ("corpus", ", ".join(corpora)),
+        ("corpus", ", ".join(comparison.corpus_names)),
         ("text", run.text_identity),
         ("method", run.method),
         ("context length", f"{run.context_length:,} tokens"),
@@ -138,7 +137,7 @@ def _largest_kld(comparison: Comparison) -> int | None:
 
 
 def _text_note(num_kept: int, comparison: Comparison) -> str:
-    num_tokens = comparison.runs[0].run.num_scored
+    num_tokens = comparison.base.num_scored
     note = "Values are rounded to 16 bits."
     if num_kept == num_tokens:
         return note

@@ -35,8 +35,7 @@ class Column:
 
 def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     """A row for each run, without the columns that no run has a figure for."""
-    base = comparison.runs[0].run
-    to_base = {pair.second.label: pair for pair in comparison.pairs if pair.first is base}
+    to_base = {pair.second.label: pair for pair in comparison.pairs_with_base}
 
     def pair_figure(figures: RunFigures, name: str) -> Figure | None:
         pair = to_base.get(figures.run.label)

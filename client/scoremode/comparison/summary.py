@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scoremode.comparison.figures import Comparison, PairFigures, RunFigures, Verdict
+from scoremode.comparison.figures import Comparison, RunFigures, Verdict
 
 _OPPOSITE: dict[Verdict, Verdict] = {
     "better": "worse",
@@ -20,7 +20,7 @@ def summary(comparison: Comparison) -> list[str]:
         for pair in comparison.pairs
         if pair.kld_verdict is not None
     }
-    sentences = [*_order("perplexity", labels, by_nll), *_beside_base(comparison.runs, comparison.pairs)]
+    sentences = [*_order("perplexity", labels, by_nll), *_beside_base(comparison)]
     if by_kld:
         compared = [figures.run.label for figures in comparison.runs if figures.kld is not None]
         sentences += _order("mean KL divergence", compared, by_kld)
@@ -49,15 +49,14 @@ def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Ver
     return sentences
 
 
-def _beside_base(runs: Sequence[RunFigures], pairs: Sequence[PairFigures]) -> list[str]:
+def _beside_base(comparison: Comparison) -> list[str]:
     """By how much, for the runs that are shown to differ from the first."""
-    base = runs[0].run
     parts = [
         f"{pair.second.label} {pair.ppl_ratio.value:.4f} times [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]"
-        for pair in pairs
-        if pair.first is base and pair.verdict != "no difference shown"
+        for pair in comparison.pairs_with_base
+        if pair.verdict != "no difference shown"
     ]
-    return [f"Perplexity over that of {base.label}: {_listed(parts)}."] if parts else []
+    return [f"Perplexity over that of {comparison.base.label}: {_listed(parts)}."] if parts else []
 
 
 def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:

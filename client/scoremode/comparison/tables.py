@@ -64,9 +64,8 @@ class _Column(Generic[Row]):
 
 
 def _settings(comparison: Comparison) -> list[str]:
-    run = comparison.runs[0].run
-    corpus = next((each.run.corpus_name for each in comparison.runs if each.run.corpus_name is not None), None)
-    text = f"{run.num_scored:,} tokens{'' if corpus is None else f' of {corpus}'}"
+    run, corpora = comparison.base, comparison.corpus_names
+    text = f"{run.num_scored:,} tokens{f' of {corpora[0]}' if corpora else ''}"
     return [
         f"{text}, {run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, "
         f"stride {run.stride:,}.",
@@ -76,8 +75,7 @@ def _settings(comparison: Comparison) -> list[str]:
 
 
 def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
-    base = comparison.runs[0].run
-    ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs if pair.first is base}
+    ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
     weights: list[_Column[RunFigures]] = [
         _Column("weights", lambda row: _weights_in_words(row.run), right=False),
@@ -87,7 +85,7 @@ def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
     ]
     perplexity: list[_Column[RunFigures]] = [
         _Column("perplexity", lambda row: _figure(row.perplexity, 4)),
-        _Column(f"over that of {base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
+        _Column(f"over that of {comparison.base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
     ]
     kld: list[_Column[RunFigures]] = [
         _Column("mean KLD, nats", lambda row: _figure(row.kld, 6)),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from scoremode.comparison.plot_style import Theme, dashes, legend, legend_label, marker, new_axes, plain_log_axis
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld import CONFIDENCE_EDGES
+from scoremode.kld import CONFIDENCE_EDGES, bucket_of, clustered_standard_error
 
 Floats = NDArray[np.float64]
 Numbered = Sequence[tuple[int, RunFile]]
@@ -117,21 +117,14 @@ def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
     for index in range(len(CONFIDENCE_EDGES) - 1):
         chosen = (bucket == index) & np.isfinite(kld)
         values = kld[chosen]
-        mean = values.mean() if len(values) else np.nan
-        sums = np.bincount(window[chosen], values - mean)[np.unique(window[chosen])]
-        num_windows = len(sums)
-        error = np.nan
-        if num_windows > 1:
-            error = np.sqrt(np.square(sums).sum() * num_windows / (num_windows - 1)) / len(values)
-        means.append(mean)
-        errors.append(error)
+        means.append(values.mean() if len(values) else np.nan)
+        errors.append(clustered_standard_error(values, np.bincount(window[chosen])))
     return np.array(means), np.array(errors)
 
 
 def _buckets(run: RunFile) -> NDArray[np.intp]:
-    confidence = run.reference_confidence
-    assert confidence is not None
-    return np.clip(np.searchsorted(CONFIDENCE_EDGES, confidence, side="right") - 1, 0, len(CONFIDENCE_EDGES) - 2)
+    assert run.reference_confidence is not None
+    return bucket_of(run.reference_confidence)
 
 
 def _bucket_names(counts: NDArray[np.intp]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`ppl-client sweep`: the command line of a sweep."""
+"""What `ppl-client sweep` does."""
 
 import argparse
 import asyncio
@@ -6,61 +6,39 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from scoremode._progress import lines_on_stderr
-from scoremode._version import __version__
-from scoremode.client import API_KEY_VARIABLE
 from scoremode.comparison import RunFile, compare, load_run
 from scoremode.comparison.pairing import check_comparable
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.comparison.tables import as_text
-from scoremode.errors import RunError, ScoremodeError
+from scoremode.errors import RunError
 from scoremode.sweep.plan import SweepPlan, read_plan
 from scoremode.sweep.sweep import SweepResult, run_sweep
 
 _log = logging.getLogger(__name__)
 
-EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130
 
+def run_plan(options: argparse.Namespace) -> bool:
+    """Measure the models of the plan that the options name, and compare them: the table on stdout last.
 
-def main(arguments: Sequence[str]) -> int:
-    """Run `ppl-client sweep` and return its exit status: 0, 1 if a model failed, 2 on wrong usage, 130 on Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    Returns:
+        Whether every model was measured.
+
+    Raises:
+        ScoremodeError: the plan or its text cannot be read, or there is no folder for the runs.
+        OSError: a file of the comparison cannot be written.
+        asyncio.CancelledError: SIGTERM came. Servers are stopped, as after Ctrl-C.
+    """
+    plan = read_plan(options.plan)
+    result = asyncio.run(_measure(plan, options))
     try:
-        with lines_on_stderr():
-            plan = read_plan(options.plan)
-            result = asyncio.run(_measure(plan, options))
-            try:
-                _compare(plan, options.plan.parent, result)
-            finally:
-                _report_failures(result)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("ppl-client: interrupted, servers are stopped: the same command goes on", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except (ScoremodeError, OSError) as error:
-        print(f"ppl-client: error: {error}", file=sys.stderr)
-        return EXIT_FAILURE
-    return EXIT_FAILURE if result.failures else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ppl-client sweep",
-        description="Serve each model of a plan in turn, measure its perplexity and its KL divergence from the first, "
-        "and compare them. What was measured before is not measured again.",
-        epilog="exit status: 0 if every model was measured, 1 on failure, 2 on wrong usage, 130 on Ctrl-C",
-    )
-    parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a YAML file; docs/compare.md says what it has")
-    parser.add_argument(
-        "--api-key", metavar="KEY", help=f"of all servers; default: the environment's {API_KEY_VARIABLE}"
-    )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
+        _compare(plan, options.plan.parent, result)
+    finally:
+        _report_failures(result)
+    return not result.failures
 
 
 async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:

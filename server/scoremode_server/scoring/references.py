@@ -59,7 +59,6 @@ KEPT_OPEN = 8
 class RecordedWindow:
     """A window that is on disk."""
 
-    index: int
     nlls: np.ndarray
     """[scored] float64, in nats."""
     is_new: bool
@@ -202,14 +201,14 @@ class References:
             except OSError as failure:
                 raise self._unwritable(reference.name, failure) from None
             return await self._recorded(reference, MarkedWindow.begin("record", reference, text, index, settings))
-        return RecordedWindow(index, -json_logprobs(logprobs.numpy()), is_new=False)
+        return RecordedWindow(-json_logprobs(logprobs.numpy()), is_new=False)
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
         _, columns, _ = await self._engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.index)
         await self._turns.take()
-        return RecordedWindow(window.mark.index, -json_logprobs(columns[:, 0]), is_new=True)
+        return RecordedWindow(-json_logprobs(columns[:, 0]), is_new=True)
 
     async def _written(self, reference: StoredReference, index: int) -> None:
         """Wait until a window that was computed is on disk."""

@@ -3,15 +3,14 @@
 from itertools import accumulate
 from pathlib import Path
 
+import made_up_runs
 import numpy as np
 from fake_scoremode import INFO
 
-from scoremode import kld_report, report
+from scoremode import report
 from scoremode._output import Output
 from scoremode.corpora import Corpus
-from scoremode.divergence import KldMeasurement
 from scoremode.evaluate import Evaluation
-from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import perplexity, text_metrics
 from scoremode.plan import WindowNlls
 from scoremode.protocol import NoiseFloor, Reference, ServerInfo
@@ -77,44 +76,23 @@ def write_perplexity_run(
         seconds=1.0,
     )
     record = report.as_json(evaluation, ["http://host:8000"]) | (more or {})
-    record["server"] |= server or {}
     Output(path, resume=False).write(record, report.as_arrays(evaluation))
     return path
 
 
 def made_up_reference(window_sizes=WINDOW_SIZES, noise_floor: float | None = None, **changes) -> Reference:
-    num_scored = sum(window_sizes)
     fields = {
         "name": "base",
-        "created": 1_700_000_000,
-        "complete": True,
         "model": "bytes",
-        "revision": None,
-        "dtype": "float32",
-        "quantization": None,
-        "scoremode_version": "9.9.9",
-        "vllm_version": "0.32.0",
-        "vocab_size": 257,
         "fingerprint": "of the model",
         "text_fingerprint": "of the text",
-        "method": "sliding",
         "context_length": 128,
         "stride": 100,
-        "num_tokens": num_scored + 1,
-        "num_windows": len(window_sizes),
-        "num_recorded": len(window_sizes),
-        "num_scored": num_scored,
-        "num_bytes": 4 * (num_scored + 1),
-        "num_words": None,
-        "disk_bytes": 1,
-        "perplexity": 20.0,
-        "perplexity_stderr": None,
-        "nll_mean": 3.0,
         "noise_floor": None
         if noise_floor is None
-        else NoiseFloor(mean=noise_floor, p99=1.0, max=1.0, num_scored=num_scored, created=1),
+        else NoiseFloor(mean=noise_floor, p99=1.0, max=1.0, num_scored=sum(window_sizes), created=1),
     }
-    return Reference(**{**fields, **changes})
+    return made_up_runs.made_up_reference(window_sizes, **{**fields, **changes})
 
 
 def write_kld_run(
@@ -124,10 +102,7 @@ def write_kld_run(
     *,
     window_sizes=WINDOW_SIZES,
     reference: Reference | None = None,
-    model: str = "bytes",
     server: dict | None = None,
-    more: dict | None = None,
-    as_noise_floor: bool = False,
 ) -> Path:
     """What `ppl-client kld --output` leaves. Below a divergence of 0.1 the likeliest token is the reference's."""
     num_scored = len(nlls)
@@ -144,20 +119,10 @@ def write_kld_run(
         "reference_top_token_ids": np.full(num_scored, 7),
         "reference_confidence": np.full(num_scored, 0.5),
     }
-    positions = KldPositions(**{name: values[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
-    measurement = KldMeasurement(
+    return made_up_runs.write_kld_run(
+        path,
+        values,
+        window_sizes,
         server=ServerInfo(**{**INFO, **(server or {})}),
-        model=model,
         reference=reference or made_up_reference(window_sizes),
-        concurrency=8,
-        as_noise_floor=as_noise_floor,
-        window_sizes=list(window_sizes),
-        positions=positions,
-        statistics=statistics(positions, window_sizes),
-        most_divergent=[],
-        seconds=2.0,
     )
-    record = kld_report.as_json(measurement, ["http://host:8000"]) | (more or {})
-    record["server"] |= server or {}
-    Output(path, resume=False).write(record, kld_report.as_arrays(measurement))
-    return path
