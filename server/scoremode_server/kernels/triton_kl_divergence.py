@@ -1,8 +1,9 @@
 """The Triton kernel that reads two rows of logits at once and adds up how far their distributions are apart.
 
 A program takes one row of both and walks through them as `triton_kernels` does. Each lane adds up its entries in
-float32, and the lanes are added in float64. Where p and q are close, p log(p/q) - p + q is the small difference of
-large numbers: there it is p times a power series in log(p/q), whose error is but a rounding of itself.
+float32, and the lanes are added in float64. A term of the forward sum is p log(p/q) - p + q: q where p = 0, and
+infinity where q = 0. Where p and q are close, it is the small difference of large numbers: there it is p times a power
+series in log(p/q), whose error is but a rounding of itself. The backward sum's is the same with p and q exchanged.
 """
 
 import torch
@@ -114,18 +115,20 @@ def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio):
     """Of the three sums, from logits less their rows' maxima."""
     p = tl.exp(p_logit) * p_scale
     q = tl.exp(q_logit) * q_scale
+    difference = p - q
     # Two of -inf are as equal as any others.
     log_ratio = tl.where(p_logit == q_logit, 0.0, p_logit - q_logit) - log_sum_ratio
-    return _excess(p, q, log_ratio), _excess(q, p, -log_ratio), tl.abs(p - q)
-
-
-@triton.jit
-def _excess(p, q, log_ratio):
-    """p log(p/q) - p + q: q where p = 0, and infinity where q = 0 beside p > 0, which may be too small for a number."""
     close = tl.abs(log_ratio) < CLOSE
     x = tl.where(close, log_ratio, 0.0)
-    # exp(-x) - 1 + x, over x squared.
-    series = 1 / 2 + x * (-1 / 6 + x * (1 / 24 + x * (-1 / 120 + x * (1 / 720 - x / 5040))))
-    weighted = p * tl.minimum(tl.maximum(log_ratio, -LARGEST), LARGEST)
-    weighted = tl.where(log_ratio == float("inf"), float("inf"), weighted)
-    return tl.where(close, p * x * x * series, weighted - p + q)
+    square = x * x
+    # exp(-x) - 1 + x, over x squared, has these even and odd terms.
+    even = 1 / 2 + square * (1 / 24 + square * (1 / 720))
+    odd = x * (1 / 6 + square * (1 / 120 + square * (1 / 5040)))
+    # A probability of 0 times an infinite ratio is 0.
+    finite = tl.minimum(tl.maximum(log_ratio, -LARGEST), LARGEST)
+    forward = tl.where(close, p * square * (even - odd), p * finite - difference)
+    backward = tl.where(close, q * square * (even + odd), difference - q * finite)
+    # Where one side is 0 the other may be too small for a number, and is not 0.
+    forward = tl.where(log_ratio == float("inf"), float("inf"), forward)
+    backward = tl.where(log_ratio == float("-inf"), float("inf"), backward)
+    return forward, backward, tl.abs(difference)

@@ -81,6 +81,11 @@ class StoredReference:
         tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
         return tensors["hidden_states"], tensors["logprobs"]
 
+    @property
+    def head_path(self) -> Path:
+        """The file of the LM head."""
+        return self.path / "lm_head.safetensors"
+
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Keep the LM head.
 
@@ -88,7 +93,7 @@ class StoredReference:
             OSError: it cannot be written.
         """
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        write_tensors(self.path / "lm_head.safetensors", tensors, self.about("LM head"))
+        write_tensors(self.head_path, tensors, self.about("LM head"))
 
     def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight [vocabulary, hidden], and bias.
@@ -96,7 +101,7 @@ class StoredReference:
         Raises:
             BrokenFileError: the file is missing, cut short or changed.
         """
-        tensors = read_tensors(self.path / "lm_head.safetensors", self.about("LM head"))
+        tensors = read_tensors(self.head_path, self.about("LM head"))
         return tensors["weight"], tensors.get("bias")
 
     def save(self, manifest: Manifest) -> "StoredReference":

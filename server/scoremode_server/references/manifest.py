@@ -14,7 +14,7 @@ from scoremode.metrics import Perplexity
 from scoremode.protocol import Figure, NoiseFloor
 from scoremode.windows import Method
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever a server of an older version would take a reference for something else than it is."""
 
 _CHECKSUM = "checksum"
@@ -100,10 +100,10 @@ class Manifest(BaseModel):
     created: int
     model: ModelIdentity
     head: HeadFormat | None
-    """None until the head is on disk."""
+    """None until it is being written; it is on disk once there is a result."""
     text: TextPlan
     result: Result | None = None
-    """None until all windows are."""
+    """None until all windows are on disk."""
     noise_floor: NoiseFloor | None = None
 
     def to_json(self) -> str:

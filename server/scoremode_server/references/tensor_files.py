@@ -3,7 +3,6 @@
 import json
 import uuid
 from collections.abc import Mapping
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from xxhash import xxh3_128
 
 DTYPES = {"I32": torch.int32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By their names in a safetensors file."""
@@ -93,7 +93,8 @@ def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
 
 def _metadata(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> str:
     """In one text: safetensors writes several in any order, and the same tensors are to make the same bytes."""
-    checksum = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    # Against damage, not forgery. A cryptographic one would take longer than writing the file.
+    checksum = xxh3_128(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -35,13 +35,14 @@ from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.reference_windows import ComparedWindow, MarkedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.reference_windows import HEAD
 from scoremode_server.vllm_patches.window_params import call_workers
 
 # vLLM writes what comes below its own name.
 logger = init_logger("vllm.scoremode.references")
 
 SECONDS_TO_WRITE = 120
-"""In which a window that the engine has computed must be on disk."""
+"""In which a window that the engine has computed must be on disk, and after all windows the LM head."""
 
 SECONDS_TO_ASK = 1
 """After which the workers are asked why it is not."""
@@ -133,7 +134,7 @@ class References:
         Raises:
             RequestError: there is another of that name (409), or this model's logits are not what a reference can keep.
         """
-        # One at a time: the workers write an LM head for each.
+        # One at a time: two of one name would both find that it has no LM head.
         async with self._beginning:
             return await self._begin(name, plan, text)
 
@@ -206,13 +207,18 @@ class References:
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
         _, columns, _ = await self._engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
-        await self._written(reference, window.mark.index)
+        index = window.mark.index
+        await self._written(reference, reference.shard(index), index, f"window {index}")
         await self._turns.take()
         return RecordedWindow(-json_logprobs(columns[:, 0]), is_new=True)
 
-    async def _written(self, reference: StoredReference, index: int) -> None:
-        """Wait until a window that was computed is on disk."""
-        path, start, pause = reference.shard(index), time.monotonic(), POLL_SECONDS
+    async def _written(self, reference: StoredReference, path: Path, index: int, what: str) -> None:
+        """Wait until a window, or the LM head, that workers have is on disk.
+
+        Raises:
+            RequestError: it could not be written, or is not there in time.
+        """
+        start, pause = time.monotonic(), POLL_SECONDS
         asked = start
         while not await asyncio.to_thread(path.exists):
             await asyncio.sleep(pause)
@@ -224,14 +230,15 @@ class References:
             if failure := next(filter(None, failures), None):
                 raise self._unwritable(reference.name, failure)
             if now - start > SECONDS_TO_WRITE:
-                raise self._unwritable(reference.name, f"window {index} is not there after {SECONDS_TO_WRITE} s")
+                raise self._unwritable(reference.name, f"{what} is not there after {SECONDS_TO_WRITE} s")
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Keep the perplexity of a reference, once all windows are recorded.
 
         Raises:
-            RequestError: the reference was deleted, or its manifest cannot be written.
+            RequestError: the reference was deleted, or its LM head or manifest cannot be written.
         """
+        await self._written(reference, reference.head_path, HEAD, "the LM head")
         result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
         await self._save(reference, {"result": result})
         await asyncio.to_thread(reference.remove_partial_files)

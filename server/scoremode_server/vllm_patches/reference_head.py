@@ -62,14 +62,15 @@ def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: t
 
 
 def gather_head(source: LogitsSource, vocab_size: int, group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [vocabulary, hidden] and bias of all ranks, on the CPU. Every rank must come here at the same time."""
+    """Weight [vocabulary, hidden] and bias of all ranks. Every rank must come here at the same time. Of one rank alone
+    they are where they were, of several on the CPU."""
     weight = _gather(source.lm_head.weight.data, vocab_size, group)
     return weight, None if source.bias is None else _gather(source.bias.data, vocab_size, group)
 
 
 def _gather(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
     if group.world_size == 1:
-        return part[:vocab_size].cpu().contiguous()
+        return part[:vocab_size].contiguous()
     rows = len(part)
     whole = torch.empty((group.world_size, *part.shape), dtype=part.dtype)
     for start in range(0, rows, GATHERED_ROWS):

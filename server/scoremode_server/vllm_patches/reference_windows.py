@@ -37,6 +37,9 @@ MARK = "scoremode_reference"
 THREADS = 4
 """That read, check and write files. Each does about a gigabyte a second."""
 
+HEAD = -1
+"""Stands for the LM head where windows are numbered."""
+
 MAX_UNWRITTEN = 32
 """Windows that are computed and not on disk yet. Then the engine waits for the disk."""
 
@@ -139,7 +142,8 @@ class Window(ABC):
         if first_row < end:
             targets = token_ids[first_row + 1 : end + 1]
             if end == num_fed:
-                last = torch.tensor([self.mark.last_token], dtype=targets.dtype, device=targets.device)
+                # A tensor made on the host would wait for all that the GPU has to do.
+                last = targets.new_full((1,), self.mark.last_token)
                 targets = torch.cat((targets[: end - first_row - 1], last))
             self._parts.append(
                 self._rows(first_row - (self.mark.first - 1), targets, hidden_states[first_row - start :], projections)
@@ -248,6 +252,14 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+def _copy_beside(weight: torch.Tensor) -> torch.Tensor:
+    """A weight on the host, copied beside what the device computes."""
+    if not weight.is_cuda:
+        return weight
+    with torch.cuda.stream(torch.cuda.Stream(weight.device)):
+        return weight.cpu()
+
+
 class ReferenceWindows:
     """The windows that are with this worker, the files that they need, and the slot for a reference's LM head.
 
@@ -315,8 +327,20 @@ class ReferenceWindows:
             self.slot = HeadSlot(max(served_bytes, largest.num_bytes if largest else 0), config, device)
         return self.slot
 
+    def write_head_later(self, reference: StoredReference, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
+        self._failures.pop((reference.manifest.identity, HEAD), None)
+        self._threads.submit(self._write_head, reference, weight, bias)
+
+    def _write_head(self, reference: StoredReference, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        try:
+            reference.write_head(_copy_beside(weight), None if bias is None else _copy_beside(bias))
+        except Exception as error:
+            logger.warning("Reference %s: the LM head was not written: %s", reference.name, error)
+            self._failures[reference.manifest.identity, HEAD] = str(error)
+
     def failure(self, identity: str, index: int) -> str | None:
-        """Why a window was not written, if it was not; told once."""
+        """Why a window, or with `HEAD` the LM head, was not written, if it was not; told once."""
         return self._failures.pop((identity, index), None)
 
     def open(self, mark: WindowMark) -> StoredReference:

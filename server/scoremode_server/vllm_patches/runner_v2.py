@@ -25,6 +25,10 @@ from scoremode_server.vllm_patches.reference_windows import Projections, Referen
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, top + 1], ranks [rows]."""
 
+COMPARISON_BUDGETS = 4
+"""A comparison holds both sides' logits, and takes so many times the budget of prompt logprobs: on an H200 and a model
+of 1B, chunks of 2,048 rows take 6 % less time than chunks of 512."""
+
 
 class PromptLogprobs:
     """What takes the place of vLLM's function: its parameters, smaller integers.
@@ -59,10 +63,10 @@ class PromptLogprobs:
         return head, rows_per_chunk(self._budget_bytes, row_bytes)
 
     def compared_rows(self, head: LMHead, num_top: int, reference_logit_bytes: int) -> int:
-        """Rows of both sides' logits that the budget holds."""
+        """Rows of both sides' logits that a comparison's budgets hold."""
         assert self._shape is not None
         row_bytes = row_bytes_compared(self._shape, reference_logit_bytes, num_top, head.copies, head.shard is not None)
-        return rows_per_chunk(self._budget_bytes, row_bytes)
+        return rows_per_chunk(COMPARISON_BUDGETS * self._budget_bytes, row_bytes)
 
     def __call__(
         self,

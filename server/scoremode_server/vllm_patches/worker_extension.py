@@ -31,7 +31,8 @@ class ReferenceWorker:
             return str(error)
 
     def scoremode_write_head(self, name: str) -> str | None:
-        """Write the served model's LM head into a reference. Returns why that failed, if it did."""
+        """Begin to write the served model's LM head into a reference. Returns why it cannot be, if so; whether it then
+        was, its file and `scoremode_write_failure` tell."""
         if not get_pp_group().is_last_rank:
             return None
         group = get_tp_group()
@@ -39,13 +40,14 @@ class ReferenceWorker:
             source, head = self._scoremode_head()
             weight, bias = gather_head(source, head.vocab_size, group)
             if group.rank_in_group == 0:
-                self._scoremode_windows().root.open(name).write_head(weight, bias)
-        except (UnsuitableHeadError, NoReferenceError, BrokenFileError, OSError) as error:
+                windows = self._scoremode_windows()
+                windows.write_head_later(windows.root.open(name), weight, bias)
+        except (UnsuitableHeadError, NoReferenceError, BrokenFileError) as error:
             return str(error)
         return None
 
     def scoremode_write_failure(self, identity: str, index: int) -> str | None:
-        """Why a window was not written, if it was not."""
+        """Why a window, or with `HEAD` the LM head, was not written, if it was not."""
         return self._scoremode_windows().failure(identity, index)
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:

@@ -220,6 +220,8 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
         ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
     group.barrier()
     assert worker.scoremode_write_head("asked") is None
+    if group.rank_in_group == 0:
+        Runner._scoremode_windows._threads.shutdown()
     group.barrier()
     weight, bias = ReferenceDirectory(root).open("asked").read_head()
     assert bias is None
