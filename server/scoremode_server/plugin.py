@@ -24,8 +24,8 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add the routes before vLLM's, of which `/v1/completions` takes the place of one, what all requests pass first,
-        and an end of waiting for those that are left last."""
+        """Add the routes before vLLM's, `/v1/completions` in the place of vLLM's own, what all requests pass first, and
+        an end of waiting for those that are left last."""
         from scoremode_server.api import completions, kld, middleware, page, perplexity, references, score, tokens
         from scoremode_server.vllm_patches.shutdown import bound_closing
 
