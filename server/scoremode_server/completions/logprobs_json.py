@@ -82,8 +82,9 @@ class LogprobsWriter:
         `block_hashes` are of the rows' whole blocks. Where the first `num_cached_blocks` of them, at least one, were
         computed for an earlier request, pieces are taken from those that are kept, and new ones kept.
         """
-        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in block_hashes]
-        keys = keys if num_cached_blocks else []
+        num_columns = rows.num_columns
+        kept_blocks = block_hashes if num_cached_blocks else ()
+        keys: list[Key] = [(block_hash, num_columns, style) for block_hash in kept_blocks]
         pieces, num_found = self._find(keys)
         # A piece ends where the cached rows do: there this prompt parted from another, and the next may as well.
         counts = [max(num_found, num_cached_blocks), len(keys)]
