@@ -107,9 +107,7 @@ class CachedRequest:
         hashes = self._block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
-    async def _collect(
-        self, run: Run, lacking: Sequence[int], earlier: Mapping[bytes, InFlightRequest]
-    ) -> Sequence[int]:
+    async def _collect(self, run: Run, lacking: list[int], earlier: Mapping[bytes, InFlightRequest]) -> list[int]:
         """Find the blocks that a run left out: with the requests before this one, in the store, and by a short run. The
         blocks that are still lacking."""
         for block in lacking:
