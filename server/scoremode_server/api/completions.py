@@ -16,6 +16,8 @@ from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import CompletionReader, is_scoring
 from scoremode_server.scoring.tokenizer import as_prompts
 
+PATH = "/v1/completions"
+
 
 class CompletionsRoute(APIRoute):
     """A route whose body is read by `CompletionReader`. Scoring requests do not pass FastAPI, which has nothing left to
@@ -39,7 +41,7 @@ router = APIRouter(route_class=CompletionsRoute)
 
 
 @router.post(
-    "/v1/completions",
+    PATH,
     responses={
         200: {"content": {"text/event-stream": {}}},
         400: {"model": ErrorResponse},

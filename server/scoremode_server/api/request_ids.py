@@ -1,6 +1,6 @@
 """`X-Request-Id`: the name by which a client, a proxy and the log know one request."""
 
-import uuid
+import secrets
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -28,7 +28,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER)
-        request_id = given if given is not None and _is_usable(given) else uuid.uuid4().hex
+        request_id = given if given is not None and _is_usable(given) else secrets.token_hex(16)
         if given is not None:
             MutableHeaders(scope=scope)[HEADER] = request_id
         scope.setdefault("state", {})["request_id"] = request_id

@@ -133,7 +133,8 @@ class Admission:
             raise
         finally:
             self._queues.remove(queue)
-            queue.add(-queue.num_sequences, -queue.num_tokens)
+            if queue.num_sequences:
+                queue.add(-queue.num_sequences, -queue.num_tokens)
             queue.log(route, request_id, status)
 
     @contextmanager

@@ -1,7 +1,6 @@
 """One scoring request that may take rows from the store and from other in-flight requests."""
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -72,9 +71,10 @@ class CachedRequest:
         # If the first block is nowhere to be found, a hit is of use only if its rows are not needed.
         reads = first_hash in self._found or first_hash in earlier or self._request.first_row >= self._store.block_size
         run = await self._run(reads_prefix_cache=reads, num_known=self._num_known(earlier) if reads else 0)
-        if self._lacking(run) and self.is_current:
-            await self._collect(run, earlier)
-        if run.first == 0 or (self.is_current and not self._lacking(run)):
+        lacking = self._lacking(run)
+        if lacking and self.is_current:
+            lacking = await self._collect(run, lacking, earlier)
+        if run.first == 0 or (self.is_current and not lacking):
             return run
         self._found, self._last_block = {}, {}
         run = await self._run(reads_prefix_cache=False, suffix="-whole")
@@ -90,8 +90,12 @@ class CachedRequest:
 
     def _num_known(self, earlier: Mapping[bytes, InFlightRequest]) -> int:
         """Tokens at the start that others have had computed, so that the engine need not."""
-        known = takewhile(lambda block_hash: block_hash in self._found or block_hash in earlier, self._block_hashes)
-        return sum(1 for _ in known) * self._store.block_size
+        num_blocks = 0
+        for block_hash in self._block_hashes:
+            if block_hash not in self._found and block_hash not in earlier:
+                break
+            num_blocks += 1
+        return num_blocks * self._store.block_size
 
     def _needed(self, run: Run) -> range:
         """The blocks with rows that a run left out and the request needs."""
@@ -103,19 +107,22 @@ class CachedRequest:
         hashes = self._block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
-    async def _collect(self, run: Run, earlier: Mapping[bytes, InFlightRequest]) -> None:
-        """Find the blocks that a run left out: with the requests before this one, in the store, and by a short run."""
-        for block in self._lacking(run):
+    async def _collect(self, run: Run, lacking: list[int], earlier: Mapping[bytes, InFlightRequest]) -> list[int]:
+        """Find the blocks that a run left out: with the requests before this one, in the store, and by a short run. The
+        blocks that are still lacking."""
+        for block in lacking:
             other = earlier.get(self._block_hashes[block]) if block < len(self._block_hashes) else None
             if other is not None and self._block_hashes[block] not in self._found:
                 self.joined = True
                 await other.released.wait()
                 self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
-        if self._lacking(run):
+        if lacking := self._lacking(run):
             self._found |= self._store.get(self._block_hashes, self._request.num_columns)
-        lacking = self._lacking(run)
-        if lacking == list(self._needed(run)[-1:]) and lacking[-1] < len(self._block_hashes):
+            lacking = self._lacking(run)
+        if lacking and lacking == list(self._needed(run)[-1:]) and lacking[-1] < len(self._block_hashes):
             await self._run_last_block(lacking[-1])
+            lacking = self._lacking(run)
+        return lacking
 
     async def _run_last_block(self, block: int) -> None:
         """Compute the last block that a run left out, if it is the only one: scores the tokens up to the block's end.

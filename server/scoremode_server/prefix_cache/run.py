@@ -5,6 +5,7 @@ step is forced to emit t[-1], and its raw logprob is the last target's. So no te
 as the model's context fits.
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from vllm.engine.protocol import EngineClient
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.utils import random_uuid
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
@@ -32,7 +32,7 @@ def engine_id(request_id: str) -> str:
 
     Two clients may give the same one at once, and aborting the request of one must not abort both.
     """
-    return f"{request_id}-{random_uuid()[:8]}"
+    return f"{request_id}-{secrets.token_hex(4)}"
 
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:

@@ -57,14 +57,21 @@ class TokenStrings:
         A token that ends within a character has the text that it completes with the tokens before it, or none.
         """
         token_ids = ids.ravel().tolist()
-        self.fill(token_ids)
-        texts = [self._json[token_id] for token_id in token_ids]
+        texts = self._json_of(token_ids)
         if not self._incomplete.isdisjoint(token_ids):
             for place, token_id in enumerate(token_ids):
                 if token_id in self._incomplete:
                     position = start + place // ids.shape[1]
                     texts[place] = self._completed(token_id, tuple(prompt[max(1, position - CONTEXT) : position]))
         return texts
+
+    def _json_of(self, token_ids: Sequence[int]) -> list[str]:
+        try:
+            return [self._json[token_id] for token_id in token_ids]
+        except KeyError:
+            # Seldom: looking for missing ones first would take longer than this.
+            self.fill(token_ids)
+            return [self._json[token_id] for token_id in token_ids]
 
     def first_of_a_prompt(self, token_id: int) -> str:
         """Text as JSON of a prompt's first token, which vLLM decodes by itself, as a text would start with it."""
