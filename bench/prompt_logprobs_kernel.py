@@ -164,7 +164,7 @@ def sweep(report: Report, vocabs: list[int], rows: int, bandwidth: float) -> Non
     for tiling in TILINGS:
         times: list[Any] = []
         for logits, vocab in zip(made_logits, vocabs, strict=True):
-            run = partial(triton_kernels.reduce_rows, logits, 0, vocab, reduced, tiling)
+            run = partial(triton_kernels.reduce_rows, logits, 0, vocab, reduced, tiling=tiling)
             try:
                 times.append(milliseconds(run))
             except Exception as error:

@@ -123,7 +123,7 @@ OF_SCORE: list[tuple[Any, ...]] = [
     ("a number as text", {"prompt": [5], "top_logprobs": "5"}, 400, "top_logprobs", "top_logprobs: should"),
     ("a list as a number", {"prompt": [5], "top_logprobs": [1]}, 400, "top_logprobs", "top_logprobs: should"),
     ("a number that is a float", {"prompt": [5], "top_logprobs": 1.0}, 400, "top_logprobs", "top_logprobs: "),
-    ("too many alternatives", {"prompt": [5], "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs: s"),
+    ("too many alternatives", {"prompt": [5], "top_logprobs": 257}, 400, "top_logprobs", "top_logprobs: s"),
     ("a boolean as text", {"prompt": [5], "use_cache": "no"}, 400, "use_cache", "use_cache: should be a"),
     ("an unknown encoding", {"prompt": [5], "encoding_format": "hex"}, 400, "encoding_format", "encoding_"),
     ("an unknown model", {"prompt": [5], "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
@@ -275,7 +275,7 @@ OF_KLD: list[tuple[Any, ...]] = [
     ("too many windows", {"reference": "x", "windows": [0] * 500_001}, 400, "windows", "windows has 500001 values"),
     (
         "too many alternatives",
-        {"reference": "x", "top_logprobs": 21},
+        {"reference": "x", "top_logprobs": 257},
         400,
         "top_logprobs",
         "top_logprobs: should be",

@@ -34,6 +34,11 @@ def logprobs(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     return [_actual(_log_softmax(_float32_model(model_path), tokens), tokens) for tokens in sequences]
 
 
+def logits(model_path: Path, tokens: Tokens) -> torch.Tensor:
+    """Logits [n - 1, vocabulary] float32 after each token but the last."""
+    return _logits(_float32_model(model_path), tokens)
+
+
 def top_logprobs(model_path: Path, sequences: Sequence[Tokens], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The k likeliest tokens at each position but the first, best first: ids [n - 1, k] and logprobs [n - 1, k]."""
     results = []

@@ -56,7 +56,10 @@ SERVERS = {
     # `scoremode serve` on a real model.
     "server": Server(
         "smollm2",
-        ("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+        (
+            *("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+            *("--max-logprobs", "256"),
+        ),
         (*_STOCK_BESIDE, "scoremode"),
         keeps_references=True,
     ),

@@ -18,6 +18,7 @@ from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.kld_result import KldResult, KldWindowValues
 from scoremode.protocol import (
+    Candidates,
     Continuations,
     PerplexityResponse,
     PerplexityWindow,
@@ -138,6 +139,9 @@ class ScoreClient(_Client):
         *,
         add_special_tokens: bool = True,
         top_logprobs: int = 0,
+        candidate_token_ids: Candidates | None = None,
+        temperature: float | None = None,
+        logprobs_from: int | list[int] | None = None,
         return_ranks: bool = False,
         return_tokens: bool = False,
         use_cache: bool = True,
@@ -149,7 +153,12 @@ class ScoreClient(_Client):
             prompt: A text, several, the token ids of a text, or those of several.
             continuations: Score these instead, each after each prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
-            top_logprobs: Return the k likeliest tokens at every position, 0 to 20.
+            top_logprobs: Return the k likeliest tokens at every position, as many as the server's `--max-logprobs` and
+                256 at most.
+            candidate_token_ids: Score these tokens too: a list for all positions; for a single prompt also a list for
+                each position that is returned, for several such lists for each. All have as many tokens.
+            temperature: T of the distribution that is scored, the softmax of logits / T; 1 when left out.
+            logprobs_from: Return only positions from this one on; one for all prompts, or a list with one for each.
             return_ranks: Return the rank of every token in the vocabulary.
             return_tokens: Return every token as text.
             use_cache: Accept logprobs that were computed for an earlier request.
@@ -165,6 +174,9 @@ class ScoreClient(_Client):
                 continuations=continuations,
                 add_special_tokens=add_special_tokens,
                 top_logprobs=top_logprobs,
+                candidate_token_ids=candidate_token_ids,
+                temperature=temperature,
+                logprobs_from=logprobs_from,
                 return_ranks=return_ranks,
                 return_tokens=return_tokens,
                 use_cache=use_cache,
@@ -381,6 +393,9 @@ class AsyncScoreClient(_Client):
         *,
         add_special_tokens: bool = True,
         top_logprobs: int = 0,
+        candidate_token_ids: Candidates | None = None,
+        temperature: float | None = None,
+        logprobs_from: int | list[int] | None = None,
         return_ranks: bool = False,
         return_tokens: bool = False,
         use_cache: bool = True,
@@ -394,6 +409,9 @@ class AsyncScoreClient(_Client):
                 continuations=continuations,
                 add_special_tokens=add_special_tokens,
                 top_logprobs=top_logprobs,
+                candidate_token_ids=candidate_token_ids,
+                temperature=temperature,
+                logprobs_from=logprobs_from,
                 return_ranks=return_ranks,
                 return_tokens=return_tokens,
                 use_cache=use_cache,

@@ -1,29 +1,21 @@
 """What `/v1/kld` answers, as arrays, and how it is read from the wire."""
 
 import base64
-import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from scoremode._arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.protocol import KldResponse, KldStatistics, KldWindow, TopLogprobArrays
 
 _WINDOW = TypeAdapter(KldWindow)
+_TOP_LOGPROBS = TypeAdapter(TopLogprobArrays)
 _RESPONSE = TypeAdapter(KldResponse)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TopLogprobs:
-    """The k likeliest tokens of n positions, likeliest first: arrays of shape [n, k], log-probabilities in nats."""
-
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +78,7 @@ def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
     Raises:
         ResponseError: one is missing, is not base64 of its type, is of another length, or has NaN.
     """
-    arrays = {name: _decode(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
+    arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
     for name, array in arrays.items():
         if np.isnan(array).any():
             raise ResponseError(f"NaN in the server's {name}")
@@ -132,21 +124,4 @@ def _window(window: KldWindow) -> KldWindowValues:
 
 
 def _top_logprobs(top: object) -> TopLogprobs | None:
-    if top is None:
-        return None
-    arrays: TopLogprobArrays = TypeAdapter(TopLogprobArrays).validate_python(top)
-    token_ids = _decode("top_logprobs", arrays["token_ids"], "<i4")
-    logprobs = _decode("top_logprobs", arrays["logprobs"], "<f4")
-    try:
-        return TopLogprobs(token_ids.reshape(arrays["shape"]), logprobs.reshape(arrays["shape"]))
-    except ValueError as error:
-        raise ResponseError(f"the server's top_logprobs are not of shape {arrays['shape']}") from error
-
-
-def _decode(name: str, encoded: object, dtype: str) -> NDArray[Any]:
-    if not isinstance(encoded, str):
-        raise ResponseError(f"the server's {name} are not in base64")
-    try:
-        return np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
-    except (binascii.Error, ValueError) as error:
-        raise ResponseError(f"the server's {name} are not {np.dtype(dtype).name} in base64: {error}") from error
+    return None if top is None else decode_top_logprobs(_TOP_LOGPROBS.validate_python(top))

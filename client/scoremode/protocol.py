@@ -15,7 +15,11 @@ from typing_extensions import TypedDict
 
 from scoremode.windows import Method
 
-MAX_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 256
+"""Likeliest tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
+
+MAX_CANDIDATES = 1024
+"""Chosen tokens at a position."""
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
@@ -43,6 +47,13 @@ Continuations = Annotated[
     list[str] | list[TokenIds],
     _one_message("must be a list of strings or a list of lists of token ids"),
 ]
+Candidates = Annotated[
+    TokenIds | list[TokenIds] | list[list[TokenIds]],
+    _one_message(
+        "must be a list of token ids, or for a single prompt a list of token ids for each position, or for several "
+        "prompts such lists for each"
+    ),
+]
 Text = Annotated[str | TokenIds, _one_message("must be a string or a list of token ids")]
 
 
@@ -66,10 +77,19 @@ class ScoreRequest(_Request):
     )
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k likeliest tokens at every position.")
+    candidate_token_ids: Candidates | None = Field(
+        None,
+        description="Score these tokens too: the same at all positions, or some of their own at each, as many at all.",
+    )
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="Of the distribution: softmax(logits / T).")
+    logprobs_from: int | list[int] = Field(
+        0, description="Return only positions from here on; one for all prompts, or one for each."
+    )
     return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the likeliest.")
     return_tokens: bool = Field(False, description="Every token as text.")
     encoding_format: Literal["float", "base64"] = Field(
-        "float", description="`base64`: logprobs as little-endian float32, NaN where there is none."
+        "float",
+        description="`base64`: logprobs as little-endian float32, NaN where there is none, and ids as int32, -1 there.",
     )
     use_cache: bool = Field(True, description="Accept logprobs that were computed for an earlier request.")
     cache_salt: CacheSalt | None = Field(
@@ -99,6 +119,26 @@ class TopLogprob(TypedDict):
     token: NotRequired[str]
 
 
+class TopLogprobArrays(TypedDict):
+    """With `base64`: the k likeliest tokens of n positions, likeliest first."""
+
+    shape: list[int]
+    """[n, k]."""
+    token_ids: str
+    """int32."""
+    logprobs: str
+    """float32, nats."""
+
+
+class CandidateLogprobArrays(TypedDict):
+    """With `base64`: m chosen tokens of n positions, in the order in which they were given."""
+
+    shape: list[int]
+    """[n, m]."""
+    logprobs: str
+    """float32, nats."""
+
+
 class ScoreResult(TypedDict):
     """One scored sequence, or one continuation. Lists run over `token_ids`; a text's first token has no logprob."""
 
@@ -112,7 +152,8 @@ class ScoreResult(TypedDict):
     ranks: NotRequired[list[int | None]]
     is_greedy: NotRequired[bool]
     tokens: NotRequired[list[str]]
-    top_logprobs: NotRequired[list[list[TopLogprob] | None]]
+    top_logprobs: NotRequired[list[list[TopLogprob] | None] | TopLogprobArrays]
+    candidate_logprobs: NotRequired[list[list[float] | None] | CandidateLogprobArrays]
 
 
 class Usage(TypedDict):
@@ -336,17 +377,6 @@ class KldRequest(_Request):
         description="Keep the result with the reference as its noise floor; all windows, the reference's own model.",
     )
     stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
-
-
-class TopLogprobArrays(TypedDict):
-    """With `base64`: the k likeliest tokens of n positions, likeliest first."""
-
-    shape: list[int]
-    """[n, k]."""
-    token_ids: str
-    """int32."""
-    logprobs: str
-    """float32, nats."""
 
 
 class KldWindow(TypedDict):

@@ -6,15 +6,18 @@ import math
 import struct
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from scoremode._arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.errors import ResponseError
-from scoremode.protocol import LOWEST_LOGPROB, ScoreResponse, ScoreResult, TopLogprob
+from scoremode.protocol import LOWEST_LOGPROB, ScoreResponse, ScoreResult
 
 _SCORE_RESPONSE = TypeAdapter(ScoreResponse)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Score:
     """One scored text, or one continuation. Lists run over `token_ids`; log-probabilities are in nats."""
 
@@ -35,8 +38,11 @@ class Score:
     """Whether every scored token was the likeliest one; with `return_ranks` or continuations."""
     tokens: list[str] | None
     """With `return_tokens`."""
-    top_logprobs: list[list[TopLogprob] | None] | None
+    top_logprobs: TopLogprobs | None
     """The likeliest tokens at each position; when asked for."""
+    candidate_logprobs: NDArray[np.float32] | None
+    """[n, m], of the candidates at each position, in the order in which they were given; NaN where there is no context;
+    when asked for."""
 
     @property
     def nlls(self) -> list[float]:
@@ -71,8 +77,25 @@ def _score(result: ScoreResult) -> Score:
         ranks=result.get("ranks"),
         is_greedy=result.get("is_greedy"),
         tokens=result.get("tokens"),
-        top_logprobs=result.get("top_logprobs"),
+        top_logprobs=_top_logprobs(result),
+        candidate_logprobs=_candidate_logprobs(result),
     )
+
+
+def _top_logprobs(result: ScoreResult) -> TopLogprobs | None:
+    top = result.get("top_logprobs")
+    if isinstance(top, list):
+        raise ResponseError("the server's top_logprobs are not in base64")
+    return None if top is None else decode_top_logprobs(top)
+
+
+def _candidate_logprobs(result: ScoreResult) -> NDArray[np.float32] | None:
+    candidates = result.get("candidate_logprobs")
+    if isinstance(candidates, list):
+        raise ResponseError("the server's candidate_logprobs are not in base64")
+    if candidates is None:
+        return None
+    return decode_array("candidate_logprobs", candidates["logprobs"], "<f4", candidates["shape"])
 
 
 def decode_logprobs(encoded: str) -> list[float | None]:

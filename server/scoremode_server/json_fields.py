@@ -26,6 +26,7 @@ _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
 _TOKEN_IDS = msgspec.json.Decoder(list[int])
 _TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
+_NESTED_TOKEN_LISTS = msgspec.json.Decoder(list[list[list[int]]])
 
 PROMPTS = {'"': _TEXT, '["': _TEXTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
 """By how a field's JSON begins: a text, texts, lists of token ids, token ids."""
@@ -33,8 +34,10 @@ CONTINUATIONS = {'["': _TEXTS, "[": _TOKEN_LISTS}
 ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
 TEXTS = {"[": _TEXTS}
 TOKENS = {"[": _TOKEN_IDS}
+CANDIDATES = {"[[[": _NESTED_TOKEN_LISTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
+POSITIONS = {"[": _TOKEN_IDS}
 
-_BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(["\[]?)')
+_BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(?:(")|(\[)[ \t\n\r]*(\[?))?')
 _NAMES = {
     "int": "a token id",
     "float": "a float",
@@ -73,11 +76,11 @@ def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
     beginning = _BEGINNING.match(raw)
     if beginning is None:
         return _decode(raw, field, _ANYTHING)
-    opening = beginning[0][:1] + (beginning[1] or b"")
-    decoder = forms.get(opening.decode()) or forms.get(opening[:1].decode())
+    opening = (beginning[0][:1] + b"".join(filter(None, beginning.groups()))).decode()
+    decoder = next((forms[opening[:length]] for length in (3, 2, 1) if opening[:length] in forms), None)
     if decoder is None:
         return read_scalar(raw, field)
-    if decoder is _TOKEN_LISTS and len(raw) > MAX_LISTS:
+    if decoder in (_TOKEN_LISTS, _NESTED_TOKEN_LISTS) and len(raw) > MAX_LISTS:
         _check_count(bytes(raw).count(b"[") - 1, MAX_LISTS, "lists", field)
     return _decode(raw, field, decoder)
 
@@ -146,7 +149,8 @@ def _explain(error: str, field: str) -> str:
     if expected is None:
         return f"{name}: number too large"
     got = {"array": "a list", "int": "a number"}.get(expected[2]) or _NAMES.get(expected[2], expected[2])
-    return f"{name} must be {_NAMES[expected[1]]}, not {got}"
+    wanted = "a position" if field == "logprobs_from" and expected[1] == "int" else _NAMES[expected[1]]
+    return f"{name} must be {wanted}, not {got}"
 
 
 # Every escape, so that an escaped backslash is not taken for the beginning of the next.

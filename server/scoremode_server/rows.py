@@ -18,7 +18,8 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Rows:
-    """Rows of n tokens in one table: for each the actual token and the k likeliest, 1 + k columns.
+    """Rows of n tokens in one table: for each the actual token, m candidates if any were chosen, and the k likeliest;
+    1 + m + k columns.
 
     Attributes:
         table: [n, 2 * columns + 1] int32: token ids, the bits of their float32 logprobs, the actual token's rank.
@@ -63,12 +64,12 @@ class Rows:
 
     @property
     def num_columns(self) -> int:
-        """1 + k."""
+        """1 + m + k."""
         return int(self.table.shape[1]) // 2
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[n, columns] int32, the actual token first, then the likeliest."""
+        """[n, columns] int32, the actual token first, then the candidates, then the likeliest."""
         return self.table[:, : self.num_columns]
 
     @property
@@ -130,7 +131,11 @@ def read_columns(logprobs: Any, num_columns: int) -> Columns:
 
 
 def read_rows(
-    token_ids: Sequence[int] | np.ndarray, num_fed: int, num_columns: int, output: RequestOutput
+    token_ids: Sequence[int] | np.ndarray,
+    num_fed: int,
+    num_columns: int,
+    output: RequestOutput,
+    first_row: int | None = None,
 ) -> tuple[Rows, int]:
     """Read the rows of a request from its final output. This is the only place where the engine's rows are checked.
 
@@ -143,6 +148,8 @@ def read_rows(
         num_fed: n or n - 1.
         num_columns: that were asked for.
         output: finished.
+        first_row: of a marked request (`vllm_patches.scored_windows`), the row from which on it wanted them: that of
+            the last token comes with the prompt's, and no row of a cached position does.
 
     Returns:
         Rows of the tokens but the first, [n - 1], and how many of them, from the first on, are not to be trusted.
@@ -151,24 +158,27 @@ def read_rows(
         UnfinishedError: the engine ended the request early.
     """
     check_finished(output)
-    completion = output.outputs[0]
     actual = np.asarray(token_ids, np.int32)
     num_rows = len(actual) - 1
     rows = Rows.empty(num_rows, num_columns)
     columns = read_columns(output.prompt_logprobs, num_columns)
-    num_cached = output.num_cached_tokens or 0
-    num_computed = len(columns[0])
-    if num_computed not in (num_fed - 1, num_fed - 1 - num_cached) or columns[0].shape[1] != num_columns:
+    first = num_cached = output.num_cached_tokens or 0
+    num_computed, end = len(columns[0]), num_fed - 1
+    expected = {end, end - num_cached}
+    if first_row is not None:
+        first, end = max(num_cached, first_row), num_rows
+        expected = {end - first}
+    if num_computed not in expected or columns[0].shape[1] != num_columns:
         return rows, num_rows
-    rows.write(num_fed - 1 - num_computed, columns)
-    if num_rows == num_fed:
-        sampled = read_columns(completion.logprobs, num_columns)
+    rows.write(end - num_computed, columns)
+    if end < num_rows:
+        sampled = read_columns(output.outputs[0].logprobs, num_columns)
         if len(sampled[0]) != 1:
             return rows, num_rows
         rows.write(num_rows - 1, sampled)
-    computed = rows[num_cached:]
-    trusted = (computed.token_ids[:, 0] == actual[num_cached + 1 :]) & ~np.isnan(computed.logprobs.sum(axis=1))
-    return rows, num_cached + (0 if trusted.all() else int(np.flatnonzero(~trusted)[-1]) + 1)
+    computed = rows[first:]
+    trusted = (computed.token_ids[:, 0] == actual[first + 1 :]) & ~np.isnan(computed.logprobs.sum(axis=1))
+    return rows, first + (0 if trusted.all() else int(np.flatnonzero(~trusted)[-1]) + 1)
 
 
 def read_prompt_columns(output: RequestOutput) -> Columns:

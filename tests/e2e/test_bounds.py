@@ -30,7 +30,9 @@ def test_stock_vllm_refuses_that_sequence(plugin_server: str):
 
 def test_one_token_has_nothing_to_score(bos_client: ScoreClient):
     (score,) = bos_client.score([7], top_logprobs=3, return_ranks=True)
-    assert (score.num_scored, score.logprobs, score.ranks, score.top_logprobs) == (0, [None], [None], [None])
+    assert (score.num_scored, score.logprobs, score.ranks) == (0, [None], [None])
+    assert score.top_logprobs.token_ids.tolist() == [[-1, -1, -1]]
+    assert np.isnan(score.top_logprobs.logprobs).all()
 
 
 def test_a_tokenizer_that_adds_bos_gives_the_first_word_its_context(bos_client: ScoreClient):

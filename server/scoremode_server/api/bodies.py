@@ -14,8 +14,10 @@ from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, 
 from scoremode_server.app import scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.json_fields import (
+    CANDIDATES,
     CONTINUATIONS,
     ONE_PROMPT,
+    POSITIONS,
     PROMPTS,
     TEXTS,
     TOKENS,
@@ -33,7 +35,12 @@ READ_AT_ONCE = 256 * 1024
 a time holds the interpreter."""
 
 _LISTS: dict[type[BaseModel], dict[str, Any]] = {
-    ScoreRequest: {"prompt": PROMPTS, "continuations": CONTINUATIONS},
+    ScoreRequest: {
+        "prompt": PROMPTS,
+        "continuations": CONTINUATIONS,
+        "candidate_token_ids": CANDIDATES,
+        "logprobs_from": POSITIONS,
+    },
     PerplexityRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
     ReferenceRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
     KldRequest: {},

@@ -23,12 +23,12 @@ from scoremode_server.app import scoremode_state
 from scoremode_server.prefix_cache.engine import Answer
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
-from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.scorer import ScoredSequence, ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.tokenizer import Tokenizer
 
 WRITTEN_AT_ONCE = 32_768
-"""Tokens whose answer is written on the event loop, in some ten milliseconds; larger ones in a thread."""
+"""Logprobs whose answer is written on the event loop, in some ten milliseconds; larger ones in a thread."""
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 
@@ -61,28 +61,43 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     with state.admission.until_stopped():
         model = await state.models.resolve(request.model)
         sequences = await read_sequences(request, state.tokenizer, state.limits)
-    for sequence in sequences:
-        state.limits.check_sequence(sequence.token_ids, sequence.name)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    num_values = num_tokens * _num_columns(request, sequences)
+    state.limits.check_num_values(num_values)
     request_id = f"score-{request_id_of(raw_request)}"
     async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
             top_logprobs=request.top_logprobs,
+            temperature=request.temperature,
             use_cache=request.use_cache,
             cache_salt=request.cache_salt,
             owner=state.owner(raw_request),
             options=await state.models.engine_options(raw_request, model),
         )
-        asked = ((sequence.token_ids, sequence.first) for sequence in sequences)
+        asked = (
+            ScoredSequence(
+                sequence.token_ids,
+                sequence.first,
+                sequence.candidates,
+                only_from_first=sequence.continuation_index is None,
+            )
+            for sequence in sequences
+        )
         async with aclosing(state.scorer.scores(asked, settings)) as scores:
             answers = [answer async for answer in scores]
         write = partial(
             _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
         )
         # Still within the request, so that a server that stops waits for it.
-        return await asyncio.to_thread(write) if num_tokens > WRITTEN_AT_ONCE else write()
+        return await asyncio.to_thread(write) if num_values > WRITTEN_AT_ONCE else write()
+
+
+def _num_columns(request: ScoreRequest, sequences: list[RequestedSequence]) -> int:
+    """Logprobs of a position."""
+    num_candidates = max((sequence.num_candidates for sequence in sequences), default=0)
+    return 1 + num_candidates + request.top_logprobs
 
 
 def _response(
@@ -133,8 +148,14 @@ def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSeq
         result["is_greedy"] = bool((rows.ranks == 1).all())
     if request.return_tokens:
         result["tokens"] = strings.of(token_ids)
+    if sequence.candidates is not None:
+        chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
+        result["candidate_logprobs"] = _candidate_logprobs(request, len(without_row), chosen)
     if request.top_logprobs:
-        result["top_logprobs"] = [*without_row, *_top_logprobs(request, strings, rows)]
+        top = slice(1 + sequence.num_candidates, None)
+        result["top_logprobs"] = _top_logprobs(
+            request, strings, len(without_row), rows.token_ids[:, top], rows.logprobs[:, top]
+        )
     return result
 
 
@@ -144,19 +165,50 @@ def _logprobs(request: ScoreRequest, num_without: int, rows: Rows, scored: np.nd
     if request.encoding_format == "float":
         values: np.ndarray = np.concatenate([np.full(num_without, np.nan), scored])
         return values
-    values = np.concatenate([np.full(num_without, np.nan, np.float32), rows.logprobs[:, 0]])
-    return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
+    return _base64(_padded(rows.logprobs[:, 0], num_without, np.nan, "<f4"))
 
 
-def _top_logprobs(request: ScoreRequest, strings: TokenStrings, rows: Rows) -> list[list[dict[str, Any]]]:
-    """The likeliest tokens at each position."""
+def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray) -> dict[str, Any] | list[Any]:
+    """[n, m] of the chosen tokens."""
+    if request.encoding_format == "float":
+        return [*[None] * num_without, *json_logprobs(logprobs).tolist()]
+    padded = _padded(logprobs, num_without, np.nan, "<f4")
+    return {"shape": list(padded.shape), "logprobs": _base64(padded)}
+
+
+def _top_logprobs(
+    request: ScoreRequest, strings: TokenStrings, num_without: int, token_ids: np.ndarray, logprobs: np.ndarray
+) -> dict[str, Any] | list[Any]:
+    """[n, k] of the likeliest tokens at each position."""
+    if request.encoding_format == "float":
+        return [*[None] * num_without, *_top_entries(request, strings, token_ids, logprobs)]
+    padded = _padded(logprobs, num_without, np.nan, "<f4")
+    return {
+        "shape": list(padded.shape),
+        "token_ids": _base64(_padded(token_ids, num_without, -1, "<i4")),
+        "logprobs": _base64(padded),
+    }
+
+
+def _top_entries(
+    request: ScoreRequest, strings: TokenStrings, token_ids: np.ndarray, logprobs: np.ndarray
+) -> list[list[dict[str, Any]]]:
     top: list[list[dict[str, Any]]] = []
-    for token_ids, logprobs in zip(
-        rows.token_ids[:, 1:].tolist(), json_logprobs(rows.logprobs[:, 1:]).tolist(), strict=True
-    ):
-        entries = [{"token_id": id_, "logprob": value} for id_, value in zip(token_ids, logprobs, strict=True)]
+    for ids, values in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True):
+        entries = [{"token_id": id_, "logprob": value} for id_, value in zip(ids, values, strict=True)]
         if request.return_tokens:
-            for entry, token in zip(entries, strings.of(token_ids), strict=True):
+            for entry, token in zip(entries, strings.of(ids), strict=True):
                 entry["token"] = token
         top.append(entries)
     return top
+
+
+def _padded(values: np.ndarray, num_without: int, missing: float, dtype: str) -> np.ndarray:
+    """Rows of values after those of positions that have none."""
+    before = np.full((num_without, *values.shape[1:]), missing, dtype)
+    padded: np.ndarray = np.concatenate([before, values.astype(dtype, copy=False)])
+    return padded
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")

@@ -1,8 +1,10 @@
 """Which token sequences a request to `/v1/score` asks for: prompts, or continuations of them."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from scoremode.protocol import ScoreRequest
 from scoremode_server.errors import RequestError
@@ -16,9 +18,16 @@ class RequestedSequence:
 
     token_ids: list[int]
     first: int
-    """0 for a whole prompt, whose first token has no logprob; else where the continuation starts."""
+    """`logprobs_from`, or where the continuation starts; a text's first token has no logprob."""
     prompt_index: int
     continuation_index: int | None = None
+    candidates: np.ndarray | None = None
+    """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
+
+    @property
+    def num_candidates(self) -> int:
+        """At each position."""
+        return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     @property
     def name(self) -> str:
@@ -32,21 +41,99 @@ async def read_sequences(request: ScoreRequest, tokenizer: Tokenizer, limits: Li
     """The sequences that a request asks for, prompts outermost.
 
     Raises:
-        RequestError: there is no prompt or continuation, an empty one, or too many.
+        RequestError: there is no prompt or continuation, an empty one, or too many; or positions or candidates that do
+            not fit them.
     """
     prompts = as_prompts(request.prompt)
     limits.check_num_sequences(len(prompts), None if request.continuations is None else len(request.continuations))
+    sequences = await _sequences(prompts, request, tokenizer)
+    for sequence in sequences:
+        limits.check_sequence(sequence.token_ids, sequence.name)
+        if sequence.first >= len(sequence.token_ids):
+            raise RequestError(
+                f"logprobs_from is {sequence.first}, but {sequence.name} has {len(sequence.token_ids)} tokens",
+                "logprobs_from",
+            )
+    return _with_candidates(request, sequences, limits)
+
+
+async def _sequences(
+    prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer
+) -> list[RequestedSequence]:
     if request.continuations is None:
+        firsts = _firsts(request, len(prompts))
         return [
-            RequestedSequence(await _encode(prompt, tokenizer, request.add_special_tokens), 0, index)
-            for index, prompt in enumerate(prompts)
+            RequestedSequence(await _encode(prompt, tokenizer, request.add_special_tokens), first, index)
+            for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
         ]
+    if request.logprobs_from != 0:
+        raise RequestError("logprobs_from: a continuation's logprobs begin where it does", "logprobs_from")
     if not request.continuations:
         raise RequestError("continuations is empty: leave it out to score the prompt", "continuations")
     per_prompt = await asyncio.gather(
         *(_continued(prompt, index, request, tokenizer) for index, prompt in enumerate(prompts))
     )
     return [sequence for sequences in per_prompt for sequence in sequences]
+
+
+def _firsts(request: ScoreRequest, num_prompts: int) -> list[int]:
+    """The position from which on each prompt's logprobs are wanted."""
+    each = request.logprobs_from
+    firsts = each if isinstance(each, list) else [each] * num_prompts
+    if len(firsts) != num_prompts:
+        raise RequestError(f"logprobs_from has {len(firsts)} positions for {num_prompts} prompts", "logprobs_from")
+    if min(firsts, default=0) < 0:
+        raise RequestError(f"logprobs_from is {min(firsts)}: positions count from 0", "logprobs_from")
+    return firsts
+
+
+def _with_candidates(
+    request: ScoreRequest, sequences: list[RequestedSequence], limits: Limits
+) -> list[RequestedSequence]:
+    """The sequences with the candidates of their positions."""
+    given: Any = request.candidate_token_ids
+    if given is None:
+        return sequences
+    if not given or isinstance(given[0], int):
+        shared = _table(given, 1)
+        limits.check_candidates(shared)
+        return [replace(sequence, candidates=shared) for sequence in sequences]
+    if request.continuations is not None:
+        raise RequestError(
+            "candidate_token_ids: with continuations, give one list for all positions", "candidate_token_ids"
+        )
+    own = given if given[0] and isinstance(given[0][0], list) else [given]
+    if len(own) != len(sequences):
+        raise RequestError(
+            f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}",
+            "candidate_token_ids",
+        )
+    return [_with_own(sequence, lists, limits) for sequence, lists in zip(sequences, own, strict=True)]
+
+
+def _with_own(sequence: RequestedSequence, lists: Any, limits: Limits) -> RequestedSequence:
+    num_positions = len(sequence.token_ids) - sequence.first
+    if len(lists) != num_positions:
+        raise RequestError(
+            f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",
+            "candidate_token_ids",
+        )
+    table = _table(lists, 2)
+    limits.check_candidates(table)
+    return replace(sequence, candidates=table)
+
+
+def _table(lists: Any, num_dimensions: int) -> np.ndarray:
+    """Candidates as int32, one or more a position."""
+    try:
+        table = np.array(lists, np.int32)
+    except (ValueError, OverflowError):
+        table = np.empty(0, np.int32)
+    if table.ndim != num_dimensions or table.size == 0:
+        raise RequestError(
+            "candidate_token_ids must be one or more token ids, as many at each position", "candidate_token_ids"
+        )
+    return table
 
 
 async def _encode(prompt: str | list[int], tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:

@@ -13,11 +13,12 @@ from collections.abc import Callable
 
 import torch
 
+from scoremode_server.kernels.implementations import kernels_for
 from scoremode_server.kernels.reduced_rows import ReducedRows
-from scoremode_server.kernels.tensor_parallel import Shard, gather_rows, share_targets
+from scoremode_server.kernels.tensor_parallel import Shard, gather_rows, highest, share_targets
 from scoremode_server.kernels.working_memory import TILE_ROWS
 
-MAX_TOP = 64
+MAX_TOP = 256
 """Likeliest tokens a position that are found this way; vLLM's own way finds more."""
 
 
@@ -35,6 +36,9 @@ def compute(
     num_top: int,
     limit: int,
     shard: Shard | None = None,
+    *,
+    candidates: torch.Tensor | None = None,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Score the target of every row.
 
@@ -46,27 +50,49 @@ def compute(
         limit: rows whose logits are held at a time.
         shard: whose logits `logits_fn` gives, where it does not give all; every rank of its group must come here at the
             same time, with the same rows, `num_top` and `limit`.
+        candidates: [rows, m] int32, more tokens of the vocabulary that are to be scored in each row.
+        temperature: T of the distribution, the softmax of logits / T. Ranks do not depend on it.
 
     Returns:
-        Tokens [rows, num_top + 1] int32, the target before the likeliest; their logprobs in nats, float32, NaN where a
-        row has a NaN; ranks of the targets [rows] int32: how many logits are as high, so 1 for the highest.
+        Tokens [rows, 1 + m + num_top] int32: the target, the candidates, the likeliest; their logprobs in nats,
+        float32, NaN where a row has a NaN; ranks of the targets [rows] int32: how many logits are as high, so 1 for the
+        highest.
     """
-    from scoremode_server.kernels import triton_kernels
-
+    kernels = kernels_for(targets.device)
     rows = len(targets)
     reduced = ReducedRows.empty(rows, num_top, targets.device)
+    chosen = []
     step = chunk_rows(max(rows, 1), limit)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         logits = logits_fn(hidden_states[part])
         first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
         chunk = reduced[part]
-        triton_kernels.take_targets(logits, targets[part], first, columns, chunk)
+        kernels.take_targets(logits, targets[part], first, columns, chunk)
         if shard:
             share_targets(shard.group, chunk)
-        triton_kernels.reduce_rows(logits, first, columns, chunk)
+        kernels.reduce_rows(logits, first, columns, chunk, temperature)
+        if candidates is not None:
+            chosen.append(_take(logits, candidates[part], first, columns))
         # The next chunk's are computed where these were.
         del logits
     if shard:
-        reduced = gather_rows(shard.group, reduced)
-    return reduced.tokens, reduced.logprobs(), reduced.ranks
+        reduced = gather_rows(shard.group, reduced, temperature)
+    logprobs = reduced.logprobs(temperature)
+    if candidates is None or not chosen:
+        return reduced.tokens, logprobs, reduced.ranks
+    taken = torch.cat(chosen)
+    taken = reduced.logprobs_of(highest(shard.group, taken) if shard else taken, temperature)
+    return (
+        torch.cat((reduced.tokens[:, :1], candidates, reduced.tokens[:, 1:]), 1),
+        torch.cat((logprobs[:, :1], taken, logprobs[:, 1:]), 1),
+        reduced.ranks,
+    )
+
+
+def _take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -> torch.Tensor:
+    """Logits [rows, m] float32 of some tokens of each row, -inf where these columns do not hold them."""
+    column = tokens.long() - first
+    held = (column >= 0) & (column < columns)
+    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
+    return taken.masked_fill_(~held, -math.inf)

@@ -16,11 +16,11 @@ the logits of the targets and the reduced rows, of both sides together, and at t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from scoremode_server.kernels.fused_logprobs import chunk_rows
+from scoremode_server.kernels.implementations import Kernels, kernels_for
 from scoremode_server.kernels.reduced_rows import ReducedRows
 from scoremode_server.kernels.tensor_parallel import Shard, add_up, gather_rows, share_targets
 
@@ -59,25 +59,6 @@ class Comparison:
     acceptance: torch.Tensor
     served: Scored
     reference: Scored
-
-
-class Kernels(NamedTuple):
-    """One implementation of what reads logits; `torch_kernels` says what each does."""
-
-    take_targets: Callable[..., None]
-    reduce_rows: Callable[..., None]
-    sum_divergences: Callable[..., torch.Tensor]
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """Triton's on a GPU, PyTorch's elsewhere."""
-    if device.type == "cuda":
-        from scoremode_server.kernels import triton_kernels, triton_kl_divergence
-
-        return Kernels(triton_kernels.take_targets, triton_kernels.reduce_rows, triton_kl_divergence.sum_divergences)
-    from scoremode_server.kernels import torch_kernels
-
-    return Kernels(torch_kernels.take_targets, torch_kernels.reduce_rows, torch_kernels.sum_divergences)
 
 
 def compare(

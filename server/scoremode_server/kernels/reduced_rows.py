@@ -14,7 +14,8 @@ class ReducedRows:
         tokens: [rows, 1 + k] int32: the target, and those of the k highest logits, in falling order.
         logits: [rows, 1 + k] float32, theirs.
         maxima: [rows] float32, the highest logit m.
-        sums: [rows] float32, the sum of exp(logit - m) over the row; NaN where the row has a NaN.
+        sums: [rows] float32, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN where the row has a
+            NaN.
         ranks: [rows] int32, how many logits are as high as the target's.
     """
 
@@ -51,6 +52,11 @@ class ReducedRows:
         """The k."""
         return int(self.tokens.shape[1]) - 1
 
-    def logprobs(self) -> torch.Tensor:
-        """[rows, 1 + k] float32, in nats: logit - m - log(sum), which rounds less than logit - logsumexp."""
-        return (self.logits - self.maxima[:, None]).sub_(self.sums.log()[:, None])
+    def logprobs(self, temperature: float = 1.0) -> torch.Tensor:
+        """[rows, 1 + k] float32, in nats; see `logprobs_of`."""
+        return self.logprobs_of(self.logits, temperature)
+
+    def logprobs_of(self, logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Of entries of the rows, [rows, any] float32: (logit - m) / T - log(sum), which rounds less than
+        logit / T - logsumexp. The temperature is the one of the sums."""
+        return (logits - self.maxima[:, None]).div_(temperature).sub_(self.sums.log()[:, None])

@@ -34,15 +34,20 @@ def all_ranks_agree(group: Any, yes: bool) -> bool:
 
 def share_targets(group: Any, rows: ReducedRows) -> None:
     """Let every rank have the logits of the targets, which all but one lack (-inf)."""
-    logits = rows.logits[:, 0].contiguous()
-    rows.logits[:, 0] = group.all_gather(logits, 0).view(group.world_size, -1).amax(0)
+    rows.logits[:, 0] = highest(group, rows.logits[:, 0].contiguous())
 
 
-def gather_rows(group: Any, rows: ReducedRows) -> ReducedRows:
+def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
+    """The highest that a rank has, of each entry."""
+    gathered: torch.Tensor = group.all_gather(logits, 0).view(group.world_size, *logits.shape).amax(0)
+    return gathered
+
+
+def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> ReducedRows:
     """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
     words = to_words(rows)
     gathered = group.all_gather(words, 0).view(group.world_size, *words.shape)
-    return merge([from_words(part) for part in gathered])
+    return merge([from_words(part) for part in gathered], temperature)
 
 
 def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
@@ -66,12 +71,12 @@ def from_words(words: torch.Tensor) -> ReducedRows:
     )
 
 
-def merge(shards: list[ReducedRows]) -> ReducedRows:
+def merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
     """Rows of a vocabulary from those of its parts, which all have the targets' logits."""
     maxima = torch.stack([shard.maxima for shard in shards])
     maximum = maxima.amax(0)
     # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
-    scales = torch.exp(maxima - maximum.masked_fill(maximum == -math.inf, 0.0))
+    scales = torch.exp((maxima - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
     tokens, logits = _top(shards)
     return ReducedRows(
         tokens=torch.cat((shards[0].tokens[:, :1], tokens), 1),

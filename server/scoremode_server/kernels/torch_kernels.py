@@ -24,7 +24,7 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
     out.logits[:, 0] = torch.where(held, taken.float(), -math.inf)
 
 
-def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
+def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0) -> None:
     """As `triton_kernels.reduce_rows`."""
     num_held = min(out.num_top, columns)
     out.tokens[:, 1 + num_held :] = -1
@@ -43,7 +43,7 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         rows.maxima[:] = values.amax(1)
         # Where all is -inf, -inf less -inf would be NaN.
         base = rows.maxima.masked_fill(rows.maxima == -math.inf, 0.0)
-        rows.sums[:] = values.sub_(base[:, None]).exp_().sum(1)
+        rows.sums[:] = values.sub_(base[:, None]).div_(temperature).exp_().sum(1)
 
 
 def sum_divergences(

@@ -51,7 +51,14 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
     )
 
 
-def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows, tiling: Tiling = TILING) -> None:
+def reduce_rows(
+    logits: torch.Tensor,
+    first: int,
+    columns: int,
+    out: ReducedRows,
+    temperature: float = 1.0,
+    tiling: Tiling = TILING,
+) -> None:
     """Write all else: what `ReducedRows` says of these columns, with -1 for a token where there are fewer than k.
 
     Args:
@@ -59,6 +66,7 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         first: token of the first column.
         columns: that count; those after them are padding.
         out: of these rows, with the logits of the targets.
+        temperature: of the sums.
         tiling: for measurements.
     """
     require_rows(logits)
@@ -76,11 +84,13 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         logits.stride(0),
         first,
         columns,
+        1 / temperature,
         LANES=tiling.lanes,
         WIDTH=tiling.width,
         STAGES=tiling.num_stages,
         BEST=num_top == 1,
         MAXIMA=num_top > 1,
+        SCALED=temperature != 1.0,
         num_warps=tiling.num_warps,
     )
     if num_top > 1:
@@ -149,11 +159,13 @@ def _reduce_rows(
     stride,
     first,
     columns,
+    scale,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
     BEST: tl.constexpr,
     MAXIMA: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
@@ -169,14 +181,14 @@ def _reduce_rows(
     # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is no multiple of 16.
     for origin in tl.range(0, whole, tile, num_stages=STAGES):
         seen = tl.load(start + origin + entries).to(tl.float32)
-        maxima, sums, counts, origins = _fold(seen, origin, target, maxima, sums, counts, origins)
+        maxima, sums, counts, origins = _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED)
     padding = 0
     if whole < columns:
         rest = tl.load(start + whole + entries, mask=whole + entries < columns, other=float("-inf")).to(tl.float32)
-        maxima, sums, counts, origins = _fold(rest, whole, target, maxima, sums, counts, origins)
+        maxima, sums, counts, origins = _fold(rest, whole, target, maxima, sums, counts, origins, scale, SCALED)
         padding = whole + tile - columns
     maximum = tl.max(maxima, 0)
-    total = tl.sum(sums * tl.exp(maxima - _finite(maximum)), 0)
+    total = tl.sum(sums * _exp(maxima - _finite(maximum), scale, SCALED), 0)
     # A target of -inf is reached by the padding of the last tile too.
     count = tl.sum(counts, 0) - tl.where(target == float("-inf"), padding, 0)
     tl.store(row_maxima + row, maximum)
@@ -197,15 +209,22 @@ def _reduce_rows(
 
 
 @triton.jit
-def _fold(seen, origin, target, maxima, sums, counts, origins):
+def _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED: tl.constexpr):
     """Take a tile [lanes, width] that starts at column `origin` into what the lanes keep."""
     tile_maxima = tl.max(seen, 1)
     risen = tl.maximum(maxima, tile_maxima)
     base = _finite(risen)
-    sums = sums * tl.exp(maxima - base) + tl.sum(tl.exp(seen - base[:, None]), 1)
+    sums = sums * _exp(maxima - base, scale, SCALED) + tl.sum(_exp(seen - base[:, None], scale, SCALED), 1)
     counts += tl.sum((seen >= target).to(tl.int32), 1)
     origins = tl.where(tile_maxima > maxima, origin, origins)
     return risen, sums, counts, origins
+
+
+@triton.jit
+def _exp(logit, scale, SCALED: tl.constexpr):
+    if SCALED:
+        logit *= scale
+    return tl.exp(logit)
 
 
 @triton.jit

@@ -151,7 +151,7 @@ class ScoringEngine:
         """All that rows depend on besides the tokens."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        return repr((self._store.generation, adapter, salt))
+        return repr((self._store.generation, adapter, salt, request.mark and request.mark.identity))
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""

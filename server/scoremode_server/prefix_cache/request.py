@@ -119,7 +119,8 @@ class CachedRequest:
         if lacking := self._lacking(run):
             self._found |= self._store.get(self._block_hashes, self._request.num_columns)
             lacking = self._lacking(run)
-        if lacking and lacking == list(self._needed(run)[-1:]) and lacking[-1] < len(self._block_hashes):
+        only_the_last = lacking and lacking == list(self._needed(run)[-1:]) and lacking[-1] < len(self._block_hashes)
+        if only_the_last and self._request.mark is None:
             await self._run_last_block(lacking[-1])
             lacking = self._lacking(run)
         return lacking

@@ -23,6 +23,8 @@ from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import Rows, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
+from scoremode_server.vllm_patches.scored_windows import ScoredMark
+from scoremode_server.vllm_patches.window_params import WindowParams
 
 T = TypeVar("T")
 
@@ -83,6 +85,8 @@ class RowsRequest:
     """Whose request it is: rows, keys and values are not shared between owners."""
     queue: RequestQueue | None = None
     """Of the HTTP request that this is a part of; without one, it goes to the engine at once."""
+    mark: ScoredMark | None = None
+    """What its parameters are marked with, if they are."""
 
     @classmethod
     def score(
@@ -98,26 +102,29 @@ class RowsRequest:
         makes_room: bool = True,
         owner: str = "",
         queue: RequestQueue | None = None,
+        mark: ScoredMark | None = None,
     ) -> "RowsRequest":
-        """A request in score mode, of at least two tokens."""
+        """A request in score mode, of at least two tokens. A mark takes the place of `top_logprobs`."""
+        params = score_params(token_ids, 0 if mark else top_logprobs)
         return cls(
             request_id,
             token_ids,
             len(token_ids) - 1,
             tokens_input(list(token_ids[:-1]), cache_salt=cache_salt),
-            score_params(token_ids, top_logprobs),
+            WindowParams.mark(params, mark) if mark else params,
             first=first,
             use_cache=use_cache,
             options=options or {},
             makes_room=makes_room,
             owner=owner,
             queue=queue,
+            mark=mark,
         )
 
     @property
     def num_columns(self) -> int:
         """Of its rows."""
-        return int(self.params.prompt_logprobs) + 1
+        return self.mark.num_columns if self.mark else int(self.params.prompt_logprobs) + 1
 
     @property
     def first_row(self) -> int:
@@ -167,7 +174,8 @@ async def run_engine(
     """
 
     def read(output: RequestOutput) -> Run:
-        return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output))
+        first_row = None if request.mark is None else request.mark.first - 1
+        return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
 
     return await in_engine(
         engine, request, read, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
+import numpy as np
 from vllm.config import ModelConfig
 
-from scoremode.protocol import MAX_TOP_LOGPROBS
+from scoremode.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
+
+MAX_VALUES = 2**26
+"""Logprobs of an answer: 512 MiB with their token ids, as they come from the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,34 @@ class Limits:
                 f"top_logprobs is {top_logprobs}, but this server was started with --max-logprobs "
                 f"{self.max_top_logprobs}",
                 "top_logprobs",
+            )
+
+    def check_candidates(self, candidates: np.ndarray) -> None:
+        """Refuse too many chosen tokens a position, or one that the model has no logit for. [m] or [n, m].
+
+        Raises:
+            RequestError: their number or the id, and the bound.
+        """
+        num_candidates = candidates.shape[-1]
+        if num_candidates > MAX_CANDIDATES:
+            raise RequestError(
+                f"candidate_token_ids has {num_candidates} tokens for a position, and {MAX_CANDIDATES} are the most",
+                "candidate_token_ids",
+            )
+        self.check_vocabulary([int(candidates.min()), int(candidates.max())], "candidate_token_ids")
+
+    def check_num_values(self, num_values: int) -> None:
+        """Refuse a request whose answer would have too many logprobs.
+
+        Raises:
+            RequestError: their number, and the bound (413).
+        """
+        if num_values > MAX_VALUES:
+            raise RequestError(
+                f"all tokens, with the likeliest and the chosen ones, would make {num_values} logprobs, and an answer "
+                f"has at most {MAX_VALUES}: send fewer prompts at a time",
+                "prompt",
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
 
 

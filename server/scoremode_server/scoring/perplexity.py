@@ -10,7 +10,7 @@ from scoremode.metrics import Perplexity, perplexity
 from scoremode.windows import Window
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.scorer import Scorer, ScoreSettings
+from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class PerplexityRun:
                 self.nlls.append(-json_logprobs(answer.rows.logprobs[:, 0]))
                 yield self.nlls[-1]
 
-    def _sequences(self, queue: RequestQueue) -> Iterator[tuple[list[int], int]]:
+    def _sequences(self, queue: RequestQueue) -> Iterator[ScoredSequence]:
         for planned in self.windows:
             token_ids = planned.window.token_ids(planned.document)
             queue.add(1, len(token_ids))
-            yield token_ids, planned.window.first_scored
+            yield ScoredSequence(token_ids, planned.window.first_scored)
 
     def result(self) -> Perplexity:
         """Perplexity of every window handed over so far, over all their tokens."""

@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
 from vllm.utils import random_uuid
@@ -13,6 +14,7 @@ from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.scored_windows import ScoredMark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class ScoreSettings:
     request_id: str
     queue: RequestQueue
     top_logprobs: int = 0
+    temperature: float = 1.0
     use_cache: bool = True
     cache_salt: str | None = None
     makes_room: bool = True
@@ -31,6 +34,40 @@ class ScoreSettings:
     """Further arguments of vLLM's `generate`."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredSequence:
+    """Tokens to score, and what is wanted of which positions."""
+
+    token_ids: Sequence[int]
+    first: int = 0
+    """Position from which on rows are wanted."""
+    candidates: np.ndarray | None = None
+    """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
+    only_from_first: bool = False
+    """Whether rows before `first` are left out for certain; else they are computed, and kept for others."""
+
+    @property
+    def has_own_candidates(self) -> bool:
+        """Whether positions have candidates of their own."""
+        return self.candidates is not None and self.candidates.ndim > 1
+
+    def mark(self, settings: ScoreSettings) -> ScoredMark | None:
+        """What the engine's workers are told where this is more than prompt logprobs have."""
+        first, candidates = max(1, self.first), self.candidates
+        if candidates is None and settings.temperature == 1.0 and not (self.only_from_first and first > 1):
+            return None
+        if candidates is not None and candidates.ndim > 1:
+            candidates = candidates[first - self.first :]
+        return ScoredMark(
+            first=first if self.only_from_first or self.has_own_candidates else 1,
+            last_token=self.token_ids[-1],
+            num_top=settings.top_logprobs,
+            temperature=settings.temperature,
+            num_candidates=0 if candidates is None else candidates.shape[-1],
+            candidates=b"" if candidates is None else candidates.tobytes(),
+        )
+
+
 class Scorer:
     """Scores sequences on the engine, a few answers at a time."""
 
@@ -38,9 +75,7 @@ class Scorer:
         self._engine = engine
         self._turns = turns
 
-    def scores(
-        self, sequences: Iterable[tuple[Sequence[int], int]], settings: ScoreSettings
-    ) -> AsyncGenerator[Answer, None]:
+    def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[Answer, None]:
         """Score each sequence of at least one and at most `max_model_len` tokens of the vocabulary, from a position on.
         The first token has no context, so no row. Sequences are taken as the engine can use them, and answers are in
         their order. Closing the generator aborts what is in the engine.
@@ -50,13 +85,14 @@ class Scorer:
             RequestError: the engine has died, or the server stops.
         """
         return settings.queue.in_order(
-            self._score(index, token_ids, first, settings) for index, (token_ids, first) in enumerate(sequences)
+            self._score(index, sequence, settings) for index, sequence in enumerate(sequences)
         )
 
-    async def _score(self, index: int, token_ids: Sequence[int], first: int, settings: ScoreSettings) -> Answer:
+    async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> Answer:
+        token_ids, mark = sequence.token_ids, sequence.mark(settings)
         if len(token_ids) == 1:
             nothing = RequestOutput(settings.request_id, None, list(token_ids), None, [], finished=True)
-            answer = Answer(Rows.empty(0, settings.top_logprobs + 1), nothing)
+            answer = Answer(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), nothing)
             settings.queue.done(1, 0)
         else:
             # Keys and values that nobody may read again have a salt of their own.
@@ -64,14 +100,16 @@ class Scorer:
             request = RowsRequest.score(
                 token_ids,
                 request_id=f"{settings.request_id}-{index}",
-                first=max(1, first),
+                first=max(1, sequence.first),
                 top_logprobs=settings.top_logprobs,
                 use_cache=settings.use_cache,
                 cache_salt=salt,
-                makes_room=settings.makes_room,
+                # Rows with candidates of their own serve nobody but the same request again.
+                makes_room=settings.makes_room and not sequence.has_own_candidates,
                 owner=settings.owner,
                 options=settings.options,
                 queue=settings.queue,
+                mark=mark,
             )
             answer = await self._engine.rows(request)
         await self._turns.take()

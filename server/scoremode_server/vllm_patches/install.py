@@ -40,11 +40,12 @@ def patch_runners(budget_bytes: int) -> None:
 
     from scoremode_server.vllm_patches import runner_v1, runner_v2
     from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+    from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
     root = reference_directory()
-    windows = None if root is None else ReferenceWindows(ReferenceDirectory(root))
+    windows = ScoredWindows() if root is None else ReferenceWindows(ReferenceDirectory(root))
     runner_v1.patch(budget_bytes, windows)
     runner_v2.patch(budget_bytes, windows)
     GPUModelRunner._scoremode_patched = True

@@ -1,13 +1,10 @@
 """Windows of references in an engine worker: their hidden states are kept, or compared with those that were kept.
 
 The API server marks the sampling parameters of such a window, and no other request may carry the mark (`guard_marks`).
-The model runners hand over the hidden states of each step, and get back what takes the place of prompt logprobs, with a
-row for each of the window's targets. Vocabulary-sized tensors exist for one chunk of rows only.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from threading import Semaphore
@@ -15,18 +12,15 @@ from typing import Any, Literal
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.kernels import kl_divergence
-from scoremode_server.kernels.kl_divergence import Comparison
-from scoremode_server.kernels.tensor_parallel import Shard, all_ranks_agree
 from scoremode_server.kernels.working_memory import RESERVED_TOP
 from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory, StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.vllm_patches.lm_head import LogitsFunction
 from scoremode_server.vllm_patches.reference_head import HeadSlot, ReferenceHead
+from scoremode_server.vllm_patches.scored_windows import ScoredWindows
+from scoremode_server.vllm_patches.windows import Projections, Window
 
 # vLLM writes what comes below its own name.
 logger = init_logger(f"vllm.{__name__}")
@@ -73,97 +67,6 @@ def find_mark(sampling_params: Any) -> WindowMark | None:
     return None if mark is None else WindowMark(**mark)
 
 
-class Projections(ABC):
-    """What a model runner does with hidden states [rows, hidden] and targets [rows]. Every rank of a tensor-parallel
-    group must come here at the same time."""
-
-    project: LogitsFunction
-    """The served model's, of all of the vocabulary, or of `shard`."""
-    shard: Shard | None
-
-    def all_ranks_agree(self, yes: bool) -> bool:
-        """Whether it is so on every rank."""
-        group = get_tp_group()
-        return yes if group.world_size == 1 else all_ranks_agree(group, yes)
-
-    @abstractmethod
-    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
-
-    @abstractmethod
-    def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
-        """Rows of both sides' logits that are held at a time, where one of the reference's takes so many bytes."""
-
-    def compare(
-        self,
-        targets: torch.Tensor,
-        hidden_states: torch.Tensor,
-        reference: ReferenceHead,
-        reference_hidden_states: torch.Tensor,
-        num_top: int,
-    ) -> Comparison:
-        """See `kernels.kl_divergence.compare`."""
-        return kl_divergence.compare(
-            targets,
-            self.project,
-            hidden_states,
-            reference.logits_fn,
-            reference_hidden_states,
-            num_top,
-            self.compared_rows(num_top, reference.logit_bytes),
-            self.shard,
-        )
-
-
-class Window(ABC):
-    """A window that is being computed, in one step or several."""
-
-    def __init__(self, mark: WindowMark) -> None:
-        self.mark = mark
-        self._parts: list[LogprobsTensors] = []
-
-    def step(
-        self, start: int, hidden_states: torch.Tensor, token_ids: torch.Tensor, num_fed: int, projections: Projections
-    ) -> LogprobsTensors | None:
-        """Take the hidden states [tokens, hidden] of a step, those of the positions from `start` on.
-
-        Args:
-            start: position of the first.
-            hidden_states: after the final norm.
-            token_ids: [at least num_fed], of the prompt.
-            num_fed: tokens of the prompt.
-            projections: of the model runner.
-
-        Returns:
-            The rows of all targets, once the window is complete.
-        """
-        end = start + len(hidden_states)
-        first_row = max(start, self.mark.first - 1)
-        if first_row < end:
-            targets = token_ids[first_row + 1 : end + 1]
-            if end == num_fed:
-                # A tensor made on the host would wait for all that the GPU has to do.
-                last = targets.new_full((1,), self.mark.last_token)
-                targets = torch.cat((targets[: end - first_row - 1], last))
-            self._parts.append(
-                self._rows(first_row - (self.mark.first - 1), targets, hidden_states[first_row - start :], projections)
-            )
-        if end < num_fed:
-            return None
-        self.finish()
-        return LogprobsTensors.cat(self._parts) if len(self._parts) > 1 else self._parts[0]
-
-    @abstractmethod
-    def _rows(
-        self, row: int, targets: torch.Tensor, hidden_states: torch.Tensor, projections: Projections
-    ) -> LogprobsTensors:
-        """Do what is to be done with some rows, the first of which is `row` of the window's."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """All rows were given."""
-
-
 class ComparedWindow(Window):
     """Tokens: of the served model the target and the likeliest, of the reference the same, the reference's rank of the
     target [2 (1 + k) + 1]. Logprobs: theirs in the same order, KL(reference||served), KL(served||reference), acceptance
@@ -175,7 +78,8 @@ class ComparedWindow(Window):
         hidden_states: "Future[torch.Tensor | None]",
         head: Callable[[bool], ReferenceHead | None],
     ) -> None:
-        super().__init__(mark)
+        super().__init__(mark.first, mark.last_token)
+        self.mark = mark
         self._hidden_states = hidden_states
         self._head = head
 
@@ -220,7 +124,8 @@ class RecordedWindow(Window):
     """Rows are those of prompt logprobs; hidden states and logprobs go to a file."""
 
     def __init__(self, mark: WindowMark, write: Callable[["RecordedWindow"], None] | None) -> None:
-        super().__init__(mark)
+        super().__init__(mark.first, mark.last_token)
+        self.mark = mark
         self._write = write
         self.hidden_states: list[torch.Tensor] = []
         self.logprobs: list[torch.Tensor] = []
@@ -260,7 +165,7 @@ def _copy_beside(weight: torch.Tensor) -> torch.Tensor:
         return weight.cpu()
 
 
-class ReferenceWindows:
+class ReferenceWindows(ScoredWindows):
     """The windows that are with this worker, the files that they need, and the slot for a reference's LM head.
 
     Attributes:
@@ -268,48 +173,23 @@ class ReferenceWindows:
     """
 
     def __init__(self, root: ReferenceDirectory) -> None:
+        super().__init__()
         self.root = root
         self.slot: HeadSlot | None = None
-        self._windows: dict[str, Window] = {}
         self._references: dict[str, StoredReference] = {}
         self._threads = ThreadPoolExecutor(THREADS, "scoremode-references")
         self._unwritten = Semaphore(MAX_UNWRITTEN)
         self._failures: dict[tuple[str, int], str] = {}
 
-    def add(self, request_id: str, sampling_params: Any, *, writes: bool, device: torch.device) -> Window | None:
-        """Begin the window that a request's parameters mark, if they do; again after it was preempted.
-
-        Args:
-            request_id: vLLM's.
-            sampling_params: the request's.
-            writes: whether this rank writes files.
-            device: of hidden states.
-        """
+    def begin(self, sampling_params: Any, *, writes: bool, device: torch.device) -> Window | None:
+        """The window that parameters mark, of a reference or not; None if they mark none."""
         mark = find_mark(sampling_params)
         if mark is None:
-            return None
-        window: Window
+            return super().begin(sampling_params, writes=writes, device=device)
         if mark.action == "record":
-            window = RecordedWindow(mark, self._write_later if writes else None)
-        else:
-            pinned = device.type == "cuda"
-            hidden_states = self._threads.submit(self._read, mark, pinned)
-            window = ComparedWindow(mark, hidden_states, lambda local: self._head(mark, local))
-        self._windows[request_id] = window
-        return window
-
-    def get(self, request_id: str) -> Window | None:
-        """The window of a request."""
-        return self._windows.get(request_id)
-
-    def remove(self, request_id: str) -> None:
-        """The request has ended, or is preempted."""
-        self._windows.pop(request_id, None)
-
-    def keep_only(self, request_ids: Container[str]) -> None:
-        """Forget the windows of all other requests."""
-        for request_id in [each for each in self._windows if each not in request_ids]:
-            del self._windows[request_id]
+            return RecordedWindow(mark, self._write_later if writes else None)
+        hidden_states = self._threads.submit(self._read, mark, device.type == "cuda")
+        return ComparedWindow(mark, hidden_states, lambda local: self._head(mark, local))
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor, projections: Projections) -> None:
         """Make the slot for a reference's head, and compare as many rows as a chunk has, while vLLM profiles."""

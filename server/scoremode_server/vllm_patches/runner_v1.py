@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from scoremode_server.kernels import fused_logprobs
 from scoremode_server.kernels.working_memory import (
     RESERVED_TOP,
     block_bytes,
@@ -23,10 +24,11 @@ from scoremode_server.kernels.working_memory import (
     rows_per_chunk,
 )
 from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
-from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows, Window
+from scoremode_server.vllm_patches.scored_windows import ScoredWindows
+from scoremode_server.vllm_patches.windows import Projections, Window
 
 
-def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
+def patch(budget_bytes: int, windows: ScoredWindows) -> None:
     """Patch the V1 model runner."""
 
     def get_prompt_logprobs_dict(
@@ -39,15 +41,12 @@ def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
     add_to_profile(GPUModelRunner, lambda runner, hidden_states: reserve(runner, hidden_states, budget_bytes, windows))
 
 
-def reserve(
-    runner: Any, hidden_states: torch.Tensor, budget_bytes: int, windows: ReferenceWindows | None = None
-) -> None:
+def reserve(runner: Any, hidden_states: torch.Tensor, budget_bytes: int, windows: ScoredWindows) -> None:
     rows = min(_chunk_rows(runner, RESERVED_TOP, budget_bytes), runner.max_num_tokens)
     # A step still holds the logits that it sampled from when it comes to prompt logprobs.
     sampled_logits = runner.model.compute_logits(hidden_states)
     _score_chunk(runner, *dummy_rows(hidden_states, rows), RESERVED_TOP)
-    if windows is not None:
-        windows.reserve(runner, hidden_states, ChunkedProjections(runner, budget_bytes))
+    windows.reserve(runner, hidden_states, ChunkedProjections(runner, budget_bytes))
     del sampled_logits
 
 
@@ -61,12 +60,37 @@ class ChunkedProjections(Projections):
         self._budget_bytes = budget_bytes
         self.project = runner.model.compute_logits
 
-    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
-        chunk_rows = _chunk_rows(self._runner, 0, self._budget_bytes)
+    def score(
+        self,
+        targets: torch.Tensor,
+        hidden_states: torch.Tensor,
+        num_top: int = 0,
+        candidates: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> tuple[torch.Tensor, ...]:
+        """See `Projections`. By PyTorch in float64 on a CPU; plain logprobs as vLLM computes them."""
+        num_columns = num_top + (0 if candidates is None else candidates.shape[1])
+        if candidates is None and temperature == 1.0:
+            return self._score_as_vllm(targets, hidden_states, num_top)
+        shape = logits_shape(self._runner)
+        rows = rows_per_chunk(max(1, self._budget_bytes - block_bytes(shape)), row_bytes_v1(shape, num_columns))
+        return fused_logprobs.compute(
+            targets,
+            hidden_states,
+            self.project,
+            num_top,
+            rows,
+            candidates=candidates,
+            temperature=temperature,
+        )
+
+    def _score_as_vllm(
+        self, targets: torch.Tensor, hidden_states: torch.Tensor, num_top: int
+    ) -> tuple[torch.Tensor, ...]:
+        chunk_rows = _chunk_rows(self._runner, num_top, self._budget_bytes)
         chunks = [
             _score_chunk(
-                self._runner, hidden_states[start : start + chunk_rows], targets[start : start + chunk_rows], 0
+                self._runner, hidden_states[start : start + chunk_rows], targets[start : start + chunk_rows], num_top
             )
             for start in range(0, len(targets), chunk_rows)
         ]
@@ -85,12 +109,11 @@ def prompt_logprobs(
     hidden_states: torch.Tensor,
     num_scheduled_tokens: dict[str, int],
     budget_bytes: int,
-    windows: ReferenceWindows | None = None,
+    windows: ScoredWindows,
 ) -> dict[str, LogprobsTensors]:
     """Compute the rows that this step has of every prompt; return the prompts that are complete with them."""
     complete = {}
-    if windows is not None:
-        windows.keep_only(runner.requests)
+    windows.keep_only(runner.requests)
     for request_id, num_top in runner.num_prompt_logprobs.items():
         num_tokens = num_scheduled_tokens.get(request_id)
         if num_tokens is None:
@@ -100,8 +123,8 @@ def prompt_logprobs(
         if request.prompt_token_ids is None:
             # Given as embeddings, it has no tokens to score.
             continue
-        window = None if windows is None else _window(runner, windows, request_id, request)
-        if windows is not None and window is not None:
+        window = _window(runner, windows, request_id, request)
+        if window is not None:
             rows = _step_window(runner, window, request_id, hidden_states, num_tokens, budget_bytes)
             if rows is not None:
                 complete[request_id] = rows
@@ -124,9 +147,13 @@ def prompt_logprobs(
     return complete
 
 
-def _window(runner: Any, windows: ReferenceWindows, request_id: str, request: Any) -> Window | None:
-    if request.num_computed_tokens > 0:
-        return windows.get(request_id)
+def _window(runner: Any, windows: ScoredWindows, request_id: str, request: Any) -> Window | None:
+    window = windows.get(request_id)
+    if window is not None and request.num_computed_tokens >= window.end:
+        return window
+    if not (request.sampling_params and request.sampling_params.extra_args):
+        # Marks are there.
+        return None
     # Begun, or begun again after it was preempted.
     writes = get_tp_group().rank_in_group == 0
     return windows.add(request_id, request.sampling_params, writes=writes, device=runner.device)

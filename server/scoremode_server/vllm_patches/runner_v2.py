@@ -20,7 +20,8 @@ from scoremode_server.kernels.working_memory import (
 )
 from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
 from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
-from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows
+from scoremode_server.vllm_patches.scored_windows import ScoredWindows
+from scoremode_server.vllm_patches.windows import Projections
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, top + 1], ranks [rows]."""
@@ -68,6 +69,29 @@ class PromptLogprobs:
         row_bytes = row_bytes_compared(self._shape, reference_logit_bytes, num_top, head.copies, head.shard is not None)
         return rows_per_chunk(COMPARISON_BUDGETS * self._budget_bytes, row_bytes)
 
+    def score(
+        self,
+        targets: torch.Tensor,
+        hidden_states: torch.Tensor,
+        logits_fn: LogitsFunction,
+        num_top: int,
+        candidates: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Scores:
+        """See `fused_logprobs.compute`."""
+        num_columns = num_top + (0 if candidates is None else candidates.shape[1])
+        head, limit = self.prepare(logits_fn, hidden_states, num_columns)
+        return fused_logprobs.compute(
+            targets,
+            hidden_states,
+            head.project,
+            num_top,
+            limit,
+            head.shard,
+            candidates=candidates,
+            temperature=temperature,
+        )
+
     def __call__(
         self,
         prompt_token_ids: torch.Tensor,
@@ -82,10 +106,7 @@ class PromptLogprobs:
                 prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs, logprobs_mode
             )
             return scores
-        head, limit = self.prepare(logits_fn, prompt_hidden_states, num_prompt_logprobs)
-        return fused_logprobs.compute(
-            prompt_token_ids, prompt_hidden_states, head.project, num_prompt_logprobs, limit, head.shard
-        )
+        return self.score(prompt_token_ids, prompt_hidden_states, logits_fn, num_prompt_logprobs)
 
 
 class FusedProjections(Projections):
@@ -97,16 +118,23 @@ class FusedProjections(Projections):
         self._head = compute.head(logits_fn, hidden_states)
         self.project, self.shard = self._head.project, self._head.shard
 
-    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> Scores:
-        """Tokens [rows, 1], logprobs [rows, 1], ranks [rows]."""
-        return self._compute(targets, hidden_states, self._logits_fn, 0)
+    def score(
+        self,
+        targets: torch.Tensor,
+        hidden_states: torch.Tensor,
+        num_top: int = 0,
+        candidates: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Scores:
+        """See `Projections`."""
+        return self._compute.score(targets, hidden_states, self._logits_fn, num_top, candidates, temperature)
 
     def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
         """Rows of both sides' logits that are held at a time."""
         return self._compute.compared_rows(self._head, num_top, reference_logit_bytes)
 
 
-def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
+def patch(budget_bytes: int, windows: ScoredWindows) -> None:
     """Patch the V2 model runner."""
     compute = PromptLogprobs(budget_bytes, prompt_logprob.compute_prompt_logprobs_with_chunking)
     load_model = GPUModelRunner.load_model
@@ -118,13 +146,12 @@ def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
     GPUModelRunner.load_model = load_model_then_set_rows
     GPUModelRunner._scoremode_windows = windows
     prompt_logprob.compute_prompt_logprobs_with_chunking = compute
-    if windows is not None:
-        _patch_windows(compute, windows)
+    _patch_windows(compute, windows)
     add_to_profile(GPUModelRunner, lambda runner, hidden_states: _reserve(runner, hidden_states, compute, windows))
 
 
-def _patch_windows(compute: PromptLogprobs, windows: ReferenceWindows) -> None:
-    """Let windows of references take their own way, one level above chunks, which know no request."""
+def _patch_windows(compute: PromptLogprobs, windows: ScoredWindows) -> None:
+    """Let marked requests take their own way, one level above chunks, which know no request."""
     worker_class = prompt_logprob.PromptLogprobsWorker
     add_request, remove_request = worker_class.add_request, worker_class.remove_request
     compute_prompt_logprobs = worker_class.compute_prompt_logprobs
@@ -173,14 +200,11 @@ def _patch_windows(compute: PromptLogprobs, windows: ReferenceWindows) -> None:
     worker_class.compute_prompt_logprobs = compute_with_windows
 
 
-def _reserve(
-    runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs, windows: ReferenceWindows | None
-) -> None:
+def _reserve(runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs, windows: ScoredWindows) -> None:
     # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
     logits_fn, mode = runner.model.compute_logits, runner.model_config.logprobs_mode
     for num_top in (0, RESERVED_TOP):
         _, limit = compute.prepare(logits_fn, hidden_states, num_top)
         states, targets = dummy_rows(hidden_states, min(limit, runner.max_num_tokens))
         compute(targets, states, logits_fn, num_top, mode)
-    if windows is not None:
-        windows.reserve(runner, hidden_states, FusedProjections(compute, logits_fn, hidden_states))
+    windows.reserve(runner, hidden_states, FusedProjections(compute, logits_fn, hidden_states))

@@ -1,17 +1,18 @@
-"""Sampling parameters of a reference's window, which no client can send, and what API servers ask of engine workers."""
+"""Sampling parameters of marked requests, which no client can send, and what API servers ask of engine workers."""
 
 from typing import Any
 
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.reference_windows import MARK, WindowMark
+from scoremode_server.vllm_patches.scored_windows import SCORED_MARK, ScoredMark
 
 
 class WindowParams(ScoringParams):
     """Their type is what allows the mark: it stays in this process, and `guard_marks` looks at it."""
 
     @classmethod
-    def mark(cls, params: ScoringParams, mark: WindowMark) -> "WindowParams":
-        """The parameters of a scoring request, for a window."""
+    def mark(cls, params: ScoringParams, mark: WindowMark | ScoredMark) -> "WindowParams":
+        """The parameters of a scoring request, marked."""
         marked = cls.of(params)
         # The row of the last target comes with those of the prompt.
         marked.logprobs = None
@@ -20,13 +21,13 @@ class WindowParams(ScoringParams):
 
 
 def guard_marks(engine: Any) -> None:
-    """Let an engine client refuse the mark in any other request: clients may set `extra_args` (`vllm_xargs`)."""
+    """Let an engine client refuse the marks in any other request: clients may set `extra_args` (`vllm_xargs`)."""
     add_request = engine.add_request
 
     async def add_unforged(request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
-        forged = MARK in (getattr(params, "extra_args", None) or {})
+        forged = {MARK, SCORED_MARK} & set(getattr(params, "extra_args", None) or ())
         if forged and not isinstance(params, WindowParams):
-            raise ValueError(f"vllm_xargs: {MARK} cannot be set")
+            raise ValueError(f"vllm_xargs: {', '.join(sorted(forged))} cannot be set")
         return await add_request(request_id, prompt, params, *args, **options)
 
     engine.add_request = add_unforged

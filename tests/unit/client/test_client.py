@@ -80,7 +80,8 @@ def test_score_with_everything_asked_for(call):
         "ranks": [1],
         "is_greedy": True,
         "tokens": ["A"],
-        "top_logprobs": [[{"token_id": 65, "logprob": -0.5, "token": "A"}]],
+        "top_logprobs": {"shape": [1, 1], "token_ids": "QQAAAA==", "logprobs": "AAAAvw=="},
+        "candidate_logprobs": {"shape": [1, 2], "logprobs": "AAAAvwAAgL8="},
     }
     server = Recorder(httpx.Response(200, json=result))
     [score] = call(
@@ -90,19 +91,25 @@ def test_score_with_everything_asked_for(call):
         ["A"],
         add_special_tokens=False,
         top_logprobs=1,
+        candidate_token_ids=[65, 66],
+        temperature=0.5,
         return_ranks=True,
         return_tokens=True,
         use_cache=False,
         model="adapter",
     )
     assert (score.continuation_index, score.ranks, score.is_greedy, score.tokens) == (0, [1], True, ["A"])
-    assert score.top_logprobs == [[{"token_id": 65, "logprob": -0.5, "token": "A"}]]
+    assert score.top_logprobs.token_ids.tolist() == [[65]]
+    assert score.top_logprobs.logprobs.tolist() == [[-0.5]]
+    assert score.candidate_logprobs.tolist() == [[-0.5, -1.0]]
     assert server.body == {
         "model": "adapter",
         "prompt": "text",
         "continuations": ["A"],
         "add_special_tokens": False,
         "top_logprobs": 1,
+        "candidate_token_ids": [65, 66],
+        "temperature": 0.5,
         "return_ranks": True,
         "return_tokens": True,
         "use_cache": False,

@@ -162,7 +162,7 @@ async def test_windows_that_are_not_there(root: Path, windows: list[int]):
         ({"reference": None}, "reference"),
         ({"top_logprobs": -1}, "top_logprobs"),
         ({"top_logprobs": MAX_TOP + 1}, "top_logprobs"),
-        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 257}, "top_logprobs"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"windows": [0, 1], "as_noise_floor": True}, "windows"),
     ],

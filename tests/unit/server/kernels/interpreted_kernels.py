@@ -48,7 +48,7 @@ def test_tilings(tiling: Tiling):
     for num_top in (0, 1, 9):
         reduced = ReducedRows.empty(5, num_top, torch.device("cpu"))
         triton_kernels.take_targets(logits, targets, 0, 777, reduced)
-        triton_kernels.reduce_rows(logits, 0, 777, reduced, tiling)
+        triton_kernels.reduce_rows(logits, 0, 777, reduced, tiling=tiling)
         check(logits, targets, (reduced.tokens, reduced.logprobs(), reduced.ranks))
 
 

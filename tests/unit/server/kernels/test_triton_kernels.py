@@ -12,6 +12,7 @@ import pytest
     "names",
     [
         ("kernels/interpreted_kernels.py", "kernels/interpreted_shards.py"),
+        ("kernels/test_fused_logprobs.py",),
         ("kernels/test_kl_divergence.py",),
         ("vllm_patches/interpreted_windows.py",),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scoremode_server.prefix_cache.engine import Answer
-from scoremode_server.scoring.scorer import Scorer, ScoreSettings, check_engine
+from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, check_engine
 from scoremode_server.scoring.turns import Turns
 from tests.unit.server.prefix_cache.cache_setup import Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import expected_rows
@@ -20,7 +20,7 @@ async def scored(made: Setup, tokens: list[int], turns: Turns | None = None, fir
     scorer = Scorer(made.scoring, turns or Turns())
     async with made.scoring.admission.request("/v1/score", "id", 1, len(tokens)) as queue:
         settings = ScoreSettings(request_id="id", queue=queue, **options)
-        (answer,) = [answer async for answer in scorer.scores([(tokens, first)], settings)]
+        (answer,) = [answer async for answer in scorer.scores([ScoredSequence(tokens, first)], settings)]
     return answer
 
 

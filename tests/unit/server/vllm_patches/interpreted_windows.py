@@ -12,7 +12,8 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.vllm_patches import reference_windows, runner_v2
+from scoremode_server.vllm_patches import runner_v2
+from scoremode_server.vllm_patches import windows as windows_module
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create
@@ -54,7 +55,7 @@ def window_params(action: Any, index: int, last_token: int) -> SamplingParams:
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceWindows:
     create(tmp_path)
     alone = SimpleNamespace(world_size=1, rank_in_group=0, device=CPU)
-    for module in (runner_v2, reference_windows):
+    for module in (runner_v2, windows_module):
         monkeypatch.setattr(module, "get_tp_group", lambda: alone)
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", token_ids)
     for name in ("add_request", "remove_request", "compute_prompt_logprobs"):

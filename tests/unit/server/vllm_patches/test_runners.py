@@ -14,8 +14,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_v1
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.vllm_patches import reference_windows, runner_v1, runner_v2
+from scoremode_server.vllm_patches import runner_v1, runner_v2
+from scoremode_server.vllm_patches import windows as windows_module
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
+from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from tests.unit.server.references.reference_setup import create
 
 MEBIBYTE = 1024**2
@@ -60,7 +62,7 @@ def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch: pytest.Monkey
     assert isinstance(prompt_logprob.compute_prompt_logprobs_with_chunking, runner_v2.PromptLogprobs)
 
 
-@pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (65, "raw_logprobs"), (0, "raw_logits")])
+@pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (257, "raw_logprobs"), (0, "raw_logits")])
 def test_what_one_pass_does_not_give_is_left_to_vllm(num_top: int, mode: str):
     compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
     arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
@@ -137,7 +139,7 @@ def test_chunks_are_what_vllm_computes_at_once(mode: str, chunk: int):
     stock, ours = (Runner({**prompts, "embedded": None}, num_top, mode) for _ in range(2))
 
     def bounded(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, chunk * WIDEST_ROW)
+        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, chunk * WIDEST_ROW, ScoredWindows())
 
     finished = set()
     for scheduled in STEPS:
@@ -162,7 +164,7 @@ def _same(actual: Any, expected: Any) -> None:
 def test_no_chunk_has_more_rows_than_the_budget():
     runner = Runner({"one": [1] * 50}, {"one": 0}, "raw_logprobs")
     runner.step(
-        lambda *step: runner_v1.prompt_logprobs(*step, 7 * row_bytes_v1(FLOAT32_SHAPE, 0)),
+        lambda *step: runner_v1.prompt_logprobs(*step, 7 * row_bytes_v1(FLOAT32_SHAPE, 0), ScoredWindows()),
         {"one": 50},
         torch.zeros(50, HIDDEN),
     )
@@ -172,7 +174,9 @@ def test_no_chunk_has_more_rows_than_the_budget():
 def test_rows_from_the_prefix_cache_are_not_numbers():
     runner = Runner({"one": [1] * 10}, {"one": 0}, "raw_logprobs")
     runner.requests["one"].num_computed_tokens = 4
-    results = runner.step(lambda *step: runner_v1.prompt_logprobs(*step, MEBIBYTE), {"one": 6}, torch.zeros(6, HIDDEN))
+    results = runner.step(
+        lambda *step: runner_v1.prompt_logprobs(*step, MEBIBYTE, ScoredWindows()), {"one": 6}, torch.zeros(6, HIDDEN)
+    )
     assert results["one"].logprobs.isnan().squeeze(1).tolist() == [True] * 4 + [False] * 5
 
 
@@ -180,8 +184,8 @@ def test_profiling_computes_one_chunk():
     runner = Runner({}, {}, "raw_logprobs")
     runner.max_num_tokens = 64
     sampled = torch.zeros(4, HIDDEN)
-    runner_v1.reserve(runner, sampled, 9 * row_bytes_v1(FLOAT32_SHAPE))
-    runner_v1.reserve(runner, sampled, 256 * MEBIBYTE)
+    runner_v1.reserve(runner, sampled, 9 * row_bytes_v1(FLOAT32_SHAPE), ScoredWindows())
+    runner_v1.reserve(runner, sampled, 256 * MEBIBYTE, ScoredWindows())
     assert runner.projected == [4, 9, 4, 64]
 
 
@@ -198,7 +202,7 @@ WINDOW_STEPS = [
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
     alone = SimpleNamespace(world_size=1, rank_in_group=0)
-    for module in (runner_v1, reference_windows):
+    for module in (runner_v1, windows_module):
         monkeypatch.setattr(module, "get_tp_group", lambda: alone)
     generator = torch.Generator().manual_seed(5)
     prompts = {

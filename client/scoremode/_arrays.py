@@ -1,0 +1,52 @@
+"""Arrays as the server sends them: little-endian numbers in base64."""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.errors import ResponseError
+from scoremode.protocol import TopLogprobArrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """The k likeliest tokens of n positions, likeliest first: arrays of shape [n, k], log-probabilities in nats. The
+    first position of a text has no context: its token ids are -1, its log-probabilities NaN."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+def decode_top_logprobs(arrays: TopLogprobArrays) -> TopLogprobs:
+    """The arrays of an answer.
+
+    Raises:
+        ResponseError: they are not what the protocol says.
+    """
+    return TopLogprobs(
+        decode_array("top_logprobs", arrays["token_ids"], "<i4", arrays["shape"]),
+        decode_array("top_logprobs", arrays["logprobs"], "<f4", arrays["shape"]),
+    )
+
+
+def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] = (-1,)) -> NDArray[Any]:
+    """An array of an answer; `name` is its field.
+
+    Raises:
+        ResponseError: it is not base64, or not of that shape and dtype.
+    """
+    if not isinstance(encoded, str):
+        raise ResponseError(f"the server's {name} are not in base64")
+    try:
+        values = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
+    except (binascii.Error, ValueError) as error:
+        raise ResponseError(f"the server's {name} are not {np.dtype(dtype).name} in base64: {error}") from error
+    try:
+        return values.reshape(shape)
+    except ValueError as error:
+        raise ResponseError(f"the server's {name} are not of shape {list(shape)}") from error

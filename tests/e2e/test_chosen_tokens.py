@@ -1,0 +1,168 @@
+"""What teachers and policies ask of `/v1/score`, beside transformers: likeliest and chosen tokens, a temperature."""
+
+import math
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from scoremode import ScoreClient
+from tests import oracle
+
+LENGTH = 150
+TOLERANCE = 1e-4
+"""Two float32 implementations of 30 layers."""
+
+
+@pytest.fixture(scope="module")
+def tokens(client: ScoreClient, wikitext: str) -> list[int]:
+    """A prompt of the module's own, so that no other test's rows serve it."""
+    return client.tokenize(wikitext[20_000:25_000])[:LENGTH]
+
+
+@pytest.fixture(scope="module")
+def distributions(smollm2: Path, tokens: list[int]) -> np.ndarray:
+    """[n - 1, vocabulary] logits in float64."""
+    return oracle.logits(smollm2, tokens).double().numpy()
+
+
+def log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    scaled = logits / temperature
+    highest = scaled.max(axis=-1, keepdims=True)
+    return scaled - highest - np.log(np.exp(scaled - highest).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("num_top", [50, 128, 256])
+def test_the_likeliest_equal_transformers(
+    client: ScoreClient, tokens: list[int], distributions: np.ndarray, num_top: int
+):
+    (score,) = client.score(tokens, top_logprobs=num_top)
+    expected = log_softmax(distributions)
+    assert score.top_logprobs.logprobs.shape == score.top_logprobs.token_ids.shape == (LENGTH, num_top)
+    assert (score.top_logprobs.token_ids[0] == -1).all()
+    assert np.isnan(score.top_logprobs.logprobs[0]).all()
+    ids, logprobs = score.top_logprobs.token_ids[1:], score.top_logprobs.logprobs[1:]
+    assert all(len(set(row)) == num_top for row in ids.tolist())
+    # By value at each place, since tokens that are equally likely but for rounding may change places.
+    assert np.abs(logprobs - np.sort(expected)[:, ::-1][:, :num_top]).max() <= TOLERANCE
+    assert np.abs(logprobs - np.take_along_axis(expected, ids, 1)).max() <= TOLERANCE
+
+
+def test_the_same_candidates_at_all_positions(client: ScoreClient, tokens: list[int], distributions: np.ndarray):
+    chosen = [0, 17, 17, 49151]
+    (score,) = client.score(tokens, candidate_token_ids=chosen)
+    assert score.candidate_logprobs.shape == (LENGTH, 4)
+    assert np.isnan(score.candidate_logprobs[0]).all()
+    assert np.abs(score.candidate_logprobs[1:] - log_softmax(distributions)[:, chosen]).max() <= TOLERANCE
+    (plain,) = client.score(tokens, use_cache=False)
+    assert np.abs(np.array(score.logprobs[1:]) - np.array(plain.logprobs[1:])).max() <= TOLERANCE
+
+
+def test_candidates_of_each_position(client: ScoreClient, tokens: list[int], distributions: np.ndarray):
+    chosen = np.random.default_rng(1).integers(0, 49152, (LENGTH, 7))
+    (score,) = client.score(tokens, candidate_token_ids=chosen.tolist())
+    expected = np.take_along_axis(log_softmax(distributions), chosen[1:], 1)
+    assert np.abs(score.candidate_logprobs[1:] - expected).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 2.0])
+def test_a_temperature(client: ScoreClient, tokens: list[int], distributions: np.ndarray, temperature: float):
+    (score,) = client.score(
+        tokens, temperature=temperature, top_logprobs=5, candidate_token_ids=[3, 4], return_ranks=True
+    )
+    expected = log_softmax(distributions, temperature)
+    # Differences of logits count 1 / T times as much.
+    tolerance = TOLERANCE / min(1.0, temperature)
+    actual = np.take_along_axis(expected, np.array(tokens[1:])[:, None], 1)[:, 0]
+    assert np.abs(np.array(score.logprobs[1:]) - actual).max() <= tolerance
+    assert score.sum_logprob == pytest.approx(math.fsum(actual), rel=1e-5)
+    assert np.abs(score.candidate_logprobs[1:] - expected[:, [3, 4]]).max() <= tolerance
+    assert np.abs(score.top_logprobs.logprobs[1:] - np.sort(expected)[:, ::-1][:, :5]).max() <= tolerance
+    (plain,) = client.score(tokens, return_ranks=True)
+    assert score.ranks == plain.ranks
+
+
+@pytest.mark.parametrize("first", [1, 2, 33, 64, LENGTH - 1])
+@pytest.mark.parametrize("cached", [False, True])
+def test_positions_from_one_on(client: ScoreClient, tokens: list[int], first: int, cached: bool):
+    (whole,) = client.score(tokens, top_logprobs=3, return_ranks=True)
+    (part,) = client.score(tokens, top_logprobs=3, return_ranks=True, logprobs_from=first, use_cache=cached)
+    assert part.token_ids == tokens[first:]
+    assert part.num_scored == LENGTH - first
+    assert part.ranks == whole.ranks[first:]
+    assert np.abs(np.array(part.logprobs) - np.array(whole.logprobs[first:])).max() <= TOLERANCE
+    assert np.array_equal(part.top_logprobs.token_ids, whole.top_logprobs.token_ids[first:])
+
+
+def test_a_batch_with_positions_and_candidates_of_its_own(
+    client: ScoreClient, tokens: list[int], distributions: np.ndarray
+):
+    prompts, firsts = [tokens[:40], tokens[:90]], [30, 80]
+    chosen = np.random.default_rng(2).integers(0, 49152, (2, 10, 3))
+    scores = client.score(prompts, logprobs_from=firsts, candidate_token_ids=chosen.tolist(), temperature=0.9)
+    expected = log_softmax(distributions, 0.9)
+    for score, first, own in zip(scores, firsts, chosen, strict=True):
+        rows = expected[first - 1 : first + 9]
+        assert np.abs(score.candidate_logprobs - np.take_along_axis(rows, own, 1)).max() <= 2 * TOLERANCE
+
+
+def test_rows_of_other_candidates_or_temperatures_serve_no_request(client: ScoreClient, tokens: list[int]):
+    prompt = tokens[:130]
+    first = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.5)[0]
+    again = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.5)[0]
+    other = client.score(prompt, candidate_token_ids=[6, 5], temperature=0.5)[0]
+    warmer = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.6)[0]
+    assert np.abs(first.candidate_logprobs[1:] - again.candidate_logprobs[1:]).max() <= TOLERANCE
+    assert np.abs(first.candidate_logprobs[1:, ::-1] - other.candidate_logprobs[1:]).max() <= TOLERANCE
+    assert np.abs(first.candidate_logprobs[1:] - warmer.candidate_logprobs[1:]).max() > 0.1
+
+
+def test_continuations_have_candidates_too(client: ScoreClient, distributions: np.ndarray, tokens: list[int]):
+    scores = client.score([tokens[:20]], [tokens[20:23], tokens[20:22]], candidate_token_ids=[11, 12])
+    expected = log_softmax(distributions)[:, [11, 12]]
+    assert np.abs(scores[0].candidate_logprobs - expected[19:22]).max() <= TOLERANCE
+    assert np.abs(scores[1].candidate_logprobs - expected[19:21]).max() <= TOLERANCE
+
+
+def test_as_floats_a_position_without_context_is_null(server: str):
+    body = {"prompt": [5, 6], "candidate_token_ids": [7, 8], "top_logprobs": 1}
+    (result,) = httpx.post(f"{server}/v1/score", json=body, timeout=60).json()["data"]
+    assert result["candidate_logprobs"][0] is None
+    assert len(result["candidate_logprobs"][1]) == 2
+    assert result["top_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"candidate_token_ids": []}, "candidate_token_ids", "one or more token ids"),
+        ({"candidate_token_ids": [1, 49152]}, "candidate_token_ids", "token id 49152"),
+        ({"candidate_token_ids": [-1]}, "candidate_token_ids", "token id -1"),
+        ({"candidate_token_ids": [[1], [2]]}, "candidate_token_ids", "2 lists for the 3 positions"),
+        ({"candidate_token_ids": [[1], [2], [3, 4]]}, "candidate_token_ids", "as many at each position"),
+        ({"candidate_token_ids": [[[1]] * 3] * 2}, "candidate_token_ids", "candidates for 2 prompts"),
+        ({"candidate_token_ids": [1] * 1025}, "candidate_token_ids", "1024 are the most"),
+        ({"candidate_token_ids": [[1]], "continuations": [[3]]}, "candidate_token_ids", "with continuations"),
+        ({"temperature": 0}, "temperature", "greater than 0"),
+        ({"temperature": -1.0}, "temperature", "greater than 0"),
+        ({"logprobs_from": 3}, "logprobs_from", "has 3 tokens"),
+        ({"logprobs_from": -1}, "logprobs_from", "positions count from 0"),
+        ({"logprobs_from": [0, 1]}, "logprobs_from", "2 positions for 1 prompts"),
+        ({"logprobs_from": 1, "continuations": [[3]]}, "logprobs_from", "continuation"),
+        ({"top_logprobs": 257}, "top_logprobs", "256"),
+    ],
+)
+def test_bad_requests_name_their_field(server: str, fields: dict[str, object], param: str, message: str):
+    answer = httpx.post(f"{server}/v1/score", json={"prompt": [5, 6, 7], **fields}, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_too_large_an_answer_is_refused_before_any_work(server: str):
+    body = {"prompt": [[5] * 2000] * 40, "candidate_token_ids": [7] * 1000}
+    answer = httpx.post(f"{server}/v1/score", json=body, timeout=60)
+    assert answer.status_code == 413
+    assert "67108864" in answer.json()["error"]["message"]
