@@ -1,0 +1,186 @@
+"""Scores of whole documents, short and long, on the servers of a pool. Knows no files.
+
+A document's figures are those of `rolling` windows: each of its tokens is scored once, the first after the model's
+prefix token. A document that fits the context is one such window, so that many of them go in a request as texts. A
+longer one is tokenized first, and cut.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode._tasks import together
+from scoremode.client import AsyncScoreClient
+from scoremode.corpus.answers import Answer, score_sequences, score_texts
+from scoremode.errors import APIStatusError, ResponseError
+from scoremode.metrics import bits_per_byte, exp
+from scoremode.pool import Pool
+from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
+
+REQUEST_BYTES = 32_768
+"""Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
+REQUEST_DOCUMENTS = 256
+REQUESTS_IN_FLIGHT = 32
+"""At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
+
+_REQUEST_TOKENS = 8_192
+_LIKELY_TOO_LONG = 3
+"""Bytes for each token of the context, above which a document is tokenized before it is scored. Below that it is sent
+as text, which costs it nothing; the server refuses the request if it is too long after all."""
+_REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text to be scored."""
+
+    text: str
+    num_bytes: int
+    """In UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A document's figures, natural logarithms."""
+
+    num_bytes: int
+    num_tokens: int
+    nll: float
+    """Nats, summed over all tokens."""
+    token_ids: list[int] | None = None
+    """Where every token's value is asked for."""
+    logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(NLL / tokens)."""
+        return exp(self.nll / self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """NLL / (ln 2 * bytes)."""
+        return bits_per_byte(self.nll, self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """A document without figures."""
+
+    error: str
+
+
+class DocumentScorer:
+    """Scores documents on the servers of a pool.
+
+    Args:
+        pool: The servers.
+        context_length: Tokens a window; as many as the model takes when left out.
+        per_token: Keep the ids and logprobs of all tokens.
+
+    Raises:
+        WindowError: the model takes no windows of that length, or has no token to put before a text.
+    """
+
+    def __init__(self, pool: Pool, *, context_length: int | None = None, per_token: bool = False) -> None:
+        max_model_len = pool.info.max_model_len
+        self.context_length = resolve_context_length("rolling", context_length or max_model_len - 1, max_model_len)
+        prefix_token_id = pool.info.prefix_token_id
+        if prefix_token_id is None:
+            raise WindowError("the model has neither a BOS nor an EOS token to put before a text", "method")
+        self.prefix_token_id: int = prefix_token_id
+        self._pool = pool
+        self._per_token = per_token
+
+    async def score(self, documents: Sequence[Document | Unscored]) -> list[Scored | Unscored]:
+        """Score documents, those that fit the context together, in one request.
+
+        Raises:
+            ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
+        """
+        asked = [document for document in documents if isinstance(document, Document)]
+        short, long = await together(
+            [
+                self._score_texts([document for document in asked if not self._is_likely_too_long(document)]),
+                self._score_long([document for document in asked if self._is_likely_too_long(document)]),
+            ]
+        )
+        next_short, next_long = iter(short), iter(long)
+        return [
+            document
+            if isinstance(document, Unscored)
+            else next(next_long if self._is_likely_too_long(document) else next_short)
+            for document in documents
+        ]
+
+    def _is_likely_too_long(self, document: Document) -> bool:
+        return document.num_bytes > _LIKELY_TOO_LONG * self.context_length
+
+    async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
+        return await together(map(self._tokenize_and_score, documents))
+
+    async def _score_texts(self, documents: list[Document]) -> list[Scored | Unscored]:
+        if not documents:
+            return []
+        try:
+            answers = await self._pool.ask([document.text for document in documents], self._ask_for_texts)
+        except APIStatusError as error:
+            if error.status_code not in _REFUSED:
+                raise
+            if len(documents) == 1:
+                return [await self._tokenize_and_score(documents[0])]
+            # One of them is too long, or all together are.
+            half = len(documents) // 2
+            parts = await together(self._score_texts(part) for part in (documents[:half], documents[half:]))
+            return [result for part in parts for result in part]
+        return await together(map(self._take, documents, answers))
+
+    async def _take(self, document: Document, answer: Answer) -> Scored | Unscored:
+        if len(answer.token_ids) > self.context_length:
+            return await self._score_tokens(answer.token_ids, document.num_bytes)
+        if answer.num_scored != len(answer.token_ids):
+            raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
+        kept = (answer.token_ids, answer.logprobs()) if self._per_token else (None, None)
+        return Scored(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
+
+    async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
+        try:
+            tokens = await self._pool.ask(document.text, lambda client, text: client.tokenize(text, False))
+            if not tokens:
+                return Unscored("the text has no token")
+            return await self._score_tokens(tokens, document.num_bytes)
+        except APIStatusError as error:
+            if error.status_code not in _REFUSED:
+                raise
+            return Unscored(str(error))
+
+    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> Scored:
+        windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
+        in_request = max(1, _REQUEST_TOKENS // self.context_length)
+        parts = await together(
+            self._score_windows(tokens, windows[first : first + in_request])
+            for first in range(0, len(windows), in_request)
+        )
+        logprobs = np.concatenate([window for part in parts for window in part])
+        kept = (tokens, logprobs) if self._per_token else (None, None)
+        return Scored(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
+
+    async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
+        """The logprobs of each window's targets."""
+        sequences = [window.token_ids(tokens) for window in windows]
+        answers = await self._pool.ask(sequences, self._ask_for_sequences)
+        if [answer.token_ids for answer in answers] != sequences:
+            raise ResponseError("the server did not score the tokens that it was sent")
+        targets = [answer.logprobs()[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
+        if any(np.isnan(logprobs).any() for logprobs in targets):
+            raise ResponseError("the server gave no logprob for a target of a window")
+        return targets
+
+    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Answer]:
+        return await client.send(score_texts(client.model, texts, self.prefix_token_id))
+
+    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Answer]:
+        return await client.send(score_sequences(client.model, sequences))

@@ -1,0 +1,231 @@
+"""From input files to output files: rows are read, scored and written at the same time, and stay in order.
+
+A reader cuts the files into pieces of about one request, and goes on to the next file while pieces of the last are
+scored. A writer takes the pieces in their order. The reader waits while there are many pieces between the two, so
+memory does not grow with the files.
+"""
+
+import asyncio
+import time
+from asyncio import Event, Queue, Task, TaskGroup
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
+from scoremode.corpus.documents import (
+    REQUEST_BYTES,
+    REQUEST_DOCUMENTS,
+    Document,
+    DocumentScorer,
+    Scored,
+    Unscored,
+)
+from scoremode.corpus.filters import check_filter, parse_filter
+from scoremode.corpus.inputs import InputFile
+from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
+from scoremode.corpus.rows import Rows, open_rows
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, checksum_of
+from scoremode.errors import OutputError
+from scoremode.pool import Pool
+
+_PIECES_PER_PLACE = 4
+"""Between reader and writer, for each request in flight: one that takes long should not hold up the others."""
+_HELD_BYTES = 128 << 20
+"""Of rows between reader and writer, unless one piece alone has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some rows, and their figures: of an earlier sitting, or still being scored."""
+
+    output: OutputFile
+    rows: pa.RecordBatch
+    num_bytes: int
+    earlier: pa.Table | None = None
+    scoring: Task[list[Scored | Unscored]] | None = None
+
+
+class Pipeline:
+    """One run over files.
+
+    Args:
+        files: In order.
+        folder: Of the outputs.
+        settings: What is asked for.
+        pool: The servers.
+        scorer: Of documents, on this pool.
+        resume: Whether to go on with what is in the folder.
+        on_progress: Called after each piece and each file.
+
+    Raises:
+        CorpusError: the filter is no condition.
+        OutputError: outputs are in the folder, and `resume` is false.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        folder: Path,
+        settings: CorpusSettings,
+        pool: Pool,
+        scorer: DocumentScorer,
+        *,
+        resume: bool,
+        on_progress: OnCorpusProgress | None,
+    ) -> None:
+        self.progress = CorpusProgress(len(files))
+        self._files = files
+        self._folder = folder
+        self._settings = settings
+        self._scorer = scorer
+        self._on_progress = on_progress
+        self._added = added_schema(settings.column_prefix, per_token=settings.per_token)
+        self._condition = None if settings.filter is None else parse_filter(settings.filter)
+        self._pieces: Queue[_Piece | OutputFile | None] = Queue(_PIECES_PER_PLACE * pool.concurrency)
+        """An output stands for its end, None for the end of all."""
+        self._held = 0
+        self._released = Event()
+        self._open: list[OutputFile] = []
+        self._started = time.perf_counter()
+        if not resume:
+            self._check_nothing_is_there()
+
+    async def run(self) -> CorpusProgress:
+        """Score all files.
+
+        Raises:
+            ScoremodeError: the last server failed, a file cannot be read, or an output cannot be written. Finished
+                files stay, and the journal of each unfinished one.
+        """
+        try:
+            async with TaskGroup() as group:
+                group.create_task(self._read(group))
+                group.create_task(self._write())
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        finally:
+            for output in self._open:
+                output.give_up()
+        return self.progress
+
+    def _check_nothing_is_there(self) -> None:
+        for file in self._files:
+            path = self._folder / file.output_name
+            if path.exists() or journal_of(path).exists():
+                raise OutputError(f"{path} is there, or was begun: go on by --resume, or choose another folder")
+
+    async def _read(self, group: TaskGroup) -> None:
+        for file in self._files:
+            opened = await asyncio.to_thread(self._open_file, file)
+            if opened is None:
+                self.progress.files_done += 1
+                self.progress.num_finished_before += 1
+                self._report()
+                continue
+            rows, output = opened
+            batches = rows.batches()
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                await self._read_batch(group, output, batch)
+            await self._pieces.put(output)
+        await self._pieces.put(None)
+
+    def _open_file(self, file: InputFile) -> tuple[Rows, OutputFile] | None:
+        path = self._folder / file.output_name
+        header = self._settings.header(file)
+        if path.exists():
+            check_finished(path, header)
+            return None
+        rows = open_rows(file.path)
+        check_columns(rows.schema, self._settings.text_column, self._added, str(file.path))
+        if self._condition is not None:
+            check_filter(self._condition, pa.schema([*rows.schema, *self._added]))
+        header["input_sha256"] = checksum_of(file.path)
+        output = OutputFile(path, header, rows.schema, self._added, self._condition)
+        self._open.append(output)
+        return rows, output
+
+    async def _read_batch(self, group: TaskGroup, output: OutputFile, batch: pa.RecordBatch) -> None:
+        earlier = output.earlier.take(batch.num_rows)
+        if earlier.num_rows:
+            await self._hand_over(_Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier))
+        batch = batch.slice(earlier.num_rows)
+        documents = documents_of(batch.column(self._settings.text_column))
+        for first, last in _cut(documents):
+            rows = batch.slice(first, last - first)
+            num_bytes = int(rows.nbytes) + sum(_size(document) for document in documents[first:last])
+            await self._wait_for_room(num_bytes)
+            scoring = group.create_task(self._scorer.score(documents[first:last]))
+            await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
+
+    async def _hand_over(self, piece: _Piece) -> None:
+        self._held += piece.num_bytes
+        await self._pieces.put(piece)
+
+    async def _wait_for_room(self, num_bytes: int) -> None:
+        while self._held and self._held + num_bytes > _HELD_BYTES:
+            self._released.clear()
+            await self._released.wait()
+
+    async def _write(self) -> None:
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, OutputFile):
+                await asyncio.to_thread(piece.finish)
+                self._open.remove(piece)
+                self.progress.files_done += 1
+            else:
+                await self._write_piece(piece)
+                self._held -= piece.num_bytes
+                self._released.set()
+            self._report()
+
+    async def _write_piece(self, piece: _Piece) -> None:
+        if piece.scoring is None:
+            figures = piece.earlier
+        else:
+            results = await piece.scoring
+            figures = added_columns(results, self._added)
+            self._note_error(results)
+        kept = await asyncio.to_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
+        self._count(figures, kept, is_new=piece.scoring is not None)
+
+    def _note_error(self, results: Sequence[Scored | Unscored]) -> None:
+        if self.progress.first_error is None:
+            errors = (result.error for result in results if isinstance(result, Unscored))
+            self.progress.first_error = next(errors, None)
+
+    def _count(self, figures: pa.RecordBatch | pa.Table, kept: int, *, is_new: bool) -> None:
+        num_tokens, nll = (figures.column(place).to_pylist() for place in (0, 1))
+        sum_tokens = sum(filter(None, num_tokens))
+        self.progress.num_documents += figures.num_rows
+        self.progress.num_unscored += num_tokens.count(None)
+        self.progress.num_kept += kept
+        self.progress.num_tokens += sum_tokens
+        self.progress.nll += sum(filter(None, nll))
+        if not is_new:
+            self.progress.num_resumed += figures.num_rows
+            self.progress.num_tokens_resumed += sum_tokens
+
+    def _report(self) -> None:
+        self.progress.seconds = time.perf_counter() - self._started
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
+
+
+def _size(document: Document | Unscored) -> int:
+    return document.num_bytes if isinstance(document, Document) else 0
+
+
+def _cut(documents: Sequence[Document | Unscored]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of neighbours that make one request, or that are longer together with the last."""
+    first = num_bytes = 0
+    for index, document in enumerate(documents):
+        num_bytes += _size(document)
+        if num_bytes >= REQUEST_BYTES or index + 1 - first >= REQUEST_DOCUMENTS:
+            yield first, index + 1
+            first, num_bytes = index + 1, 0
+    if first < len(documents):
+        yield first, len(documents)
