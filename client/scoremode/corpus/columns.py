@@ -23,19 +23,21 @@ def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:
     return pa.schema([pa.field(prefix + name, type_) for name, type_ in columns.items()])
 
 
-def check_columns(schema: pa.Schema, text_column: str, added: pa.Schema, where: str) -> None:
+def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], where: str) -> None:
     """Refuse rows without the text, or with a column of a name that is added.
 
     Raises:
         CorpusError: it names the column.
     """
+    if not schema.names:  # A file of JSON lines without a line.
+        return
     if schema.names.count(text_column) != 1:
         raise CorpusError(f"no column {text_column!r} in {where}; there are: {', '.join(schema.names)}")
     type_ = schema.field(text_column).type
     value_type = type_.value_type if pa.types.is_dictionary(type_) else type_
     if not (_is_text(value_type) or pa.types.is_null(type_)):
         raise CorpusError(f"column {text_column!r} of {where} is {type_}, not text")
-    if taken := [name for name in added.names if name in schema.names]:
+    if taken := [name for name in added if name in schema.names]:
         raise CorpusError(
             f"{where} has a column {taken[0]!r} already: give the new ones another name by --column-prefix"
         )

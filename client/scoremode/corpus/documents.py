@@ -6,7 +6,7 @@ longer one is tokenized first, and cut.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -21,9 +21,9 @@ from scoremode.metrics import bits_per_byte, exp
 from scoremode.pool import Pool
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 
-REQUEST_BYTES = 32_768
+_REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
-REQUEST_DOCUMENTS = 256
+_REQUEST_DOCUMENTS = 256
 REQUESTS_IN_FLIGHT = 32
 """At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
 
@@ -71,6 +71,23 @@ class Unscored:
     """A document without figures."""
 
     error: str
+
+
+def text_bytes(document: Document | Unscored) -> int:
+    """Of the text in UTF-8; none where there is no text."""
+    return document.num_bytes if isinstance(document, Document) else 0
+
+
+def cut_into_requests(documents: Sequence[Document | Unscored]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
+    first = num_bytes = 0
+    for index, document in enumerate(documents):
+        num_bytes += text_bytes(document)
+        if num_bytes >= _REQUEST_BYTES or index + 1 - first >= _REQUEST_DOCUMENTS:
+            yield first, index + 1
+            first, num_bytes = index + 1, 0
+    if first < len(documents):
+        yield first, len(documents)
 
 
 class DocumentScorer:

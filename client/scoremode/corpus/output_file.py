@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -100,7 +101,8 @@ class OutputFile:
 
     def give_up(self) -> None:
         """Close what is open. The journal stays, for a run that goes on."""
-        self._writer.close()
+        with suppress(OSError):
+            self._writer.close()
         self._temporary.unlink(missing_ok=True)
         self._journal.close()
 

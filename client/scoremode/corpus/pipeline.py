@@ -5,24 +5,17 @@ scored. A writer takes the pieces in their order. The reader waits while there a
 memory does not grow with the files.
 """
 
-import asyncio
 import time
 from asyncio import Event, Queue, Task, TaskGroup
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
+from scoremode._tasks import in_thread
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
-from scoremode.corpus.documents import (
-    REQUEST_BYTES,
-    REQUEST_DOCUMENTS,
-    Document,
-    DocumentScorer,
-    Scored,
-    Unscored,
-)
+from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.inputs import InputFile
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
@@ -120,7 +113,7 @@ class Pipeline:
 
     async def _read(self, group: TaskGroup) -> None:
         for file in self._files:
-            opened = await asyncio.to_thread(self._open_file, file)
+            opened = await in_thread(self._open_file, file)
             if opened is None:
                 self.progress.files_done += 1
                 self.progress.num_finished_before += 1
@@ -128,7 +121,7 @@ class Pipeline:
                 continue
             rows, output = opened
             batches = rows.batches()
-            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+            while (batch := await in_thread(next, batches, None)) is not None:
                 await self._read_batch(group, output, batch)
             await self._pieces.put(output)
         await self._pieces.put(None)
@@ -140,8 +133,8 @@ class Pipeline:
             check_finished(path, header)
             return None
         rows = open_rows(file.path)
-        check_columns(rows.schema, self._settings.text_column, self._added, str(file.path))
-        if self._condition is not None:
+        check_columns(rows.schema, self._settings.text_column, self._added.names, str(file.path))
+        if self._condition is not None and rows.schema.names:
             check_filter(self._condition, pa.schema([*rows.schema, *self._added]))
         header["input_sha256"] = checksum_of(file.path)
         output = OutputFile(path, header, rows.schema, self._added, self._condition)
@@ -154,9 +147,9 @@ class Pipeline:
             await self._hand_over(_Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier))
         batch = batch.slice(earlier.num_rows)
         documents = documents_of(batch.column(self._settings.text_column))
-        for first, last in _cut(documents):
+        for first, last in cut_into_requests(documents):
             rows = batch.slice(first, last - first)
-            num_bytes = int(rows.nbytes) + sum(_size(document) for document in documents[first:last])
+            num_bytes = int(rows.nbytes) + sum(map(text_bytes, documents[first:last]))
             await self._wait_for_room(num_bytes)
             scoring = group.create_task(self._scorer.score(documents[first:last]))
             await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
@@ -173,7 +166,7 @@ class Pipeline:
     async def _write(self) -> None:
         while (piece := await self._pieces.get()) is not None:
             if isinstance(piece, OutputFile):
-                await asyncio.to_thread(piece.finish)
+                await in_thread(piece.finish)
                 self._open.remove(piece)
                 self.progress.files_done += 1
             else:
@@ -189,7 +182,7 @@ class Pipeline:
             results = await piece.scoring
             figures = added_columns(results, self._added)
             self._note_error(results)
-        kept = await asyncio.to_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
+        kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
         self._count(figures, kept, is_new=piece.scoring is not None)
 
     def _note_error(self, results: Sequence[Scored | Unscored]) -> None:
@@ -213,19 +206,3 @@ class Pipeline:
         self.progress.seconds = time.perf_counter() - self._started
         if self._on_progress is not None:
             self._on_progress(self.progress)
-
-
-def _size(document: Document | Unscored) -> int:
-    return document.num_bytes if isinstance(document, Document) else 0
-
-
-def _cut(documents: Sequence[Document | Unscored]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of neighbours that make one request, or that are longer together with the last."""
-    first = num_bytes = 0
-    for index, document in enumerate(documents):
-        num_bytes += _size(document)
-        if num_bytes >= REQUEST_BYTES or index + 1 - first >= REQUEST_DOCUMENTS:
-            yield first, index + 1
-            first, num_bytes = index + 1, 0
-    if first < len(documents):
-        yield first, len(documents)
