@@ -84,6 +84,8 @@ class JsonLines:
             message = " ".join(str(error).split())
             if found := _ROW.search(message):
                 message = f"{message[: found.start()]} in line {block.line_of(int(found[1]))}"
+                if "changed from" in message:
+                    message += f", after the lines from {block.first_line}"
             else:
                 message = f"{message} in lines {block.first_line} to {block.last_line}"
             raise CorpusError(f"cannot read {self._path}: {message}") from error

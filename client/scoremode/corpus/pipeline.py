@@ -5,15 +5,16 @@ scored. A writer takes the pieces in their order. The reader waits while there a
 memory does not grow with the files.
 """
 
+import asyncio
 import time
-from asyncio import Event, Queue, Task, TaskGroup
+from asyncio import Event, Queue, Task
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from scoremode._tasks import in_thread
+from scoremode._tasks import in_thread, together
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
 from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
@@ -81,6 +82,8 @@ class Pipeline:
         """An output stands for its end, None for the end of all."""
         self._held = 0
         self._released = Event()
+        self._scoring: set[Task[list[Scored | Unscored]]] = set()
+        """Not yet written."""
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
         if not resume:
@@ -94,13 +97,9 @@ class Pipeline:
                 files stay, and the journal of each unfinished one.
         """
         try:
-            async with TaskGroup() as group:
-                group.create_task(self._read(group))
-                group.create_task(self._write())
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
+            await together([self._read(), self._write()])
         finally:
+            await self._cancel_scoring()
             for output in self._open:
                 output.give_up()
         return self.progress
@@ -111,7 +110,7 @@ class Pipeline:
             if path.exists() or journal_of(path).exists():
                 raise OutputError(f"{path} is there, or was begun: go on by --resume, or choose another folder")
 
-    async def _read(self, group: TaskGroup) -> None:
+    async def _read(self) -> None:
         for file in self._files:
             opened = await in_thread(self._open_file, file)
             if opened is None:
@@ -122,7 +121,7 @@ class Pipeline:
             rows, output = opened
             batches = rows.batches()
             while (batch := await in_thread(next, batches, None)) is not None:
-                await self._read_batch(group, output, batch)
+                await self._read_batch(output, batch)
             await self._pieces.put(output)
         await self._pieces.put(None)
 
@@ -141,7 +140,7 @@ class Pipeline:
         self._open.append(output)
         return rows, output
 
-    async def _read_batch(self, group: TaskGroup, output: OutputFile, batch: pa.RecordBatch) -> None:
+    async def _read_batch(self, output: OutputFile, batch: pa.RecordBatch) -> None:
         earlier = output.earlier.take(batch.num_rows)
         if earlier.num_rows:
             await self._hand_over(_Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier))
@@ -151,7 +150,8 @@ class Pipeline:
             rows = batch.slice(first, last - first)
             num_bytes = int(rows.nbytes) + sum(map(text_bytes, documents[first:last]))
             await self._wait_for_room(num_bytes)
-            scoring = group.create_task(self._scorer.score(documents[first:last]))
+            scoring = asyncio.create_task(self._scorer.score(documents[first:last]))
+            self._scoring.add(scoring)
             await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
 
     async def _hand_over(self, piece: _Piece) -> None:
@@ -179,11 +179,18 @@ class Pipeline:
         if piece.scoring is None:
             figures = piece.earlier
         else:
+            # A failure is raised here, in the order of rows, so that what was scored before it is kept.
             results = await piece.scoring
+            self._scoring.remove(piece.scoring)
             figures = added_columns(results, self._added)
             self._note_error(results)
         kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
         self._count(figures, kept, is_new=piece.scoring is not None)
+
+    async def _cancel_scoring(self) -> None:
+        for scoring in self._scoring:
+            scoring.cancel()
+        await asyncio.gather(*self._scoring, return_exceptions=True)
 
     def _note_error(self, results: Sequence[Scored | Unscored]) -> None:
         if self.progress.first_error is None:

@@ -1,5 +1,6 @@
 """The fake server with what `corpus` asks for: continuations of the prefix token, and the bound of the context."""
 
+import base64
 import json
 from collections.abc import Iterable
 
@@ -65,6 +66,4 @@ class DocumentServer:
 
 
 def _without_first(encoded: str) -> str:
-    import base64
-
     return base64.b64encode(base64.b64decode(encoded)[4:]).decode()
