@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from scoremode.corpus.json_lines import JsonLines
 from scoremode.errors import CorpusError
 
-_BATCH_ROWS = 128
+_BATCH_ROWS = 256
 """Few, because each may be a long document."""
 
 
