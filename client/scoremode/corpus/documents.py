@@ -5,21 +5,25 @@ prefix token. A document that fits the context is one such window, so that many 
 longer one is tokenized first, and cut.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode._retries import INTERNAL_ERROR
 from scoremode._tasks import together
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.answers import Answer, score_sequences, score_texts
-from scoremode.errors import APIStatusError, ResponseError
+from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
-from scoremode.pool import Pool
+from scoremode.pool import Pool, Result
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
+
+_log = logging.getLogger(__name__)
 
 _REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
@@ -111,6 +115,7 @@ class DocumentScorer:
         self.prefix_token_id: int = prefix_token_id
         self._pool = pool
         self._per_token = per_token
+        self._has_left_out = False
 
     async def score(self, documents: Sequence[Document | Unscored]) -> list[Scored | Unscored]:
         """Score documents, those that fit the context together, in one request.
@@ -144,12 +149,10 @@ class DocumentScorer:
             return []
         try:
             answers = await self._pool.ask([document.text for document in documents], self._ask_for_texts)
-        except APIStatusError as error:
-            if error.status_code not in _REFUSED:
-                raise
+        except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
-            # One of them is too long, or all together are.
+            # One of them is too long or otherwise at fault, or all together are too long.
             half = len(documents) // 2
             parts = await together(self._score_texts(part) for part in (documents[:half], documents[half:]))
             return [result for part in parts for result in part]
@@ -165,22 +168,21 @@ class DocumentScorer:
 
     async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
         try:
-            tokens = await self._pool.ask(document.text, lambda client, text: client.tokenize(text, False))
-            if not tokens:
-                return Unscored("the text has no token")
-            return await self._score_tokens(tokens, document.num_bytes)
-        except APIStatusError as error:
-            if error.status_code not in _REFUSED:
-                raise
-            return Unscored(str(error))
+            tokens = await self._pool.ask(document.text, self._ask_for_tokens)
+        except _RefusalError as error:
+            return self._leave_out(error)
+        return await self._score_tokens(tokens, document.num_bytes) if tokens else Unscored("the text has no token")
 
-    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> Scored:
+    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> Scored | Unscored:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
-        parts = await together(
-            self._score_windows(tokens, windows[first : first + in_request])
-            for first in range(0, len(windows), in_request)
-        )
+        try:
+            parts = await together(
+                self._score_windows(tokens, windows[first : first + in_request])
+                for first in range(0, len(windows), in_request)
+            )
+        except _RefusalError as error:
+            return self._leave_out(error)
         logprobs = np.concatenate([window for part in parts for window in part])
         kept = (tokens, logprobs) if self._per_token else (None, None)
         return Scored(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
@@ -196,8 +198,32 @@ class DocumentScorer:
             raise ResponseError("the server gave no logprob for a target of a window")
         return targets
 
+    def _leave_out(self, error: "_RefusalError") -> Unscored:
+        if not self._has_left_out:
+            self._has_left_out = True
+            _log.warning("a document is left without figures, and any other like it: %s", error)
+        return Unscored(str(error))
+
     async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Answer]:
-        return await client.send(score_texts(client.model, texts, self.prefix_token_id))
+        return await _answer(client, client.send(score_texts(client.model, texts, self.prefix_token_id)))
 
     async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Answer]:
-        return await client.send(score_sequences(client.model, sequences))
+        return await _answer(client, client.send(score_sequences(client.model, sequences)))
+
+    async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
+        return await _answer(client, client.tokenize(text, add_special_tokens=False))
+
+
+class _RefusalError(ScoremodeError):
+    """A server that is well does not score what it was sent."""
+
+
+async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result:
+    try:
+        return await answer
+    except APIStatusError as error:
+        # By `retry_for` the request was sent until a server whose engine dies would be gone: this one computes NaN.
+        is_error_of_text = error.status_code == INTERNAL_ERROR and client.retries.retry_for is not None
+        if error.status_code in _REFUSED or is_error_of_text:
+            raise _RefusalError(str(error)) from error
+        raise

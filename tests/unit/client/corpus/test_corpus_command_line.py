@@ -37,7 +37,7 @@ class GatedServer(DocumentServer):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """1,000 documents in two files, one compressed: eight requests."""
+    """1,000 documents in two files, one compressed: five requests."""
     folder = tmp_path / "in"
     folder.mkdir()
     with pa.output_stream(str(folder / "a.jsonl.zst"), compression="detect") as stream:
@@ -69,7 +69,7 @@ def test_a_run_prints_what_it_came_to(corpus, tmp_path, capsys):
 
 def test_a_killed_run_goes_on_and_leaves_what_is_finished(corpus, tmp_path):
     output = tmp_path / "out"
-    server = GatedServer(6)
+    server = GatedServer(4)
     with serve(server) as url:
         command = ["corpus", str(corpus), "--url", url, "--output", str(output), "--concurrency", "1", "--quiet"]
         process = subprocess.Popen([sys.executable, "-m", "scoremode.cli", *command])

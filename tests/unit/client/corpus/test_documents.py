@@ -20,8 +20,9 @@ def document(text):
     return Document(text, len(text.encode()))
 
 
-async def score(handler, *texts, **settings):
-    async with AsyncScoreClient("http://a", transport=httpx.MockTransport(handler), max_retries=0) as client:
+async def score(handler, *texts, retry_for=None, **settings):
+    transport = httpx.MockTransport(handler)
+    async with AsyncScoreClient("http://a", transport=transport, max_retries=0, retry_for=retry_for) as client:
         pool = await Pool.connect([client], 2)
         documents = [text if isinstance(text, Unscored) else document(text) for text in texts]
         return await DocumentScorer(pool, **settings).score(documents)
@@ -92,6 +93,20 @@ async def test_too_many_tokens_for_one_request_are_asked_for_in_halves():
     texts = ["some text"] * 20
     assert [result.nll for result in await score(small, *texts)] == [sum(nlls("some text"))] * 20
     assert server.num_scored == 20
+
+
+async def test_a_document_of_which_a_server_computes_nan_does_not_cost_its_neighbours(waits, caplog):
+    server = DocumentServer()
+
+    def handler(request):
+        return error(500, "NaN at position 3") if b"bad" in request.content else server(request)
+
+    results = await score(handler, "a", "bad", "b", "bad too", retry_for=600)
+    assert results[1] == results[3] == Unscored("NaN at position 3 (HTTP 500)")
+    assert [result.nll for result in results if isinstance(result, Scored)] == [sum(nlls(text)) for text in "ab"]
+    # A server whose engine dies answers so too, for some seconds: it has had more.
+    assert sum(waits) > 5
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 async def test_another_error_than_the_documents_own_is_raised():
