@@ -22,7 +22,7 @@ from scoremode.corpus.inputs import InputFile
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import Rows, open_rows
 from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, checksum_of
-from scoremode.errors import OutputError
+from scoremode.errors import OutputError, ScoremodeError
 from scoremode.pool import Pool
 
 _PIECES_PER_PLACE = 4
@@ -78,8 +78,8 @@ class Pipeline:
         self._on_progress = on_progress
         self._added = added_schema(settings.column_prefix, per_token=settings.per_token)
         self._condition = None if settings.filter is None else parse_filter(settings.filter)
-        self._pieces: Queue[_Piece | OutputFile | None] = Queue(_PIECES_PER_PLACE * pool.concurrency)
-        """An output stands for its end, None for the end of all."""
+        self._pieces: Queue[_Piece | OutputFile | ScoremodeError | None] = Queue(_PIECES_PER_PLACE * pool.concurrency)
+        """An output stands for its end, an error for why no more is read, None for the end of all."""
         self._held = 0
         self._released = Event()
         self._scoring: set[Task[list[Scored | Unscored]]] = set()
@@ -111,6 +111,14 @@ class Pipeline:
                 raise OutputError(f"{path} is there, or was begun: go on by --resume, or choose another folder")
 
     async def _read(self) -> None:
+        try:
+            await self._read_files()
+        except ScoremodeError as error:
+            await self._pieces.put(error)
+        else:
+            await self._pieces.put(None)
+
+    async def _read_files(self) -> None:
         for file in self._files:
             opened = await in_thread(self._open_file, file)
             if opened is None:
@@ -123,7 +131,6 @@ class Pipeline:
             while (batch := await in_thread(next, batches, None)) is not None:
                 await self._read_batch(output, batch)
             await self._pieces.put(output)
-        await self._pieces.put(None)
 
     def _open_file(self, file: InputFile) -> tuple[Rows, OutputFile] | None:
         path = self._folder / file.output_name
@@ -165,6 +172,8 @@ class Pipeline:
 
     async def _write(self) -> None:
         while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, ScoremodeError):
+                raise piece
             if isinstance(piece, OutputFile):
                 await in_thread(piece.finish)
                 self._open.remove(piece)

@@ -288,9 +288,13 @@ async def test_servers_of_different_models_are_refused(parquet, output):
         await run([parquet], output, Server(), Server(info={"dtype": "bfloat16"}))
 
 
-async def test_the_reader_waits_while_one_answer_keeps_the_rows_from_being_written(tmp_path, monkeypatch):
-    """Memory is bounded by the pieces between reader and writer: eight here, of the hundreds of the file."""
-    monkeypatch.setattr(pipeline, "_PIECES_PER_PLACE", 4)
+@pytest.mark.parametrize(("pieces", "num_bytes"), [(4, 1 << 30), (1000, 5000)], ids=["pieces", "bytes"])
+async def test_the_reader_waits_while_one_answer_keeps_the_rows_from_being_written(
+    tmp_path, monkeypatch, pieces, num_bytes
+):
+    """What is between reader and writer is bounded: eight pieces here, or 5,000 bytes, of the hundreds of the file."""
+    monkeypatch.setattr(pipeline, "_PIECES_PER_PLACE", pieces)
+    monkeypatch.setattr(pipeline, "_HELD_BYTES", num_bytes)
     texts = [f"document {index}, none of them long" for index in range(3000)]
     path = write_parquet(tmp_path / "long.parquet", texts)
     server, held, seen = Server(), [], []
@@ -357,6 +361,19 @@ async def test_inputs_that_cannot_be_read_or_told_apart(tmp_path, output):
         await run([tmp_path / "a"], tmp_path / "a" / "out")
     with pytest.raises(CorpusError, match="which is read"):
         await run([tmp_path / "a" / "rows.parquet"], tmp_path / "a")
+
+
+async def test_a_file_that_cannot_be_read_does_not_cost_the_one_before_it(parquet, output, tmp_path):
+    whole = parquet.read_bytes()
+    broken = tmp_path / "in" / "second.parquet"
+    # The end, where the schema is, is whole; a page before it is not.
+    broken.write_bytes(whole[:100] + b"?" * 600 + whole[700:])
+    with pytest.raises(CorpusError, match=r"second\.parquet"):
+        await run([parquet, broken], output)
+    assert pq.read_table(output / "rows.parquet").num_rows == 60
+    parquet.with_name("second.parquet").write_bytes(whole)
+    done = await run([parquet, broken], output, resume=True)
+    assert (done.files_done, done.num_finished_before) == (2, 1)
 
 
 async def test_without_pyarrow_it_is_said_what_to_install(parquet, output, monkeypatch):
