@@ -31,9 +31,13 @@ from scoremode.corpus.documents import (
     cut_into_requests,
 )
 from scoremode.errors import ScoremodeError
+from scoremode.plan import differences, identity
 from scoremode.pool import Pool
+from scoremode.protocol import ServerInfo
 
 ERROR = "error"
+_LONGEST_LOOK = 5.0
+"""Seconds for a server that was given up to say that it is back, before each batch."""
 
 
 class ScoreBatch:
@@ -84,7 +88,7 @@ class ScoreBatch:
             AsyncScoreClient(url, model=model, api_key=api_key, timeout=timeout, retry_for=retry_for) for url in urls
         ]
         try:
-            self._pool: Pool | None = self._runner.run(self._connect())
+            self._pool = self._runner.run(self._connect())
         except BaseException:
             self.close()
             raise
@@ -113,19 +117,33 @@ class ScoreBatch:
 
     async def _connect(self) -> Pool:
         pool = await Pool.connect(self._clients, self._concurrency)
-        self._scorer = DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
+        self._scorer = self._scorer_on(pool)
         return pool
+
+    def _scorer_on(self, pool: Pool) -> DocumentScorer:
+        return DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
+
+    async def _take_back(self) -> None:
+        """Use servers again that were given up, and that answer by now as they did."""
+        used = self._pool.clients
+        lost = [client for client in self._clients if client not in used]
+        infos = await together(map(_info_at_once, lost))
+        back = {
+            client: info
+            for client, info in zip(lost, infos, strict=True)
+            if info is not None and not differences(identity(info), identity(self._pool.info))
+        }
+        if back:
+            known = [self._pool.info] * len(used)
+            self._pool = Pool([*used, *back], [*known, *back.values()], self._concurrency)
+            self._scorer = self._scorer_on(self._pool)
 
     async def _close(self) -> None:
         for client in self._clients:
             await client.close()
 
     async def _score(self, documents: list[Document | Unscored]) -> list[Scored | Unscored]:
-        try:
-            # A server that was given up is asked again once all failed.
-            self._pool = self._pool or await self._connect()
-        except ScoremodeError as error:
-            return _failed(documents, error)
+        await self._take_back()
         with self._pool.taking_over():
             parts = await together(
                 self._score_piece(documents[first:last]) for first, last in cut_into_requests(documents)
@@ -136,9 +154,16 @@ class ScoreBatch:
         try:
             return await self._scorer.score(documents)
         except ScoremodeError as error:
-            self._pool = None
-            return _failed(documents, error)
+            return [each if isinstance(each, Unscored) else Unscored(str(error)) for each in documents]
 
 
-def _failed(documents: Sequence[Document | Unscored], error: ScoremodeError) -> list[Scored | Unscored]:
-    return [each if isinstance(each, Unscored) else Unscored(str(error)) for each in documents]
+async def _info_at_once(client: AsyncScoreClient) -> ServerInfo | None:
+    """What a server serves; None where it does not answer without being waited for."""
+    client.retries.grace = 0.0
+    try:
+        async with asyncio.timeout(_LONGEST_LOOK):
+            return await client.info()
+    except (ScoremodeError, TimeoutError):
+        return None
+    finally:
+        client.retries.grace = None

@@ -63,8 +63,12 @@ async def test_every_token_of_a_longer_document_is_scored_once_in_rolling_window
     assert (short.nll, other.nll) == (sum(nlls("short")), sum(nlls("other")))
 
 
-async def test_windows_may_be_shorter_than_the_model_allows():
-    text = "The quick brown fox jumps over the lazy dog"
+@pytest.mark.parametrize(
+    "text",
+    ["The quick brown fox jumps over the lazy dog", "The quick brown fox"],
+    ids=["tokenized first", "sent as text"],
+)
+async def test_windows_may_be_shorter_than_the_model_allows(text):
     [scored] = await score(DocumentServer(), text, context_length=10, per_token=True)
     assert (-scored.logprobs).tolist() == nlls(text, 10) != nlls(text)
 

@@ -2,11 +2,12 @@
 
 import socket
 
+import httpx
 import numpy as np
 import pyarrow as pa
 import pytest
 from document_server import DocumentServer, nlls
-from fake_scoremode import answer, copy_of, error, serve
+from fake_scoremode import INFO, answer, copy_of, error, serve
 
 from scoremode import CorpusError, TransportError
 from scoremode.corpus import documents
@@ -90,6 +91,37 @@ def test_one_of_two_servers_may_be_lost(make):
         with serve(DocumentServer()) as leaving:
             score = make(leaving, staying)
         check(score(pa.table({"text": TEXTS})))
+
+
+def test_a_server_that_was_given_up_is_used_again_when_it_answers(make):
+    """The one that stays is gone by then: what is scored is scored by the other."""
+    table = pa.table({"text": ["hello"]})
+    with serve(DocumentServer()) as staying:
+        with serve(DocumentServer()) as leaving:
+            score = make(leaving, staying)
+        assert score(table).column("error").to_pylist() == [None]
+        port = int(leaving.rpartition(":")[2])
+        other = DocumentServer()
+        with serve(other, port):
+            for _ in range(4):
+                assert score(table).column("error").to_pylist() == [None]
+            assert other.num_scored > 0
+    with serve(DocumentServer(), port):
+        assert score(table).column("error").to_pylist() == [None]
+
+
+def test_a_server_that_comes_back_as_another_is_not_used_again(make):
+    def another(request):
+        if request.method == "GET":
+            return httpx.Response(200, json={**INFO, "dtype": "bfloat16"})
+        raise AssertionError("asked for scores")
+
+    with serve(DocumentServer()) as staying:
+        with serve(DocumentServer()) as leaving:
+            score = make(leaving, staying)
+        check(score(pa.table({"text": TEXTS})))
+        with serve(another, int(leaving.rpartition(":")[2])):
+            check(score(pa.table({"text": TEXTS})))
 
 
 def test_what_is_wrong_from_the_start_is_raised(make):
