@@ -11,6 +11,7 @@ Importing it needs neither torch nor vLLM.
 
 from scoremode._version import __version__
 from scoremode.client import AsyncScoreClient, ScoreClient
+from scoremode.corpus import CorpusProgress, score_corpus
 from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.errors import (
     APIStatusError,
@@ -41,6 +42,7 @@ __all__ = [
     "AuthenticationError",
     "BadRequestError",
     "CorpusError",
+    "CorpusProgress",
     "KldMeasurement",
     "KldPositions",
     "KldResult",
@@ -70,4 +72,5 @@ __all__ = [
     "measure_noise_floor",
     "perplexity",
     "record_reference",
+    "score_corpus",
 ]

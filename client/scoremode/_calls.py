@@ -35,7 +35,7 @@ class Reader(Protocol[Answer_co]):
     def finish(self) -> Answer_co: ...
 
 
-class _WholeBody(Generic[Answer]):
+class WholeBody(Generic[Answer]):
     """Reads an answer that is one JSON document."""
 
     can_restart = True
@@ -81,13 +81,13 @@ class _TokenTexts(BaseModel):
 
 def info() -> Call[ServerInfo]:
     """`GET /v1/score`."""
-    return Call("GET", "/v1/score", lambda: _WholeBody(ServerInfo.model_validate_json))
+    return Call("GET", "/v1/score", lambda: WholeBody(ServerInfo.model_validate_json))
 
 
 def score(**fields: object) -> Call[list[Score]]:
     """`POST /v1/score`; `fields` are those of `protocol.ScoreRequest`."""
     body = _without_none({**fields, "encoding_format": "base64"})
-    return Call("POST", "/v1/score", lambda: _WholeBody(parse_scores), body)
+    return Call("POST", "/v1/score", lambda: WholeBody(parse_scores), body)
 
 
 def perplexity(on_window: Callable[[PerplexityWindow], object] | None, **fields: object) -> Call[PerplexityResponse]:
@@ -109,17 +109,17 @@ def record_reference(on_window: Callable[[PerplexityWindow], object] | None, **f
 
 def references() -> Call[list[Reference]]:
     """`GET /v1/references`."""
-    return Call("GET", "/v1/references", lambda: _WholeBody(lambda data: ReferenceList.model_validate_json(data).data))
+    return Call("GET", "/v1/references", lambda: WholeBody(lambda data: ReferenceList.model_validate_json(data).data))
 
 
 def reference(name: str) -> Call[Reference]:
     """`GET /v1/references/{name}`."""
-    return Call("GET", _path_of(name), lambda: _WholeBody(Reference.model_validate_json))
+    return Call("GET", _path_of(name), lambda: WholeBody(Reference.model_validate_json))
 
 
 def delete_reference(name: str) -> Call[ReferenceDeleted]:
     """`DELETE /v1/references/{name}`."""
-    return Call("DELETE", _path_of(name), lambda: _WholeBody(ReferenceDeleted.model_validate_json))
+    return Call("DELETE", _path_of(name), lambda: WholeBody(ReferenceDeleted.model_validate_json))
 
 
 def kld(on_window: Callable[[KldWindowValues], object] | None, *, stream: bool, **fields: object) -> Call[KldResult]:
@@ -127,7 +127,7 @@ def kld(on_window: Callable[[KldWindowValues], object] | None, *, stream: bool, 
     body = _without_none({**fields, "encoding_format": "base64", "stream": stream})
     if stream:
         return Call("POST", "/v1/kld", lambda: _KldReader(on_window), body)
-    return Call("POST", "/v1/kld", lambda: _WholeBody(parse_result), body)
+    return Call("POST", "/v1/kld", lambda: WholeBody(parse_result), body)
 
 
 class _KldReader(EventReader[KldWindowValues, KldResult]):
@@ -150,13 +150,13 @@ class _KldReader(EventReader[KldWindowValues, KldResult]):
 def tokenize(text: str, add_special_tokens: bool, model: str | None) -> Call[list[int]]:
     """vLLM's `POST /tokenize`."""
     body = _without_none({"model": model, "prompt": text, "add_special_tokens": add_special_tokens})
-    return Call("POST", "/tokenize", lambda: _WholeBody(lambda data: _Tokens.model_validate_json(data).tokens), body)
+    return Call("POST", "/tokenize", lambda: WholeBody(lambda data: _Tokens.model_validate_json(data).tokens), body)
 
 
 def detokenize(token_ids: Sequence[int], model: str | None) -> Call[str]:
     """vLLM's `POST /detokenize`."""
     body = _without_none({"model": model, "tokens": list(token_ids)})
-    return Call("POST", "/detokenize", lambda: _WholeBody(lambda data: _Prompt.model_validate_json(data).prompt), body)
+    return Call("POST", "/detokenize", lambda: WholeBody(lambda data: _Prompt.model_validate_json(data).prompt), body)
 
 
 def token_texts(token_ids: Collection[int], model: str | None) -> Call[dict[int, str]]:
@@ -169,7 +169,7 @@ def token_texts(token_ids: Collection[int], model: str | None) -> Call[dict[int,
             raise ResponseError(f"the server gave {len(texts)} texts for {len(wanted)} tokens")
         return dict(zip(wanted, texts, strict=True))
 
-    return Call("POST", "/v1/tokens", lambda: _WholeBody(parse), _without_none({"model": model, "token_ids": wanted}))
+    return Call("POST", "/v1/tokens", lambda: WholeBody(parse), _without_none({"model": model, "token_ids": wanted}))
 
 
 def _path_of(name: str) -> str:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from scoremode import corpora
 from scoremode._compare_options import add_compare_options, compare_contradiction
+from scoremode._corpus_options import add_corpus_options
 from scoremode._sweep_options import add_sweep_options
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
+from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
 from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.windows import METHODS
 
@@ -80,9 +82,10 @@ def _perplexity_parser() -> argparse.ArgumentParser:
     parser = _new_parser(
         "ppl-client",
         "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
-        more="four more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` "
+        more="five more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` "
         "measures another model's KL divergence from them, `ppl-client compare` shows finished runs beside each other, "
-        "`ppl-client sweep` does all of it for the models of a plan; each has its own --help. ",
+        "`ppl-client sweep` does all of it for the models of a plan, `ppl-client corpus` scores every document of "
+        "files; each has its own --help. ",
     )
     _add_text(parser)
     measure = parser.add_argument_group("measurement")
@@ -153,12 +156,38 @@ def _sweep_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _corpus_parser() -> argparse.ArgumentParser:
+    parser = _new_parser(
+        "ppl-client corpus",
+        "Perplexity of every document of parquet and jsonl files: the same rows, with num_tokens, nll, perplexity and "
+        "bits_per_byte.",
+        success="every file is written",
+    )
+    add_corpus_options(parser)
+    measure = parser.add_argument_group("scoring")
+    measure.add_argument(
+        "--context-length",
+        type=_count,
+        metavar="N",
+        help="longer documents are cut into windows of so many tokens; default: what the model takes",
+    )
+    measure.add_argument(
+        "--concurrency",
+        type=_count,
+        metavar="N",
+        help=f"requests in flight at once at each server, each of some 8,000 tokens; default: {REQUESTS_IN_FLIGHT}",
+    )
+    _add_server(parser, _SEVERAL_SERVERS)
+    return parser
+
+
 _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], str | None]]] = {
     "perplexity": (_perplexity_parser, _perplexity_contradiction),
     "record": (_record_parser, _record_contradiction),
     "kld": (_kld_parser, _kld_contradiction),
     "compare": (_compare_parser, compare_contradiction),
     "sweep": (_sweep_parser, lambda options: None),
+    "corpus": (_corpus_parser, lambda options: None),
 }
 """The parser of each command, and what finds options that are each right and contradict one another.
 

@@ -166,7 +166,7 @@ def _write_together(contents: Mapping[Path, bytes]) -> None:
                 os.fsync(file.fileno())
         for path, temporary in temporaries.items():
             temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     finally:
@@ -174,7 +174,8 @@ def _write_together(contents: Mapping[Path, bytes]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names of a folder on disk, after a file took its place there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from scoremode.corpus import CorpusProgress, OnCorpusProgress
 from scoremode.run import OnProgress, Progress
 
 
@@ -50,6 +51,38 @@ def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnPr
     )
     with bar:
         yield _advance(bar, figure)
+
+
+@contextmanager
+def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
+    """Show a bar of files, with the documents and the perplexity so far, unless `quiet`; gives what is to be told of
+    every step."""
+    bar = ProgressBar(
+        TextColumn("files"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[documents]} documents, {task.fields[rate]} tok/s"),
+        TimeElapsedColumn(),
+        TextColumn("ppl {task.fields[figure]}"),
+        console=Console(stderr=True),
+        disable=quiet,
+    )
+    task = bar.add_task("", total=None, documents="0", rate="-", figure="-")
+
+    def advance(progress: CorpusProgress) -> None:
+        elapsed = bar.tasks[0].elapsed
+        num_tokens = progress.num_tokens - progress.num_tokens_resumed
+        bar.update(
+            task,
+            total=progress.num_files,
+            completed=progress.files_done,
+            documents=f"{progress.num_documents:,}",
+            rate=f"{num_tokens / elapsed:,.0f}" if elapsed else "-",
+            figure="-" if progress.perplexity is None else f"{progress.perplexity:.4f}",
+        )
+
+    with bar:
+        yield advance
 
 
 def _advance(bar: ProgressBar, figure: Literal["ppl", "kld"]) -> OnProgress:

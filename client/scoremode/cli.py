@@ -1,4 +1,4 @@
-"""`ppl-client`: perplexity of a text and KL divergence from a reference on Scoremode servers, and runs compared."""
+"""`ppl-client`: perplexity of a text or of documents, KL divergence from a reference, and finished runs compared."""
 
 import argparse
 import asyncio
@@ -12,9 +12,10 @@ from rich.console import Console
 from scoremode import kld_report, report
 from scoremode._options import parse_options
 from scoremode._output import Output
-from scoremode._progress import lines_on_stderr, progress_bar
+from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
+from scoremode.corpus import CorpusProgress, corpus_report, score_corpus
 from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
 from scoremode.evaluate import Evaluation, evaluate, evaluate_on_server
@@ -26,9 +27,10 @@ EXIT_INTERRUPTED = 130
 
 _GOES_ON = {
     "record": ": the same command goes on",
+    "corpus": ": the same command with --resume goes on",
     "sweep": ", servers are stopped: the same command goes on",
 }
-"""Of commands that keep what is done without --output, what is said when they are interrupted."""
+"""Of commands that keep what is done in a way of their own, what is said when they are interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Output | None = None
     try:
         with lines_on_stderr():
-            if "resume" in options and options.output is not None:
+            if options.command in ("perplexity", "kld") and options.output is not None:
                 output = Output(options.output, resume=options.resume)
             match options.command:
                 case "perplexity":
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _compare_runs(options)
                 case "sweep":
                     return 0 if _sweep(options) else EXIT_FAILURE
+                case "corpus":
+                    _score_corpus(options)
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
         print(f"ppl-client: interrupted{_GOES_ON.get(options.command) or _way_on(output)}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -156,6 +160,27 @@ def _report_extra() -> Iterator[None]:
         if package in ("", "scoremode"):
             raise
         raise ScoremodeError(f'{package} is missing: pip install "scoremode[report]"') from error
+
+
+def _score_corpus(options: argparse.Namespace) -> None:
+    print(corpus_report.as_text(asyncio.run(_score_documents(options))))
+
+
+async def _score_documents(options: argparse.Namespace) -> CorpusProgress:
+    async with AsyncExitStack() as stack:
+        return await score_corpus(
+            await _clients(options, stack),
+            options.inputs,
+            options.output,
+            text_column=options.text_column,
+            column_prefix=options.column_prefix,
+            per_token=options.per_token,
+            filter=options.filter,
+            context_length=options.context_length,
+            concurrency=options.concurrency,
+            resume=options.resume,
+            on_progress=stack.enter_context(corpus_bar(quiet=options.quiet)),
+        )
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:

@@ -523,6 +523,10 @@ class AsyncScoreClient(_Client):
         """As `ScoreClient.token_texts`."""
         return await self._send(_calls.token_texts(token_ids, self.model))
 
+    async def send(self, call: Call[Answer]) -> Answer:
+        """Send a request that is in `_calls`, where no method does, and read its answer."""
+        return await self._send(call)
+
     async def _send(self, call: Call[Answer]) -> Answer:
         with Attempts(self.retries) as attempts:
             while True:

@@ -151,7 +151,7 @@ def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
     Raises:
         OutputError: it is of another run, damaged, in use, no journal, or cannot be written.
     """
-    file = _open_locked(path)
+    file = open_locked(path)
     try:
         journal = Journal(path, file, plan)
         header = _read_header(path)
@@ -178,7 +178,7 @@ def count_windows(path: Path) -> tuple[int, int]:
     Raises:
         OutputError: it is in use, or no journal.
     """
-    with _open_locked(path):
+    with open_locked(path):
         header = _read_header(path)
         if header is None:
             return 0, 0
@@ -211,7 +211,12 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
                 yield line
 
 
-def _open_locked(path: Path) -> FileIO:
+def open_locked(path: Path) -> FileIO:
+    """Open a file for appending, without a buffer, and keep every other `ppl-client` from it.
+
+    Raises:
+        OutputError: it cannot be written, is in use or is no file.
+    """
     if path.exists() and not path.is_file():
         raise OutputError(f"{path} is no file")
     try:

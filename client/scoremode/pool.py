@@ -1,9 +1,10 @@
-"""The servers of one run, over which its windows are spread."""
+"""The servers of one run, over which its windows or its other requests are spread."""
 
 import logging
-from asyncio import TaskGroup
+from asyncio import Queue, TaskGroup
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -49,6 +50,12 @@ class Pool:
         ]
         self.concurrency = sum(server.concurrency for server in self._servers)
         """Windows in flight at once, of all servers together."""
+        self._free: Queue[_Server] = Queue()
+        """Each server as often as it has room for another request of `ask`."""
+        for place in range(max(server.concurrency for server in self._servers)):
+            for server in self._servers:
+                if place < server.concurrency:
+                    self._free.put_nowait(server)
 
     @classmethod
     async def connect(cls, clients: Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
@@ -80,13 +87,41 @@ class Pool:
         Raises:
             ScoremodeError: the last server failed, or a request is at fault.
         """
-        self._set_grace()
-        try:
+        with self.taking_over():
             while lost := await self._score_round(iter(jobs), score, keep):
                 jobs = lost
+
+    @contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """Give a server up sooner than its client would, as long as there is another."""
+        self._set_grace()
+        try:
+            yield
         finally:
             for server in self._servers:
                 server.client.retries.grace = None
+
+    async def ask(self, job: Job, ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
+        """Have one request answered by the first server that has room, and by another if that fails.
+
+        For runs whose requests follow from one another; others have `score`. Within `taking_over`.
+
+        Raises:
+            ScoremodeError: the last server failed, or the request is at fault.
+        """
+        while True:
+            server = await self._free.get()
+            if server not in self._servers:
+                continue
+            try:
+                result = await ask(server.client, job)
+                await self._check_still_the_same(server)
+                return result
+            except (TransportError, ServerError, RateLimitError) as error:
+                if server in self._servers:
+                    self._drop(server, error)
+            finally:
+                self._free.put_nowait(server)
 
     async def _score_round(
         self,

@@ -15,6 +15,7 @@ CLIENT = {
     "AuthenticationError",
     "BadRequestError",
     "CorpusError",
+    "CorpusProgress",
     "KldMeasurement",
     "KldPositions",
     "KldResult",
@@ -44,6 +45,7 @@ CLIENT = {
     "measure_noise_floor",
     "perplexity",
     "record_reference",
+    "score_corpus",
 }
 SERVER = {
     "SequenceScore",

@@ -248,3 +248,26 @@ async def test_wrong_scores_end_the_run_on_every_server():
 
     with pytest.raises(ResponseError, match="did not score"):
         await run(Wrong("a"), Server("b"))
+
+
+async def test_single_requests_keep_to_the_places_of_each_server_and_outlive_one():
+    in_flight, most, answered = {"a": 0, "b": 0}, {"a": 0, "b": 0}, []
+
+    async def ask(client, job):
+        name = client.address[-1]
+        in_flight[name] += 1
+        most[name] = max(most[name], in_flight[name])
+        await asyncio.sleep(0.001)
+        in_flight[name] -= 1
+        if name == "a" and len(answered) > 10:
+            raise TransportError("gone")
+        answered.append((name, job))
+        return job
+
+    pool = await Pool.connect([Server("a").client(), Server("b").client()], 3)
+    with pool.taking_over():
+        assert await asyncio.gather(*(pool.ask(job, ask) for job in range(50))) == list(range(50))
+    assert most == {"a": 3, "b": 3}
+    assert {name for name, _ in answered} == {"a", "b"}
+    assert [client.address for client in pool.clients] == ["http://b"]
+    assert all(client.retries.grace is None for client in pool.clients)

@@ -1,0 +1,32 @@
+"""Ways to wait: for several coroutines at once, and for a thread."""
+
+import asyncio
+from asyncio import TaskGroup
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results in order. If one fails the others are cancelled, and its exception is raised itself, in no group."""
+    try:
+        async with TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as failures:
+        first = failures.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+async def in_thread(
+    function: Callable[Parameters, Result], /, *arguments: Parameters.args, **fields: Parameters.kwargs
+) -> Result:
+    """`asyncio.to_thread`, which waits for the thread when it is cancelled: only then may its files be closed."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments, **fields))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

@@ -1,0 +1,229 @@
+"""Scores of whole documents, short and long, on the servers of a pool. Knows no files.
+
+A document's figures are those of `rolling` windows: each of its tokens is scored once, the first after the model's
+prefix token. A document that fits the context is one such window, so that many of them go in a request as texts. A
+longer one is tokenized first, and cut.
+"""
+
+import logging
+import math
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode._retries import INTERNAL_ERROR
+from scoremode._tasks import together
+from scoremode.client import AsyncScoreClient
+from scoremode.corpus.answers import Answer, score_sequences, score_texts
+from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
+from scoremode.metrics import bits_per_byte, exp
+from scoremode.pool import Pool, Result
+from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
+
+_log = logging.getLogger(__name__)
+
+_REQUEST_BYTES = 32_768
+"""Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
+_REQUEST_DOCUMENTS = 256
+REQUESTS_IN_FLIGHT = 32
+"""At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
+
+_REQUEST_TOKENS = 8_192
+_LIKELY_TOO_LONG = 3
+"""Bytes for each token of the context, above which a document is tokenized before it is scored. Below that it is sent
+as text, which costs it nothing; the server refuses the request if it is too long after all."""
+_REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text to be scored."""
+
+    text: str
+    num_bytes: int
+    """In UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A document's figures, natural logarithms."""
+
+    num_bytes: int
+    num_tokens: int
+    nll: float
+    """Nats, summed over all tokens."""
+    token_ids: list[int] | None = None
+    """Where every token's value is asked for."""
+    logprobs: NDArray[np.float32] | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp(NLL / tokens)."""
+        return exp(self.nll / self.num_tokens)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """NLL / (ln 2 * bytes)."""
+        return bits_per_byte(self.nll, self.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Unscored:
+    """A document without figures."""
+
+    error: str
+
+
+def text_bytes(document: Document | Unscored) -> int:
+    """Of the text in UTF-8; none where there is no text."""
+    return document.num_bytes if isinstance(document, Document) else 0
+
+
+def cut_into_requests(documents: Sequence[Document | Unscored]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
+    first = num_bytes = 0
+    for index, document in enumerate(documents):
+        num_bytes += text_bytes(document)
+        if num_bytes >= _REQUEST_BYTES or index + 1 - first >= _REQUEST_DOCUMENTS:
+            yield first, index + 1
+            first, num_bytes = index + 1, 0
+    if first < len(documents):
+        yield first, len(documents)
+
+
+class DocumentScorer:
+    """Scores documents on the servers of a pool.
+
+    Args:
+        pool: The servers.
+        context_length: Tokens a window; as many as the model takes when left out.
+        per_token: Keep the ids and logprobs of all tokens.
+
+    Raises:
+        WindowError: the model takes no windows of that length, or has no token to put before a text.
+    """
+
+    def __init__(self, pool: Pool, *, context_length: int | None = None, per_token: bool = False) -> None:
+        max_model_len = pool.info.max_model_len
+        self.context_length = resolve_context_length("rolling", context_length or max_model_len - 1, max_model_len)
+        prefix_token_id = pool.info.prefix_token_id
+        if prefix_token_id is None:
+            raise WindowError("the model has neither a BOS nor an EOS token to put before a text", "method")
+        self.prefix_token_id: int = prefix_token_id
+        self._pool = pool
+        self._per_token = per_token
+        self._has_left_out = False
+
+    async def score(self, documents: Sequence[Document | Unscored]) -> list[Scored | Unscored]:
+        """Score documents, those that fit the context together, in one request.
+
+        Raises:
+            ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
+        """
+        asked = [document for document in documents if isinstance(document, Document)]
+        short, long = await together(
+            [
+                self._score_texts([document for document in asked if not self._is_likely_too_long(document)]),
+                self._score_long([document for document in asked if self._is_likely_too_long(document)]),
+            ]
+        )
+        next_short, next_long = iter(short), iter(long)
+        return [
+            document
+            if isinstance(document, Unscored)
+            else next(next_long if self._is_likely_too_long(document) else next_short)
+            for document in documents
+        ]
+
+    def _is_likely_too_long(self, document: Document) -> bool:
+        return document.num_bytes > _LIKELY_TOO_LONG * self.context_length
+
+    async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
+        return await together(map(self._tokenize_and_score, documents))
+
+    async def _score_texts(self, documents: list[Document]) -> list[Scored | Unscored]:
+        if not documents:
+            return []
+        try:
+            answers = await self._pool.ask([document.text for document in documents], self._ask_for_texts)
+        except _RefusalError:
+            if len(documents) == 1:
+                return [await self._tokenize_and_score(documents[0])]
+            # One of them is too long or otherwise at fault, or all together are too long.
+            half = len(documents) // 2
+            parts = await together(self._score_texts(part) for part in (documents[:half], documents[half:]))
+            return [result for part in parts for result in part]
+        return await together(map(self._take, documents, answers))
+
+    async def _take(self, document: Document, answer: Answer) -> Scored | Unscored:
+        if len(answer.token_ids) > self.context_length:
+            return await self._score_tokens(answer.token_ids, document.num_bytes)
+        if answer.num_scored != len(answer.token_ids):
+            raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
+        kept = (answer.token_ids, answer.logprobs()) if self._per_token else (None, None)
+        return Scored(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
+
+    async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
+        try:
+            tokens = await self._pool.ask(document.text, self._ask_for_tokens)
+        except _RefusalError as error:
+            return self._leave_out(error)
+        return await self._score_tokens(tokens, document.num_bytes) if tokens else Unscored("the text has no token")
+
+    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> Scored | Unscored:
+        windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
+        in_request = max(1, _REQUEST_TOKENS // self.context_length)
+        try:
+            parts = await together(
+                self._score_windows(tokens, windows[first : first + in_request])
+                for first in range(0, len(windows), in_request)
+            )
+        except _RefusalError as error:
+            return self._leave_out(error)
+        logprobs = np.concatenate([window for part in parts for window in part])
+        kept = (tokens, logprobs) if self._per_token else (None, None)
+        return Scored(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
+
+    async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
+        """The logprobs of each window's targets."""
+        sequences = [window.token_ids(tokens) for window in windows]
+        answers = await self._pool.ask(sequences, self._ask_for_sequences)
+        if [answer.token_ids for answer in answers] != sequences:
+            raise ResponseError("the server did not score the tokens that it was sent")
+        targets = [answer.logprobs()[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
+        if any(np.isnan(logprobs).any() for logprobs in targets):
+            raise ResponseError("the server gave no logprob for a target of a window")
+        return targets
+
+    def _leave_out(self, error: "_RefusalError") -> Unscored:
+        if not self._has_left_out:
+            self._has_left_out = True
+            _log.warning("a document is left without figures, and any other like it: %s", error)
+        return Unscored(str(error))
+
+    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Answer]:
+        return await _answer(client, client.send(score_texts(client.model, texts, self.prefix_token_id)))
+
+    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Answer]:
+        return await _answer(client, client.send(score_sequences(client.model, sequences)))
+
+    async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
+        return await _answer(client, client.tokenize(text, add_special_tokens=False))
+
+
+class _RefusalError(ScoremodeError):
+    """A server that is well does not score what it was sent."""
+
+
+async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result:
+    try:
+        return await answer
+    except APIStatusError as error:
+        # By `retry_for` the request was sent until a server whose engine dies would be gone: this one computes NaN.
+        is_error_of_text = error.status_code == INTERNAL_ERROR and client.retries.retry_for is not None
+        if error.status_code in _REFUSED or is_error_of_text:
+            raise _RefusalError(str(error)) from error
+        raise

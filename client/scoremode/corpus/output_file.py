@@ -1,0 +1,141 @@
+"""One file's rows with their added columns, in a parquet file that appears whole or not at all."""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from scoremode._output import sync_folder
+from scoremode.corpus.figures_journal import HEADER_KEY, FiguresJournal
+from scoremode.errors import OutputError
+from scoremode.plan import differences
+
+_ROW_GROUP_BYTES = 64 << 20
+_ROW_GROUP_ROWS = 65_536
+
+
+def journal_of(path: Path) -> Path:
+    """Hidden, so that who reads the folder as a dataset does not read it."""
+    return path.with_name(f".{path.name}.journal")
+
+
+class OutputFile:
+    """Takes rows and their figures in order, until `finish` puts the file in its place.
+
+    Args:
+        path: The file's.
+        header: Everything that decides rows and figures; kept in the file.
+        rows: Schema of the rows as they are read.
+        added: Schema of the added columns.
+        condition: Of the rows that are kept; all when left out.
+
+    Raises:
+        OutputError: the file's journal is of another run, damaged or in use, or nothing can be written there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, object],
+        rows: pa.Schema,
+        added: pa.Schema,
+        condition: pc.Expression | None,
+    ) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._journal = FiguresJournal(journal_of(path), header, added)
+        self.num_resumed = self._journal.num_resumed
+        """Rows whose figures an earlier sitting left."""
+        self.earlier = self._journal.earlier()
+        metadata = {**(rows.metadata or {}), _header_key(header): json.dumps(header)}
+        self._schema = pa.schema([*rows, *added], metadata=metadata)
+        self._condition = condition
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._waiting: list[pa.Table] = []
+        try:
+            # Rows by the thousand compress to little, and pages are read by filters: zstd as most readers have it.
+            self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
+        except OSError as error:
+            self._journal.close()
+            raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> int:
+        """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new.
+
+        Raises:
+            OutputError: they cannot be written.
+        """
+        if is_new:
+            self._journal.add(figures)
+        columns = [*rows.columns, *figures.columns]
+        table = pa.Table.from_arrays(columns, schema=self._schema)
+        if self._condition is not None:
+            table = table.filter(self._condition)
+        self._waiting.append(table)
+        waiting_rows = sum(each.num_rows for each in self._waiting)
+        if waiting_rows >= _ROW_GROUP_ROWS or sum(each.nbytes for each in self._waiting) >= _ROW_GROUP_BYTES:
+            self._write_waiting()
+        return int(table.num_rows)
+
+    def finish(self) -> None:
+        """Put the file in its place, and delete the journal.
+
+        Raises:
+            OutputError: it cannot be written. The journal stays.
+        """
+        self._write_waiting()
+        try:
+            self._writer.close()
+            with self._temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            self._temporary.replace(self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self._journal.remove()
+
+    def give_up(self) -> None:
+        """Close what is open. The journal stays, for a run that goes on."""
+        with suppress(OSError):
+            self._writer.close()
+        self._temporary.unlink(missing_ok=True)
+        self._journal.close()
+
+    def _write_waiting(self) -> None:
+        if not self._waiting:
+            return
+        table, self._waiting = pa.concat_tables(self._waiting), []
+        try:
+            self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+        except OSError as error:
+            raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+
+def check_finished(path: Path, header: Mapping[str, object]) -> None:
+    """Refuse to take a finished file for that of a run.
+
+    Raises:
+        OutputError: it is of another run, or of none.
+    """
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        found = json.loads(metadata[_header_key(header)])
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        raise OutputError(f"{path} is there, and is not of ppl-client corpus: choose another folder") from error
+    # The journal has the checksum of its input; a finished file is trusted by its name and size.
+    if differing := differences(found, {"input_sha256": found.get("input_sha256"), **header}):
+        raise OutputError(
+            f"{path} is of another run: {differing}; give the options of that run, or choose another folder"
+        )
+    journal_of(path).unlink(missing_ok=True)
+
+
+def _header_key(header: Mapping[str, object]) -> bytes:
+    """Another model's figures in the same file have another prefix, and keep their header."""
+    prefix = header["column_prefix"]
+    return HEADER_KEY + f".{prefix}".encode() if prefix else HEADER_KEY

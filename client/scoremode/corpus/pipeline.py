@@ -1,0 +1,224 @@
+"""From input files to output files: rows are read, scored and written at the same time, and stay in order.
+
+A reader cuts the files into pieces of about one request, and goes on to the next file while pieces of the last are
+scored. A writer takes the pieces in their order. The reader waits while there are many pieces between the two, so
+memory does not grow with the files.
+"""
+
+import asyncio
+import time
+from asyncio import Event, Queue, Task
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from scoremode._tasks import in_thread, together
+from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
+from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
+from scoremode.corpus.filters import check_filter, parse_filter
+from scoremode.corpus.inputs import InputFile
+from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
+from scoremode.corpus.rows import Rows, open_rows
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, checksum_of
+from scoremode.errors import OutputError, ScoremodeError
+from scoremode.pool import Pool
+
+_PIECES_PER_PLACE = 4
+"""Between reader and writer, for each request in flight: one that takes long should not hold up the others."""
+_HELD_BYTES = 128 << 20
+"""Of rows between reader and writer, unless one piece alone has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some rows, and their figures: of an earlier sitting, or still being scored."""
+
+    output: OutputFile
+    rows: pa.RecordBatch
+    num_bytes: int
+    earlier: pa.Table | None = None
+    scoring: Task[list[Scored | Unscored]] | None = None
+
+
+class Pipeline:
+    """One run over files.
+
+    Args:
+        files: In order.
+        folder: Of the outputs.
+        settings: What is asked for.
+        pool: The servers.
+        scorer: Of documents, on this pool.
+        resume: Whether to go on with what is in the folder.
+        on_progress: Called after each piece and each file.
+
+    Raises:
+        CorpusError: the filter is no condition.
+        OutputError: outputs are in the folder, and `resume` is false.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[InputFile],
+        folder: Path,
+        settings: CorpusSettings,
+        pool: Pool,
+        scorer: DocumentScorer,
+        *,
+        resume: bool,
+        on_progress: OnCorpusProgress | None,
+    ) -> None:
+        self.progress = CorpusProgress(len(files))
+        self._files = files
+        self._folder = folder
+        self._settings = settings
+        self._scorer = scorer
+        self._on_progress = on_progress
+        self._added = added_schema(settings.column_prefix, per_token=settings.per_token)
+        self._condition = None if settings.filter is None else parse_filter(settings.filter)
+        self._pieces: Queue[_Piece | OutputFile | ScoremodeError | None] = Queue(_PIECES_PER_PLACE * pool.concurrency)
+        """An output stands for its end, an error for why no more is read, None for the end of all."""
+        self._held = 0
+        self._released = Event()
+        self._scoring: set[Task[list[Scored | Unscored]]] = set()
+        """Not yet written."""
+        self._open: list[OutputFile] = []
+        self._started = time.perf_counter()
+        if not resume:
+            self._check_nothing_is_there()
+
+    async def run(self) -> CorpusProgress:
+        """Score all files.
+
+        Raises:
+            ScoremodeError: the last server failed, a file cannot be read, or an output cannot be written. Finished
+                files stay, and the journal of each unfinished one.
+        """
+        try:
+            await together([self._read(), self._write()])
+        finally:
+            await self._cancel_scoring()
+            for output in self._open:
+                output.give_up()
+        return self.progress
+
+    def _check_nothing_is_there(self) -> None:
+        for file in self._files:
+            path = self._folder / file.output_name
+            if path.exists() or journal_of(path).exists():
+                raise OutputError(f"{path} is there, or was begun: go on by --resume, or choose another folder")
+
+    async def _read(self) -> None:
+        try:
+            await self._read_files()
+        except ScoremodeError as error:
+            await self._pieces.put(error)
+        else:
+            await self._pieces.put(None)
+
+    async def _read_files(self) -> None:
+        for file in self._files:
+            opened = await in_thread(self._open_file, file)
+            if opened is None:
+                self.progress.files_done += 1
+                self.progress.num_finished_before += 1
+                self._report()
+                continue
+            rows, output = opened
+            batches = rows.batches()
+            while (batch := await in_thread(next, batches, None)) is not None:
+                await self._read_batch(output, batch)
+            await self._pieces.put(output)
+
+    def _open_file(self, file: InputFile) -> tuple[Rows, OutputFile] | None:
+        path = self._folder / file.output_name
+        header = self._settings.header(file)
+        if path.exists():
+            check_finished(path, header)
+            return None
+        rows = open_rows(file.path)
+        check_columns(rows.schema, self._settings.text_column, self._added.names, str(file.path))
+        if self._condition is not None and rows.schema.names:
+            check_filter(self._condition, pa.schema([*rows.schema, *self._added]))
+        header["input_sha256"] = checksum_of(file.path)
+        output = OutputFile(path, header, rows.schema, self._added, self._condition)
+        self._open.append(output)
+        return rows, output
+
+    async def _read_batch(self, output: OutputFile, batch: pa.RecordBatch) -> None:
+        earlier = output.earlier.take(batch.num_rows)
+        if earlier.num_rows:
+            await self._hand_over(_Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier))
+        batch = batch.slice(earlier.num_rows)
+        documents = documents_of(batch.column(self._settings.text_column))
+        for first, last in cut_into_requests(documents):
+            rows = batch.slice(first, last - first)
+            num_bytes = int(rows.nbytes) + sum(map(text_bytes, documents[first:last]))
+            await self._wait_for_room(num_bytes)
+            scoring = asyncio.create_task(self._scorer.score(documents[first:last]))
+            self._scoring.add(scoring)
+            await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
+
+    async def _hand_over(self, piece: _Piece) -> None:
+        self._held += piece.num_bytes
+        await self._pieces.put(piece)
+
+    async def _wait_for_room(self, num_bytes: int) -> None:
+        while self._held and self._held + num_bytes > _HELD_BYTES:
+            self._released.clear()
+            await self._released.wait()
+
+    async def _write(self) -> None:
+        while (piece := await self._pieces.get()) is not None:
+            if isinstance(piece, ScoremodeError):
+                raise piece
+            if isinstance(piece, OutputFile):
+                await in_thread(piece.finish)
+                self._open.remove(piece)
+                self.progress.files_done += 1
+            else:
+                await self._write_piece(piece)
+                self._held -= piece.num_bytes
+                self._released.set()
+            self._report()
+
+    async def _write_piece(self, piece: _Piece) -> None:
+        if piece.scoring is None:
+            figures = piece.earlier
+        else:
+            # A failure is raised here, in the order of rows, so that what was scored before it is kept.
+            results = await piece.scoring
+            self._scoring.remove(piece.scoring)
+            figures = added_columns(results, self._added)
+            self._note_error(results)
+        kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
+        self._count(figures, kept, is_new=piece.scoring is not None)
+
+    async def _cancel_scoring(self) -> None:
+        for scoring in self._scoring:
+            scoring.cancel()
+        await asyncio.gather(*self._scoring, return_exceptions=True)
+
+    def _note_error(self, results: Sequence[Scored | Unscored]) -> None:
+        if self.progress.first_error is None:
+            errors = (result.error for result in results if isinstance(result, Unscored))
+            self.progress.first_error = next(errors, None)
+
+    def _count(self, figures: pa.RecordBatch | pa.Table, kept: int, *, is_new: bool) -> None:
+        num_tokens, nll = (figures.column(place).to_pylist() for place in (0, 1))
+        sum_tokens = sum(filter(None, num_tokens))
+        self.progress.num_documents += figures.num_rows
+        self.progress.num_unscored += num_tokens.count(None)
+        self.progress.num_kept += kept
+        self.progress.num_tokens += sum_tokens
+        self.progress.nll += sum(filter(None, nll))
+        if not is_new:
+            self.progress.num_resumed += figures.num_rows
+            self.progress.num_tokens_resumed += sum_tokens
+
+    def _report(self) -> None:
+        self.progress.seconds = time.perf_counter() - self._started
+        if self._on_progress is not None:
+            self._on_progress(self.progress)

@@ -1,0 +1,81 @@
+"""What decides the rows of an output and their figures, and what is told of a run."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from scoremode.corpus.inputs import InputFile
+from scoremode.metrics import exp
+from scoremode.plan import server_header
+from scoremode.protocol import ServerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusSettings:
+    """What is asked for."""
+
+    text_column: str
+    column_prefix: str
+    per_token: bool
+    filter: str | None
+    context_length: int
+    """Tokens a window."""
+    model: str
+    server: ServerInfo
+
+    def header(self, file: InputFile) -> dict[str, object]:
+        """What is kept with a file's output, flat, so that each difference has a name."""
+        return {
+            "object": "ppl-client.corpus",
+            "format": 1,
+            "input": file.name,
+            "input_bytes": file.path.stat().st_size,
+            "text_column": self.text_column,
+            "column_prefix": self.column_prefix,
+            "per_token": self.per_token,
+            "filter": self.filter,
+            "context_length": self.context_length,
+            "model": self.model,
+            **server_header(self.server),
+        }
+
+
+def checksum_of(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(slots=True)
+class CorpusProgress:
+    """How far a run is; at the end of it, what it came to."""
+
+    num_files: int
+    files_done: int = 0
+    num_finished_before: int = 0
+    """Files among them that an earlier sitting had finished; their documents do not count below."""
+    num_documents: int = 0
+    num_resumed: int = 0
+    """Documents among them that an earlier sitting had scored."""
+    num_unscored: int = 0
+    """Documents without figures."""
+    num_kept: int = 0
+    """Documents that the filter let pass; all without one."""
+    num_tokens: int = 0
+    num_tokens_resumed: int = 0
+    """Tokens among them that an earlier sitting scored."""
+    nll: float = 0.0
+    """Nats, summed over these tokens."""
+    seconds: float = 0.0
+    """Since this sitting began."""
+    first_error: str | None = None
+    """Why the first document of this sitting that has no figures has none."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of all tokens together."""
+        return exp(self.nll / self.num_tokens) if self.num_tokens else None
+
+
+OnCorpusProgress = Callable[[CorpusProgress], object]

@@ -1,0 +1,169 @@
+"""Corpora of any size by Ray Data: `ScoreBatch` is what `map_batches` runs, on servers that are there already.
+
+import ray
+from scoremode.ray import ScoreBatch
+
+ray.data.read_parquet("corpus/").map_batches(
+    ScoreBatch,
+    fn_constructor_kwargs={"urls": ["http://gpu1:8000", "http://gpu2:8000"]},
+    batch_format="pyarrow",
+    batch_size=1024,
+    concurrency=2,
+).write_parquet("scored/")
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from ray.data.block import BlockAccessor
+
+from scoremode._tasks import together
+from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient
+from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of, errors_of
+from scoremode.corpus.documents import (
+    REQUESTS_IN_FLIGHT,
+    Document,
+    DocumentScorer,
+    Scored,
+    Unscored,
+    cut_into_requests,
+)
+from scoremode.errors import ScoremodeError
+from scoremode.plan import differences, identity
+from scoremode.pool import Pool
+from scoremode.protocol import ServerInfo
+
+ERROR = "error"
+_LONGEST_LOOK = 5.0
+"""Seconds for a server that was given up to say that it is back, before each batch."""
+
+
+class ScoreBatch:
+    """Adds to the rows of a batch the columns that `score_corpus` adds, and `error`, null where all is well.
+
+    An actor has connections of its own, and so many requests in flight; Ray hands it one batch at a time. Two actors or
+    more keep servers busy while one of them waits for the end of its batch.
+
+    Args:
+        urls: Of one or several servers of the same model.
+        text_column: The documents.
+        column_prefix: Put before the names of the added columns, `error` too.
+        per_token: Add `token_ids` and `token_logprobs` (nats) too, both [num_tokens].
+        context_length: Tokens a window of a longer document; as many as the model takes when left out.
+        model: Served model or LoRA adapter to ask for; the served model when left out.
+        api_key: The environment's SCOREMODE_API_KEY, on the actor's machine, when left out.
+        timeout: Seconds without a byte from a server.
+        retry_for: Seconds for which a request waits for a server that is down or busy.
+        concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
+
+    Raises:
+        WindowError: the model takes no such windows, or has no token to put before a text.
+        ScoremodeError: a server does not answer, or the servers differ.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        text_column: str = "text",
+        column_prefix: str = "",
+        per_token: bool = False,
+        context_length: int | None = None,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_for: float = 600.0,
+        concurrency: int = REQUESTS_IN_FLIGHT,
+    ) -> None:
+        self._text_column = text_column
+        self._added = added_schema(column_prefix, per_token=per_token)
+        self._error = column_prefix + ERROR
+        self._per_token = per_token
+        self._context_length = context_length
+        self._concurrency = concurrency
+        self._runner = asyncio.Runner()
+        self._clients = [
+            AsyncScoreClient(url, model=model, api_key=api_key, timeout=timeout, retry_for=retry_for) for url in urls
+        ]
+        try:
+            self._pool = self._runner.run(self._connect())
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, batch: Mapping[str, Any] | pa.Table) -> pa.Table:
+        """Score the rows of a batch of Ray's format "numpy" or "pyarrow".
+
+        Documents that no server gave figures for have `error` instead.
+
+        Raises:
+            CorpusError: there is no column of texts, or one of a name that is added.
+        """
+        table = batch if isinstance(batch, pa.Table) else BlockAccessor.batch_to_block(batch)
+        check_columns(table.schema, self._text_column, [*self._added.names, self._error], "the batch")
+        documents = documents_of(table.column(self._text_column).combine_chunks())
+        results = self._runner.run(self._score(documents))
+        figures = added_columns(results, self._added)
+        for name, column in zip(self._added.names, figures.columns, strict=True):
+            table = table.append_column(name, column)
+        return table.append_column(self._error, pa.array(errors_of(results), pa.string()))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._runner.run(self._close())
+        self._runner.close()
+
+    async def _connect(self) -> Pool:
+        pool = await Pool.connect(self._clients, self._concurrency)
+        self._scorer = self._scorer_on(pool)
+        return pool
+
+    def _scorer_on(self, pool: Pool) -> DocumentScorer:
+        return DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
+
+    async def _take_back(self) -> None:
+        """Use servers again that were given up, and that answer by now as they did."""
+        used = self._pool.clients
+        lost = [client for client in self._clients if client not in used]
+        infos = await together(map(_info_at_once, lost))
+        back = {
+            client: info
+            for client, info in zip(lost, infos, strict=True)
+            if info is not None and not differences(identity(info), identity(self._pool.info))
+        }
+        if back:
+            known = [self._pool.info] * len(used)
+            self._pool = Pool([*used, *back], [*known, *back.values()], self._concurrency)
+            self._scorer = self._scorer_on(self._pool)
+
+    async def _close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def _score(self, documents: list[Document | Unscored]) -> list[Scored | Unscored]:
+        await self._take_back()
+        with self._pool.taking_over():
+            parts = await together(
+                self._score_piece(documents[first:last]) for first, last in cut_into_requests(documents)
+            )
+        return [result for part in parts for result in part]
+
+    async def _score_piece(self, documents: list[Document | Unscored]) -> list[Scored | Unscored]:
+        try:
+            return await self._scorer.score(documents)
+        except ScoremodeError as error:
+            return [each if isinstance(each, Unscored) else Unscored(str(error)) for each in documents]
+
+
+async def _info_at_once(client: AsyncScoreClient) -> ServerInfo | None:
+    """What a server serves; None where it does not answer without being waited for."""
+    client.retries.grace = 0.0
+    try:
+        async with asyncio.timeout(_LONGEST_LOOK):
+            return await client.info()
+    except (ScoremodeError, TimeoutError):
+        return None
+    finally:
+        client.retries.grace = None

@@ -1,0 +1,129 @@
+"""`ppl-client corpus` on a real server: figures beside an oracle and beside `/v1/perplexity`, and through a kill."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scoremode import ScoreClient
+from tests import oracle
+from tests.shared_servers import API_KEY
+
+TOLERANCE = 1e-5
+"""Nats a token, of a document's mean: float32 errors of single tokens are at most 1e-4 and have either sign."""
+
+
+def corpus_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "scoremode.cli", "corpus", *arguments, "--quiet"]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(corpus_command(*arguments), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documents(wikitext: str) -> list[str | None]:
+    """Pieces of a text, most of them short, with some that have no text."""
+    lengths = [40, 300, 1, 1200, 80, 2500, 15]
+    texts: list[str | None] = [None, ""]
+    place = 0
+    for index in range(21):
+        length = lengths[index % len(lengths)]
+        texts.append(wikitext[place : place + length])
+        place += length
+    return texts
+
+
+def test_figures_are_those_of_an_oracle(server: str, client: ScoreClient, smollm2: Path, wikitext: str, tmp_path: Path):
+    texts = documents(wikitext)
+    with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="detect") as stream:
+        stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    # Windows of 256 tokens: some documents have several, and most have one.
+    options = ("--url", server, "--output", str(tmp_path / "out"), "--context-length", "256", "--per-token")
+    run(str(tmp_path / "rows.jsonl.zst"), *options)
+    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
+    assert [row["text"] for row in rows] == texts
+    prefix = client.info().prefix_token_id
+    num_windows = set()
+    for row in rows:
+        if not row["text"]:
+            assert row["nll"] is row["num_tokens"] is None
+            continue
+        tokens = client.tokenize(row["text"], add_special_tokens=False)
+        assert row["token_ids"] == tokens
+        expected = oracle.perplexity(smollm2, tokens, "rolling", 256, None, prefix=prefix)
+        assert row["num_tokens"] == expected.num_scored == len(tokens)
+        assert [-logprob for logprob in row["token_logprobs"]] == pytest.approx(expected.nlls.tolist(), abs=1e-4)
+        if len(tokens) >= 50:
+            assert row["nll"] / len(tokens) == pytest.approx(expected.nlls.mean(), abs=TOLERANCE)
+        num_windows.add(-(-len(tokens) // 256))
+    assert num_windows >= {1, 2}
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_figures_are_those_of_perplexity_of_each_text(
+    server: str, plugin_server: str, wikitext: str, tmp_path: Path, adds_bos: bool
+):
+    """The server that adds BOS has a context of 128 tokens, which many documents exceed that are sent as text."""
+    url, key = (plugin_server, API_KEY) if adds_bos else (server, "")
+    texts = [text for text in documents(wikitext) if text]
+    pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
+    options = ("--text-column", "body", "--url", url, "--output", str(tmp_path / "out"), "--api-key", key)
+    run(str(tmp_path / "rows.parquet"), *options)
+    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
+    assert [row["body"] for row in rows] == texts
+    with ScoreClient(url, api_key=key, timeout=300) as client:
+        context_length = client.info().max_model_len - 1
+        for row in rows:
+            expected = client.perplexity(row["body"], method="rolling", context_length=context_length)
+            assert row["num_tokens"] == expected.num_tokens == expected.num_scored
+            assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=TOLERANCE)
+            assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * TOLERANCE)
+            assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * TOLERANCE)
+
+
+def test_a_killed_run_goes_on(plugin_server: str, wikitext: str, tmp_path: Path):
+    texts = [wikitext[start : start + 40] for start in range(0, 48_000, 40)]
+    inputs = tmp_path / "in"
+    inputs.mkdir()
+    for name, part in (("a", texts[:100]), ("b", texts[100:])):
+        pq.write_table(pa.table({"text": part, "place": range(len(part))}), inputs / f"{name}.parquet")
+    arguments = (str(inputs), "--url", plugin_server, "--api-key", API_KEY, "--concurrency", "1")
+    run(*arguments, "--output", str(tmp_path / "whole"))
+    output = tmp_path / "out"
+    process = subprocess.Popen(corpus_command(*arguments, "--output", str(output)))
+    journal = output / ".b.parquet.journal"
+    one_request = 256 * 4 * 8
+    deadline = time.monotonic() + 120
+    while not (journal.exists() and journal.stat().st_size > one_request):
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = (output / "a.parquet").read_bytes()
+    assert not (output / "b.parquet").exists()
+    said = run(*arguments, "--output", str(output), "--resume")
+    assert "1 of them finished before" in said
+    assert "of them scored before" in said
+    assert (output / "a.parquet").read_bytes() == finished
+    for name in ("a", "b"):
+        found, expected = (rows_of(folder / f"{name}.parquet") for folder in (output, tmp_path / "whole"))
+        assert [row["place"] for row in found] == [row["place"] for row in expected]
+        for row, other in zip(found, expected, strict=True):
+            assert row["text"] == other["text"]
+            assert row["num_tokens"] == other["num_tokens"]
+            assert row["nll"] / row["num_tokens"] == pytest.approx(other["nll"] / other["num_tokens"], abs=TOLERANCE)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
