@@ -24,13 +24,25 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add the routes, of which `/v1/completions` takes the place of vLLM's, what all requests pass first, and an
-        end of waiting for those that are left last."""
-        from scoremode_server.api import completions, kld, middleware, page, perplexity, references, score, tokens
+        """Add the routes, of which `/v1/completions` and, where vLLM serves it, `/inference/v1/generate` take the place
+        of vLLM's, what all requests pass first, and an end of waiting for those that are left last."""
+        from scoremode_server.api import (
+            completions,
+            generate,
+            kld,
+            middleware,
+            page,
+            perplexity,
+            references,
+            score,
+            tokens,
+        )
         from scoremode_server.vllm_patches.shutdown import bound_closing
 
         for routes in (completions, perplexity, score, tokens, references, kld, page):
             app.include_router(routes.router)
+        if generate.is_served(app):
+            app.include_router(generate.router)
         middleware.surround(app)
         bound_closing(app)
 
