@@ -33,6 +33,7 @@ def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iter
 async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:
     """Parts that are written as they are asked for, several small ones as one; others have their turns between them."""
     waiting: list[bytes] = []
+    await turns.take()
     began = time.monotonic()
     for part in parts:
         waiting.append(part)

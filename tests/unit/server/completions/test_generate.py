@@ -3,8 +3,10 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from fastapi import FastAPI
@@ -17,8 +19,10 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.scale_out.token_in_token_out import api_router
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from scoremode_server.api.generate import is_served
+from scoremode_server.api.generate import is_served, router
+from scoremode_server.completions import generate
 from scoremode_server.completions.generate import ROUTE, ScoringGenerate, is_scoring, read_generate_request
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.errors import RequestError
@@ -47,14 +51,14 @@ class Generate:
         self.engine = Engine(config)
         models = OpenAIServingModels(self.engine, [BaseModelPath("m", "m")])
         stock = ServingTokens(self.engine, models, online_renderer(self.engine), request_logger=None)
-        scoring = ScoringEngine(self.engine, RowStore(16, 1 << 20), Metrics(0, CollectorRegistry()), size)
-        writer = LogprobsWriter(TokenStrings(lambda: self.engine.renderer.tokenizer), scoring.block_size)
-        self._handler = ScoringGenerate(stock, scoring, writer)
+        self.scoring = ScoringEngine(self.engine, RowStore(16, 1 << 20), Metrics(0, CollectorRegistry()), size)
+        writer = LogprobsWriter(TokenStrings(lambda: self.engine.renderer.tokenizer), self.scoring.block_size)
+        self.handler = ScoringGenerate(stock, self.scoring, writer)
 
     async def answer(self, **fields: Any) -> Any:
         request = read_generate_request(json.dumps(BODY | fields).encode())
         scope = {"type": "http", "headers": [(b"x-request-id", b"the same")], "state": {}}
-        return await self._handler.generate(request, Request(scope), "")
+        return await self.handler.generate(request, Request(scope), "")
 
 
 async def test_prompt_logprobs_are_in_vllms_answer(config: VllmConfig):
@@ -143,6 +147,51 @@ def test_what_is_answered_here(change: dict[str, Any], scores: bool):
 def test_bodies_that_are_refused(change: dict[str, Any], message: str):
     with pytest.raises((RequestError, ValidationError), match=message):
         read_generate_request(json.dumps(BODY | change).encode())
+
+
+@pytest.fixture
+def client(config: VllmConfig) -> httpx.AsyncClient:
+    """Of an app with our route alone."""
+    fake = Generate(config)
+    fake.engine.let_go.set()
+    app = FastAPI()
+    app.state.args = SimpleNamespace(log_error_stack=False)
+    init_exception_handler(app)
+    app.include_router(router)
+    app.state.scoremode = SimpleNamespace(
+        generate=fake.handler,
+        admission=fake.scoring.admission,
+        limits=SimpleNamespace(max_request_bytes=200),
+        owner=lambda request: "",
+    )
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def test_a_large_answer_is_sent_in_parts(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch):
+    at_once = await client.post(ROUTE, json=BODY)
+    monkeypatch.setattr(generate, "WRITTEN_AT_ONCE", 0)
+    in_parts = await client.post(ROUTE, json=BODY)
+    assert "content-length" in at_once.headers
+    assert "content-length" not in in_parts.headers
+    assert in_parts.headers["content-type"] == at_once.headers["content-type"] == "application/json"
+    assert in_parts.json()["prompt_logprobs"] == at_once.json()["prompt_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"token_ids": [5, -1]}, 400, "token_ids"),
+        ({"token_ids": None}, 400, "token_ids"),
+        ({"sampling_params": {"max_tokens": "one"}}, 400, "sampling_params"),
+        ({"model": "gpt-5"}, 404, "model"),
+        ({"token_ids": [5] * 100}, 413, None),
+    ],
+)
+async def test_a_refusal_names_the_field(
+    client: httpx.AsyncClient, change: dict[str, Any], status: int, param: str | None
+):
+    response = await client.post(ROUTE, json=BODY | change)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
 def test_the_route_is_there_where_vllm_serves_it():

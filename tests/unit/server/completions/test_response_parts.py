@@ -55,7 +55,7 @@ async def test_others_have_their_turn_between_parts(monkeypatch):
     sent = [part async for part in in_turns(parts(), Turns(at_once=1))]
     await running
     assert b"".join(sent) == b"ab"
-    assert events == [b"a", "other", b"", "other", b"b", "other"]
+    assert events == ["other", b"a", "other", b"", "other", b"b"]
 
 
 async def test_small_parts_are_sent_as_one():
