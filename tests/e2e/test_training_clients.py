@@ -37,6 +37,8 @@ def content(response: httpx.Response) -> dict[str, Any]:
     return {key: value for key, value in response.raise_for_status().json().items() if key != "request_id"}
 
 
+# TRL names the versions of vLLM that it was tested with.
+@pytest.mark.filterwarnings("ignore:TRL currently supports vLLM versions:UserWarning")
 def test_trls_client(server: str):
     """Sequences of several lengths, of which the completions are scored; with the prompts shared by two of them."""
     trl = pytest.importorskip("trl.generation.vllm_client")
@@ -47,6 +49,7 @@ def test_trls_client(server: str):
     ours, in_chunks = client.get_sequence_logprobs(**asked), client.get_sequence_logprobs(**asked, chunk_size=1)
     client.base_url = f"{server}/stock"
     stock = client.get_sequence_logprobs(**asked)
+    client.session.close()
     for answer in (ours, in_chunks):
         assert answer["actual_token_ids"] == stock["actual_token_ids"]
         for field in ("logprobs", "actual_logprobs"):
