@@ -1,6 +1,7 @@
 """What stands around a token's logprob and rank in JSON, put together once for each token of the vocabulary."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import orjson
@@ -55,6 +56,7 @@ class TokenPieces:
             self._lengths[token_id] = num_characters(text)
 
 
+@lru_cache(maxsize=2**14)
 def after_rank(text: str) -> bytes:
     """What stands after the rank of a token of this text, which is JSON."""
     return b',"decoded_token":%b}' % text.encode()

@@ -72,12 +72,24 @@ class TokenStrings:
         what it completes with the tokens before it, or nothing."""
         token_ids = ids.ravel()
         self._fill_array(token_ids)
-        places: list[int] = np.flatnonzero(self._incomplete[token_ids]).tolist()
-        positions = [start + place // ids.shape[1] for place in places]
+        places = np.flatnonzero(self._incomplete[token_ids])
+        rows = places // ids.shape[1]
+        contexts = {row: self._context(prompt, start + row) for row in np.unique(rows).tolist()}
+        # What follows a whole character completes none.
         return [
-            (place, self._completed(int(token_ids[place]), tuple(prompt[max(1, position - CONTEXT) : position])))
-            for place, position in zip(places, positions, strict=True)
+            (place, self._completed(token_id, context) if (context := contexts[row]) else '""')
+            for place, row, token_id in zip(places.tolist(), rows.tolist(), token_ids[places].tolist(), strict=True)
         ]
+
+    def _context(self, prompt: Sequence[int], position: int) -> tuple[int, ...]:
+        """The tokens before a position that may be part of its character: none from before a text that ends with a
+        character."""
+        context = prompt[max(1, position - CONTEXT) : position]
+        for index in range(len(context), 0, -1):
+            (text,) = self.of(context[index - 1 : index])
+            if text and not text.endswith(INCOMPLETE):
+                return tuple(context[index:])
+        return tuple(context)
 
     def _fill_array(self, token_ids: np.ndarray) -> None:
         self._make_room(int(token_ids.max(initial=0)) + 1)
@@ -98,8 +110,4 @@ class TokenStrings:
 
     def _complete(self, token_id: int, context: tuple[int, ...]) -> str:
         """Text as JSON of a token that ends within a character."""
-        # After a text that ends with a character there is nothing to complete, and nothing to decode.
-        (before,) = self.of(context[-1:]) or ("",)
-        if not context or (before and not before.endswith(INCOMPLETE)):
-            return '""'
         return orjson.dumps(decode_within_character(self._get_tokenizer(), token_id, context)).decode()
