@@ -8,26 +8,25 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
-from scoremode_server.api.bodies import ReadRequest, read_request
+from scoremode_server.api.bodies import read_request
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
 from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.generate import ROUTE, is_scoring, read_generate_request
+from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 
 
 class GenerateRoute(APIRoute):
-    """A route from which scoring requests do not reach FastAPI, which has nothing left to do for them."""
+    """A route from which requests do not reach FastAPI. It would let vLLM's model look at the request again, which then
+    forgets what the client has left out."""
 
     def get_route_handler(self) -> RouteHandler:
-        handle = super().get_route_handler()
-
         async def read_and_handle(raw_request: Request) -> Response:
             request = await read_request(raw_request, read_generate_request)
-            generate = scoremode_state(raw_request).generate
-            if generate is None or not (generate.has_texts and is_scoring(request)):
-                return await handle(ReadRequest(raw_request, request))
-            response: Response = await _score(request, raw_request)
+            scoring = scoremode_state(raw_request).generate
+            scores = scoring is not None and scoring.has_texts and is_scoring(request)
+            response: Response = await (_score if scores else generate)(request, raw_request)
             return response
 
         return with_error_responses(read_and_handle)
@@ -52,8 +51,8 @@ def is_served(app: FastAPI) -> bool:
 )
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Token ids in, token ids out, as vLLM serves them."""
-    response: Response = await stock.generate(request, raw_request)
-    return response
+    response: Response | None = await stock.generate(request, raw_request)
+    return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else response
 
 
 @load_aware_call

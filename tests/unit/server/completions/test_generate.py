@@ -10,6 +10,7 @@ import httpx
 import orjson
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.scale_out.token_in_token_out import api_router
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
@@ -175,6 +177,19 @@ async def test_a_large_answer_is_sent_in_parts(client: httpx.AsyncClient, monkey
     assert "content-length" not in in_parts.headers
     assert in_parts.headers["content-type"] == at_once.headers["content-type"] == "application/json"
     assert in_parts.json()["prompt_logprobs"] == at_once.json()["prompt_logprobs"]
+
+
+async def test_vllm_is_told_what_the_client_has_left_out(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch):
+    """Where there is no `max_tokens`, it generates as many as there is room for, and not 16."""
+    given = []
+
+    async def generated(request: GenerateRequest, raw_request: Request) -> JSONResponse:
+        given.append([request.is_sampling_param_provided(name) for name in ("max_tokens", "temperature")])
+        return JSONResponse({})
+
+    monkeypatch.setattr(api_router, "generate", generated)
+    await client.post(ROUTE, json=BODY | {"sampling_params": {"temperature": 0}})
+    assert given == [[False, True]]
 
 
 @pytest.mark.parametrize(
