@@ -58,6 +58,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"stop": ["e", " "]},
     {"logit_bias": {"5": 50}},
     {"echo": False},
+    {"echo": False, "logprobs": None, "prompt_logprobs": 2},
+    {"echo": False, "prompt_logprobs": 4},
     {"user": "someone", "best_of_my_knowledge": 1},
     {"stream": True},
     {"stream": True, "stream_options": {"include_usage": True}},

@@ -53,12 +53,12 @@ SERVERS = {
         (*_STOCK_BESIDE, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
     ),
-    # `scoremode serve` on a real model.
+    # `scoremode serve` on a real model, with what trainers need: top 100, and vLLM's generate route.
     "server": Server(
         "smollm2",
         (
             *("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
-            *("--max-logprobs", "256"),
+            *("--max-logprobs", "256", "--enable-scale-out"),
         ),
         (*_STOCK_BESIDE, "scoremode"),
         keeps_references=True,

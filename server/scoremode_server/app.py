@@ -15,7 +15,9 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.protocol import ServerInfo
+from scoremode_server.completions.generate import ScoringGenerate
 from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
@@ -54,6 +56,8 @@ class ScoremodeState:
     scorer: Scorer
     tokenizer: Tokenizer
     completions: ScoringCompletions
+    generate: ScoringGenerate | None
+    """None where vLLM does not serve its generate route."""
     models: ServedModels
     limits: Limits
     info: ServerInfo
@@ -89,6 +93,8 @@ async def make_state(
     if client.renderer.tokenizer is not None:
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
     turns = Turns()
+    writer = LogprobsWriter(tokenizer.strings, engine.block_size)
+    generates = getattr(state, "serving_tokens", None)
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.model_config, client.renderer.tokenizer)
     size = await asyncio.to_thread(model_size, client.model_config, client.vllm_config.load_config)
@@ -99,7 +105,8 @@ async def make_state(
     return ScoremodeState(
         scorer=Scorer(engine, turns),
         tokenizer=tokenizer,
-        completions=ScoringCompletions(state.openai_serving_completion, engine, tokenizer.strings, turns),
+        completions=ScoringCompletions(state.openai_serving_completion, engine, writer, turns),
+        generate=None if generates is None else ScoringGenerate(generates, engine, writer),
         models=models,
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models, identity.fingerprint, size),

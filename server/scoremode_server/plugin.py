@@ -24,15 +24,30 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add the routes before vLLM's, `/v1/completions` in the place of vLLM's own, what all requests pass first, and
-        an end of waiting for those that are left last."""
-        from scoremode_server.api import completions, kld, middleware, page, perplexity, references, score, tokens
+        """Add the routes before vLLM's, `/v1/completions` and, where vLLM serves it, `/inference/v1/generate` in the
+        place of vLLM's own, what all requests pass first, and an end of waiting for those that are left last."""
+        from scoremode_server.api import (
+            completions,
+            generate,
+            kld,
+            middleware,
+            page,
+            perplexity,
+            references,
+            score,
+            tokens,
+        )
         from scoremode_server.vllm_patches.shutdown import bound_closing
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
-        of_vllm = [route for route in app.routes if getattr(route, "path", None) != completions.PATH]
+        ours = [completions, perplexity, score, tokens, references, kld, page]
+        replaced = {completions.PATH}
+        if generate.is_served(app):
+            ours.append(generate)
+            replaced.add(generate.PATH)
+        of_vllm = [route for route in app.routes if getattr(route, "path", None) not in replaced]
         app.router.routes.clear()
-        for routes in (completions, perplexity, score, tokens, references, kld, page):
+        for routes in ours:
             app.include_router(routes.router)
         app.router.routes.extend(of_vllm)
         middleware.surround(app)

@@ -15,7 +15,8 @@ from tests.shared_servers import API_KEY, Servers
 
 @pytest.fixture(scope="session")
 def server(servers: Servers) -> str:
-    """`scoremode serve` on SmolLM2-135M in float32, context 2,048, with vLLM's completions beside ours."""
+    """`scoremode serve` on SmolLM2-135M in float32, context 2,048, top 100, with vLLM's completions and generate route
+    beside ours."""
     return servers.url("server")
 
 

@@ -1,4 +1,4 @@
-"""A server with vLLM's own completions route kept at /stock/v1/completions: both answer from one engine.
+"""A server with vLLM's own routes that ours replace kept under /stock: both answer from one engine.
 
 python stock_beside.py scoremode [arguments of `scoremode serve`]
 python stock_beside.py vllm [arguments of vLLM's own server]      with the plugin where VLLM_PLUGINS names it
@@ -8,22 +8,28 @@ import sys
 
 from fastapi import Depends, FastAPI
 from vllm.entrypoints.openai.completion import api_router as stock
+from vllm.entrypoints.scale_out.token_in_token_out import api_router as token_ids
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode_server import cli, plugin
+from scoremode_server.api.generate import is_served
 
 attach_router = plugin.ScoremodeEndpoints.attach_router
 
 
 def attach_both(self: plugin.ScoremodeEndpoints, app: FastAPI) -> None:
+    routes = {"/v1/completions": stock.create_completion}
+    if is_served(app):
+        routes["/inference/v1/generate"] = token_ids.generate
     attach_router(self, app)
-    app.add_api_route(
-        "/stock/v1/completions",
-        stock.create_completion,
-        methods=["POST"],
-        dependencies=[Depends(validate_json_request)],
-        include_in_schema=False,
-    )
+    for path, endpoint in routes.items():
+        app.add_api_route(
+            f"/stock{path}",
+            endpoint,
+            methods=["POST"],
+            dependencies=[Depends(validate_json_request)],
+            include_in_schema=False,
+        )
 
 
 def main() -> None:

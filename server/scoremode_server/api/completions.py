@@ -12,6 +12,7 @@ from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from scoremode_server.api.bodies import ReadRequest, read_request
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
+from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import CompletionReader, is_scoring
 from scoremode_server.scoring.tokenizer import as_prompts
@@ -66,4 +67,4 @@ async def _create_scoring_completion(request: CompletionRequest, raw_request: Re
     if isinstance(result, ErrorResponse):
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
-    return Response(result, headers=metrics_header(format_wanted), media_type="application/json")
+    return written_response(result, metrics_header(format_wanted))

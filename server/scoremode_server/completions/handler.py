@@ -1,17 +1,18 @@
 """OpenAI completions that score: what vLLM's handler does, without an object for every token.
 
-`echo` with `logprobs` is how lm-eval and others ask for scores. vLLM's own handler gives the parts: it validates,
-tokenizes, picks the adapter, makes the sampling parameters and builds the response. The logprobs, which hold something
-for every token, are written as JSON from the engine's arrays.
+`echo` with `logprobs` is how lm-eval and others ask for scores, `prompt_logprobs` how those do who train. vLLM's own
+handler gives the parts: it validates, tokenizes, picks the adapter, makes the sampling parameters and builds the
+response. The logprobs, which hold something for every token, are written as JSON from the engine's arrays.
 """
 
 import time
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import tee
 from typing import Any
 
 import numpy as np
-import orjson
 from fastapi import Request
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
@@ -23,11 +24,11 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, Written, openai_logprobs, prompt_logprobs
 from scoremode_server.completions.prompt_texts import PromptTexts
+from scoremode_server.completions.response_parts import GAP, WRITTEN_AT_ONCE, filled, in_turns
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id
 from scoremode_server.rows import read_columns
-from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
@@ -37,38 +38,43 @@ DECODED_AT_ONCE = 8192
 in a thread, which for short prompts takes longer than decoding."""
 
 
+Body = bytes | AsyncIterator[bytes]
+"""Of a response: JSON at once, or if it is large in parts, each written when it is asked for."""
+
+
 class ScoringCompletions:
     """Answers the requests that `is_scoring` picks out, with the parts of vLLM's completions handler.
 
-    It returns bytes of JSON, where vLLM's returns an object that has yet to be written.
+    It returns JSON, where vLLM's returns an object that has yet to be written.
     """
 
     def __init__(
-        self, stock: OpenAIServingCompletion, engine: ScoringEngine, strings: TokenStrings, turns: Turns
+        self, stock: OpenAIServingCompletion, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
     ) -> None:
         self._stock = stock
         self._engine = engine
         self._turns = turns
-        self._writer = LogprobsWriter(strings, engine.block_size)
+        self._long_turns = Turns(at_once=1)
+        self._writer = writer
         self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
 
     async def create_completion(
         self, request: CompletionRequest, raw_request: Request, owner: str
-    ) -> bytes | ErrorResponse:
+    ) -> Body | ErrorResponse:
         """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
 
         Raises:
             RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
         """
         answering = self._create_completion(request, raw_request, owner)
-        result: bytes | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
+        result: Body | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request
         )
         return result
 
     async def _create_completion(
         self, request: CompletionRequest, raw_request: Request, owner: str
-    ) -> bytes | ErrorResponse:
+    ) -> Body | ErrorResponse:
         stock = self._stock
         with self._engine.admission.until_stopped(), exempt_from_queue_bounds():
             inputs = await self._render(request)
@@ -97,7 +103,7 @@ class ScoringCompletions:
             raise
         await self._turns.take()
         for prompt, answer in zip(inputs, answers, strict=True):
-            if answer.output.prompt is None and not request.return_token_ids:
+            if request.echo and answer.output.prompt is None and not request.return_token_ids:
                 answer.output.prompt = self._prompt_text(prompt, answer)
         model_name = stock.models.model_name(options["lora_request"])
         response = self._response(answers, request, created, model_name, metadata)
@@ -182,7 +188,7 @@ class ScoringCompletions:
         created: int,
         model_name: str,
         metadata: RequestResponseMetadata,
-    ) -> bytes:
+    ) -> Body:
         """vLLM builds all of it but the logprobs, which it is not shown."""
         outputs = [answer.output for answer in answers]
         for output in outputs:
@@ -197,33 +203,65 @@ class ScoringCompletions:
             metadata,
         )
         content = response.model_dump()
-        choices = iter(content["choices"])
+        for choice in content["choices"]:
+            choice["prompt_logprobs"] = GAP
+            if request.logprobs is not None:
+                choice["logprobs"] = GAP
+        parts = filled(content, self._logprobs(answers, request))
+        num_entries = sum(answer.rows.token_ids.size * len(answer.output.outputs) for answer in answers)
+        return b"".join(parts) if num_entries <= WRITTEN_AT_ONCE else in_turns(parts, self._long_turns)
+
+    def _logprobs(self, answers: list[Answer], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
+        """What goes into the gaps of a response: of each choice OpenAI's logprobs, if they are wanted, and vLLM's."""
         as_token_ids = request.return_tokens_as_token_ids
         if as_token_ids is None:
             as_token_ids = self._stock.return_tokens_as_token_ids
-        style = Style(num_top=request.logprobs, as_token_ids=bool(as_token_ids))
+        style = Style(request.logprobs, bool(as_token_ids))
+        sampled: list[list[Written]] = [
+            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
+            for answer in answers
+            for completion in answer.output.outputs
+        ]
+        return self._in_gaps(answers, iter(sampled), style, echoes=bool(request.echo))
+
+    def _in_gaps(
+        self, answers: list[Answer], sampled: Iterator[list[Written]], style: Style, *, echoes: bool
+    ) -> Iterator[Iterable[bytes]]:
+        in_openai = echoes and style.num_top is not None
+        of_prompts = style if in_openai else Style(None, as_token_ids=False)
         for answer in answers:
             of_prompt = self._writer.prompt(
-                answer.output.prompt_token_ids, answer.rows, answer.block_hashes, answer.num_cached_blocks, style
+                answer.output.prompt_token_ids, answer.rows, answer.block_hashes, answer.num_cached_blocks, of_prompts
             )
-            full = orjson.Fragment(prompt_logprobs(of_prompt))
-            for completion in answer.output.outputs:
-                of_sampled = [] if request.max_tokens == 0 else [self._of_sampled(completion, style)]
-                choice = next(choices)
-                choice["prompt_logprobs"] = full
-                choice["logprobs"] = orjson.Fragment(openai_logprobs(of_prompt + of_sampled))
-        return orjson.dumps(content)
+            # Written once, and kept until the last that needs it has had it.
+            copies = iter(tee(of_prompt, (1 + in_openai) * len(answer.output.outputs)))
+            for _ in answer.output.outputs:
+                of_sampled = next(sampled)
+                if style.num_top is not None:
+                    yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)
+                yield prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> Written:
         """The one token that was sampled."""
+        assert style.num_top is not None
         columns = read_columns(completion.logprobs, style.num_top + 1)
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():
             raise EngineOutputError("the engine computed no logprob, or NaN, for the token that it sampled")
         return self._writer.sampled(columns, style)
 
 
+def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[Written]) -> Iterator[bytes]:
+    """OpenAI's logprobs after an empty part for each piece of the prompt's, in which others may have their turn."""
+    written: list[Written] = []
+    for piece in of_prompt:
+        written.append(piece)
+        yield b""
+    yield openai_logprobs(written + of_sampled)
+
+
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a request that gives them as token ids and wants them echoed as text, whole; none of any other."""
+    """The prompts of a request that gives them as token ids and may want them echoed as text, whole; none of any
+    other."""
     prompts: Any = request.prompt
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []

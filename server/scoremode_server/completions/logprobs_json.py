@@ -4,7 +4,7 @@ What was written of cached blocks is kept for a while, under their block hashes:
 what a benchmark asks for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +12,18 @@ import orjson
 from cachetools import LRUCache
 from vllm.entrypoints.generate.base.serving import format_token_id_placeholder
 
+from scoremode_server.completions.token_pieces import TokenPieces, after_rank, num_characters
 from scoremode_server.rows import Columns, Rows, json_logprobs
 from scoremode_server.scoring.token_strings import TokenStrings
 
+PIECE_ENTRIES = 16_384
+"""Tokens with a logprob in a piece, the likeliest of each position among them: it is written in some five
+milliseconds."""
+
 KEPT_BYTES = 64 * 1024**2
+
+MOST_KEPT_COLUMNS = 32
+"""Rows of more are not kept: a prompt's with the top 100 would take the place of a hundred questions."""
 
 _ENTRY_BYTES = 512
 """What a kept piece costs beside its text: objects, the key."""
@@ -25,10 +33,21 @@ _ENTRY_BYTES = 512
 class Style:
     """How a request wants its logprobs."""
 
-    num_top: int
-    """Alternatives in OpenAI's `top_logprobs`."""
+    num_top: int | None
+    """Alternatives in OpenAI's `top_logprobs`; None where OpenAI's `logprobs` are not wanted."""
     as_token_ids: bool
-    """`token_id:5` in place of a token's text."""
+    """`token_id:5` in place of a token's text, in OpenAI's `logprobs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAI:
+    """Some rows as parts of OpenAI's `logprobs`, without the brackets around them."""
+
+    names: bytes
+    logprobs: bytes
+    top: bytes
+    lengths: np.ndarray
+    """Characters of each name, [rows]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +56,17 @@ class Written:
 
     full: bytes
     """vLLM's `prompt_logprobs`: at each position, tokens by id, with rank and text."""
-    names: bytes
-    logprobs: bytes
-    top: bytes
-    lengths: np.ndarray
-    """Characters of each name, [rows]."""
+    openai: OpenAI | None
+    """None where they are not wanted."""
 
     @property
     def num_bytes(self) -> int:
         """Memory that this takes."""
-        return len(self.full) + len(self.names) + len(self.logprobs) + len(self.top) + self.lengths.nbytes
+        of_full = len(self.full)
+        if self.openai is None:
+            return of_full
+        parts = self.openai
+        return of_full + len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
 
 
 Key = tuple[bytes, int, Style]
@@ -71,45 +91,48 @@ class LogprobsWriter:
 
     def __init__(self, strings: TokenStrings, block_size: int) -> None:
         self._strings = strings
+        self._pieces = TokenPieces(strings)
         self._block_size = block_size
         self._kept: LRUCache[Key, Kept] = LRUCache(KEPT_BYTES, getsizeof=lambda kept: kept.num_bytes)
 
     def prompt(
         self, token_ids: Sequence[int], rows: Rows, block_hashes: Sequence[bytes], num_cached_blocks: int, style: Style
-    ) -> list[Written]:
+    ) -> Iterator[Written]:
         """Logprobs of a prompt of n tokens, in pieces: the first token, which has none, and the n - 1 rows after it.
+        Each piece is written when it is asked for.
 
         `block_hashes` are of the rows' whole blocks. Where the first `num_cached_blocks` of them, at least one, were
         computed for an earlier request, pieces are taken from those that are kept, and new ones kept.
         """
-        num_columns = rows.num_columns
-        kept_blocks = block_hashes if num_cached_blocks else ()
-        keys: list[Key] = [(block_hash, num_columns, style) for block_hash in kept_blocks]
-        pieces, num_found = self._find(keys)
-        # A piece ends where the cached rows do: there this prompt parted from another, and the next may as well.
-        counts = [max(num_found, num_cached_blocks), len(keys)]
-        ends = [*(count * self._block_size for count in counts), len(rows)]
-        columns = rows.token_ids, rows.logprobs, rows.ranks
-        *new, tail = self._write(token_ids, columns, num_found * self._block_size, ends, style)
+        most_rows = max(1, PIECE_ENTRIES // rows.num_columns)
+        most_blocks = most_rows // self._block_size
+        keeps = num_cached_blocks and most_blocks and rows.num_columns <= MOST_KEPT_COLUMNS
+        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in block_hashes] if keeps else []
+        found, num_found = self._find(keys)
+        yield self._first(token_ids[0], style)
+        yield from found
         before = keys[num_found - 1] if num_found else None
-        for count, written in zip(counts, new, strict=True):
-            if written is not None:
-                self._keep(keys[count - 1], Kept(written, before))
-                before = keys[count - 1]
-        return [self._first(token_ids[0], style), *pieces, *filter(None, (*new, tail))]
+        start = num_found
+        for end in _ends(num_found, min(num_cached_blocks, len(keys)), len(keys), most_blocks):
+            written = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style)
+            self._keep(keys[end - 1], Kept(written, before))
+            before, start = keys[end - 1], end
+            yield written
+        for first in range(start * self._block_size, len(rows), most_rows):
+            yield self._write(token_ids, rows, first, min(first + most_rows, len(rows)), style)
 
     def sampled(self, columns: Columns, style: Style) -> Written:
         """Logprobs of a token that was sampled after a prompt: one row.
 
         vLLM completes characters with tokens of the same part only, so the prompt does not matter to it.
         """
-        (written,) = self._write((), columns, 0, (1,), style)
-        assert written is not None
-        return written
+        return self._write((), Rows.of(*columns), 0, 1, style)
 
     def _first(self, token_id: int, style: Style) -> Written:
+        if style.num_top is None:
+            return Written(b"null", None)
         name = _placeholder(token_id) if style.as_token_ids else self._strings.first_of_a_prompt(token_id)
-        return Written(b"null", name.encode(), b"null", b"null", _lengths([name]))
+        return Written(b"null", OpenAI(name.encode(), b"null", b"null", np.array([num_characters(name)])))
 
     def _find(self, keys: Sequence[Key]) -> tuple[list[Written], int]:
         """The kept pieces that make up the most of a sequence's first blocks, and how many blocks those are."""
@@ -127,78 +150,113 @@ class LogprobsWriter:
         if kept.num_bytes <= self._kept.maxsize:
             self._kept[key] = kept
 
-    def _write(
-        self, token_ids: Sequence[int], columns: Columns, start: int, ends: Sequence[int], style: Style
-    ) -> list[Written | None]:
-        """The rows from `start` on, in a piece up to each of `ends`; None for a piece of none.
+    def _write(self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style) -> Written:
+        """The rows from `start` to `end`, at least one. Where the actual token is among the top k it stands once, with
+        the rank that it has there."""
+        rows = rows[start:end]
+        values = _as_json(json_logprobs(rows.logprobs))
+        repeats = _repeats(rows.token_ids)
+        completed = self._strings.json_within(token_ids, start + 1, rows.token_ids)
+        return Written(
+            self._full(rows, values, repeats, completed),
+            None if style.num_top is None else self._openai(rows, values, repeats, completed, style),
+        )
 
-        Where the actual token is among the top k it stands once, with the rank that it has there.
-        """
-        ids, logprobs, ranks = (array[start:] for array in columns)
-        num_columns = ids.shape[1]
-        tokens = ids.ravel().tolist()
-        texts = self._strings.json_at(token_ids, start + 1, ids)
-        names = [_placeholder(token_id) for token_id in tokens] if style.as_token_ids else texts
-        values = _as_json(json_logprobs(logprobs))
-        repeats = _repeats(ids)
-        full = [
-            f'"{token_id}":{{"logprob":{value},"rank":{rank},"decoded_token":{text}}}'
-            for token_id, value, rank, text in zip(
-                tokens, values, _all_ranks(ranks, num_columns, repeats), texts, strict=True
-            )
-        ]
-        top = [f"{name}:{value}" for name, value in zip(names, values, strict=True)]
+    def _full(
+        self, rows: Rows, values: list[bytes], repeats: Sequence[int], completed: Iterable[tuple[int, str]]
+    ) -> bytes:
+        """vLLM's `prompt_logprobs`. For each entry there are four pieces: its token's id, the logprob, the rank and the
+        token's text."""
+        ids, num_columns = rows.token_ids, rows.num_columns
+        before, after = self._pieces.around(ids.ravel())
+        for place, text in completed:
+            after[place] = after_rank(text)
+        pieces = [b""] * (4 * ids.size)
+        pieces[0::4] = before
+        pieces[1::4] = values
+        pieces[2::4] = [_rank(rank) for rank in range(num_columns)] * len(rows)
+        pieces[3::4] = after
+        pieces[0 :: 4 * num_columns] = [b'},{"%d":{"logprob":' % token_id for token_id in ids[:, 0].tolist()]
+        pieces[2 :: 4 * num_columns] = map(_rank, rows.ranks.tolist())
         for place in repeats:
-            full[place] = top[place] = ""
-        parts = [
-            slice((first - start) * num_columns, (end - start) * num_columns)
-            for first, end in zip((start, *ends), ends, strict=False)
-        ]
-        return [
-            Written(
-                _objects(full[part], num_columns, num_columns),
-                ",".join(names[part][::num_columns]).encode(),
-                ",".join(values[part][::num_columns]).encode(),
-                _objects(top[part], num_columns, style.num_top + 1),
-                _lengths(names[part][::num_columns]),
-            )
-            if part.stop > part.start
-            else None
-            for part in parts
-        ]
+            column = place % num_columns
+            pieces[4 * (place - column) + 2] = _rank(column)
+            pieces[4 * place : 4 * place + 4] = [b""] * 4
+        return b"".join(pieces).removeprefix(b"},") + b"}"
+
+    def _openai(
+        self,
+        rows: Rows,
+        values: list[bytes],
+        repeats: Sequence[int],
+        completed: Iterable[tuple[int, str]],
+        style: Style,
+    ) -> OpenAI:
+        assert style.num_top is not None
+        ids, num_columns = rows.token_ids.ravel(), rows.num_columns
+        actual = ids[::num_columns]
+        if style.as_token_ids:
+            names = [_placeholder(token_id).encode() for token_id in ids.tolist()]
+            lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
+        else:
+            names, lengths = self._pieces.texts(ids), self._pieces.lengths(actual)
+            for place, text in completed:
+                names[place] = text.encode()
+                if place % num_columns == 0:
+                    lengths[place // num_columns] = num_characters(text)
+        return OpenAI(
+            b",".join(names[::num_columns]),
+            b",".join(values[::num_columns]),
+            _top(names, values, repeats, num_columns, style.num_top),
+            lengths,
+        )
 
 
-def openai_logprobs(pieces: Sequence[Written]) -> bytes:
+def openai_logprobs(pieces: Iterable[Written]) -> bytes:
     """OpenAI's `logprobs`, of the prompt and of what was sampled after it."""
-    offsets = np.cumsum(np.concatenate([[0], *[piece.lengths for piece in pieces]]))[:-1]
+    parts = [piece.openai for piece in pieces if piece.openai is not None]
+    offsets = np.cumsum(np.concatenate([[0], *[part.lengths for part in parts]]))[:-1]
     return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
         orjson.dumps(offsets, option=orjson.OPT_SERIALIZE_NUMPY),
-        b",".join([piece.logprobs for piece in pieces]),
-        b",".join([piece.names for piece in pieces]),
-        b",".join([piece.top for piece in pieces]),
+        b",".join([part.logprobs for part in parts]),
+        b",".join([part.names for part in parts]),
+        b",".join([part.top for part in parts]),
     )
 
 
-def prompt_logprobs(pieces: Sequence[Written]) -> bytes:
-    """vLLM's `prompt_logprobs`."""
-    return b"[%b]" % b",".join([piece.full for piece in pieces])
+def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
+    """vLLM's `prompt_logprobs`, as many parts as pieces and one more."""
+    opening = b"["
+    for piece in pieces:
+        yield opening + piece.full
+        opening = b","
+    yield b"]"
 
 
-def _objects(entries: Sequence[str], num_columns: int, most: int) -> bytes:
-    """Each row's entries, `most` of those that are not empty, as a JSON object."""
-    rows = zip(*[iter(entries)] * num_columns, strict=True)
-    are_whole = most >= num_columns
-    objects = [
-        # Sorting entries out takes three times as long as writing a row that is whole.
-        ",".join(row if are_whole and "" not in row else list(filter(None, row))[:most])
-        for row in rows
-    ]
-    return f"{{{'},{'.join(objects)}}}".encode()
+def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[int]:
+    """Where pieces from block `start` on end, of at most so many blocks. One ends where the cached blocks do: there
+    this prompt parted from another, and the next may as well."""
+    for last in (num_cached, num_blocks):
+        while start < last:
+            start = min(start + most, last)
+            yield start
 
 
-def _lengths(names: Sequence[str]) -> np.ndarray:
-    """Characters of each name, which is JSON."""
-    return np.array(list(map(len, orjson.loads(f"[{','.join(names)}]"))), np.int64)
+def _top(names: list[bytes], values: list[bytes], repeats: Sequence[int], num_columns: int, num_top: int) -> bytes:
+    """OpenAI's `top_logprobs`: at each position the first of the tokens, the actual one and `num_top` others, if there
+    are so many. For each entry there are three pieces."""
+    left_out = repeats
+    if num_columns > num_top + 1:
+        shown = np.ones((len(names) // num_columns, num_columns), bool)
+        shown.flat[list(repeats)] = False
+        left_out = np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist()
+    pieces = [b","] * (3 * len(names))
+    pieces[0 :: 3 * num_columns] = [b"},{"] * (len(names) // num_columns)
+    pieces[1::3] = names
+    pieces[2::3] = map(b":%b".__mod__, values)
+    for place in left_out:
+        pieces[3 * place : 3 * place + 3] = [b""] * 3
+    return b"".join(pieces).removeprefix(b"},") + b"}"
 
 
 def _repeats(ids: np.ndarray) -> list[int]:
@@ -209,19 +267,13 @@ def _repeats(ids: np.ndarray) -> list[int]:
     return places
 
 
-def _all_ranks(ranks: np.ndarray, num_columns: int, repeats: Sequence[int]) -> list[int]:
-    """Ranks of all tokens, row after row: an actual token's own, or its place among the top k if it repeats there."""
-    table = list(range(num_columns)) * len(ranks)
-    table[::num_columns] = ranks.tolist()
-    for place in repeats:
-        table[place - place % num_columns] = place % num_columns
-    return table
+def _rank(rank: int) -> bytes:
+    return b',"rank":%d' % rank
 
 
-def _as_json(values: np.ndarray) -> list[str]:
-    """Each number of an array as JSON."""
-    written = orjson.dumps(np.ascontiguousarray(values).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
-    return written[1:-1].decode().split(",") if values.size else []
+def _as_json(values: np.ndarray) -> list[bytes]:
+    """Each number of an array, which is not empty, as JSON."""
+    return orjson.dumps(np.ascontiguousarray(values).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
 
 
 def _placeholder(token_id: int) -> str:

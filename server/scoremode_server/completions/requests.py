@@ -26,12 +26,15 @@ def is_scoring(request: CompletionRequest) -> bool:
 
     Streams, beam search, whole-vocabulary logprobs and chosen token ids stay vLLM's.
     """
+    num_logprobs = request.prompt_logprobs
+    if num_logprobs is None and request.echo:
+        num_logprobs = request.logprobs
     return bool(
-        request.echo
-        and request.logprobs is not None
-        and request.logprobs >= 0
-        and (request.prompt_logprobs is None or request.prompt_logprobs >= 0)
-        and request.max_tokens in (0, 1)
+        num_logprobs is not None
+        and num_logprobs >= 0
+        and (request.logprobs is None or request.logprobs >= 0)
+        # Without `echo`, vLLM refuses to generate nothing.
+        and request.max_tokens in ((0, 1) if request.echo else (1,))
         and request.prompt_embeds is None
         and not (request.stream or request.use_beam_search or request.logprob_token_ids)
     )

@@ -24,7 +24,10 @@ class TokenStrings:
         self._get_tokenizer = get_tokenizer
         self._texts: dict[int, str] = {}
         self._json: dict[int, str] = {}
-        self._incomplete: set[int] = set()
+        self._known = np.zeros(0, bool)
+        """Whether the table has a token, by its id."""
+        self._incomplete = np.zeros(0, bool)
+        """Whether a token ends within a character, by its id."""
         self._first: dict[int, str] = {}
         self._completed = lru_cache(maxsize=2**16)(self._complete)
 
@@ -39,39 +42,65 @@ class TokenStrings:
             return
         # Not a difference of sets, which would walk through the whole table.
         missing = [token_id for token_id in wanted if token_id not in self._json]
+        self._make_room(max(missing) + 1)
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
             self._texts[token_id] = text
             self._json[token_id] = orjson.dumps(text).decode()
-            if text.endswith(INCOMPLETE):
-                self._incomplete.add(token_id)
+            self._incomplete[token_id] = text.endswith(INCOMPLETE)
+            self._known[token_id] = True
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, alone."""
         self.fill(token_ids)
         return [self._texts[token_id] for token_id in token_ids]
 
+    def json_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, alone, as JSON."""
+        self.fill(token_ids)
+        return [self._json[token_id] for token_id in token_ids]
+
     def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
         """Texts as JSON of ids [rows, columns], row after row: tokens that may stand at positions `start` and on of a
-        prompt.
-
-        A token that ends within a character has the text that it completes with the tokens before it, or none.
-        """
-        token_ids = ids.ravel().tolist()
-        texts = self._json_of(token_ids)
-        if not self._incomplete.isdisjoint(token_ids):
-            for place, token_id in enumerate(token_ids):
-                if token_id in self._incomplete:
-                    position = start + place // ids.shape[1]
-                    texts[place] = self._completed(token_id, tuple(prompt[max(1, position - CONTEXT) : position]))
+        prompt."""
+        texts = self.json_of(ids.ravel().tolist())
+        for place, text in self.json_within(prompt, start, ids):
+            texts[place] = text
         return texts
 
-    def _json_of(self, token_ids: Sequence[int]) -> list[str]:
-        try:
-            return [self._json[token_id] for token_id in token_ids]
-        except KeyError:
-            # Seldom: looking for missing ones first would take longer than this.
-            self.fill(token_ids)
-            return [self._json[token_id] for token_id in token_ids]
+    def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
+        """Places in ids, as `json_at` counts them, of tokens that end within a character, and the text as JSON of each:
+        what it completes with the tokens before it, or nothing."""
+        token_ids = ids.ravel()
+        self._fill_array(token_ids)
+        places = np.flatnonzero(self._incomplete[token_ids])
+        rows = places // ids.shape[1]
+        contexts = {row: self._context(prompt, start + row) for row in np.unique(rows).tolist()}
+        # What follows a whole character completes none.
+        return [
+            (place, self._completed(token_id, context) if (context := contexts[row]) else '""')
+            for place, row, token_id in zip(places.tolist(), rows.tolist(), token_ids[places].tolist(), strict=True)
+        ]
+
+    def _context(self, prompt: Sequence[int], position: int) -> tuple[int, ...]:
+        """The tokens before a position that may be part of its character: none from before a text that ends with a
+        character."""
+        context = prompt[max(1, position - CONTEXT) : position]
+        for index in range(len(context), 0, -1):
+            (text,) = self.of(context[index - 1 : index])
+            if text and not text.endswith(INCOMPLETE):
+                return tuple(context[index:])
+        return tuple(context)
+
+    def _fill_array(self, token_ids: np.ndarray) -> None:
+        self._make_room(int(token_ids.max(initial=0)) + 1)
+        missing = token_ids[~self._known[token_ids]]
+        if missing.size:
+            self.fill(missing.tolist())
+
+    def _make_room(self, size: int) -> None:
+        if size > len(self._known):
+            more = np.zeros(size - len(self._known), bool)
+            self._known, self._incomplete = np.append(self._known, more), np.append(self._incomplete, more)
 
     def first_of_a_prompt(self, token_id: int) -> str:
         """Text as JSON of a prompt's first token, which vLLM decodes by itself, as a text would start with it."""

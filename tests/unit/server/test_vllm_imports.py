@@ -38,6 +38,8 @@ PUBLIC = {
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
     "vllm.entrypoints.openai.completion.api_router",
     "vllm.entrypoints.openai.completion.protocol",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.protocol",
     "vllm.entrypoints.serve",
     "vllm.entrypoints.serve.engine.protocol",
     "vllm.entrypoints.serve.utils.api_utils",

@@ -58,6 +58,29 @@ def test_a_body_is_read_as_vllms_model_reads_it(change):
 
 
 @pytest.mark.parametrize(
+    ("settings", "scores"),
+    [
+        ({"prompt_logprobs": 100, "max_tokens": 1, "temperature": 1.0}, True),
+        ({"prompt_logprobs": 0, "max_tokens": 1, "return_token_ids": True}, True),
+        ({"prompt_logprobs": 2, "max_tokens": 1, "logprobs": 5}, True),
+        ({"prompt_logprobs": 2, "max_tokens": 0, "echo": True}, True),
+        # vLLM refuses it.
+        ({"prompt_logprobs": 2, "max_tokens": 0}, False),
+        ({"prompt_logprobs": 2, "max_tokens": 2}, False),
+        # The whole vocabulary.
+        ({"prompt_logprobs": -1, "max_tokens": 1}, False),
+        ({"prompt_logprobs": 2, "max_tokens": 1, "logprobs": 1, "logprob_token_ids": [5]}, False),
+        ({"prompt_logprobs": 0, "max_tokens": 1, "stream": True}, False),
+        ({"prompt_logprobs": 2, "max_tokens": 1, "use_beam_search": True}, False),
+        ({"max_tokens": 1, "logprobs": 1}, False),
+        ({"max_tokens": 1}, False),
+    ],
+)
+def test_what_trainers_ask_for_scores(settings: dict[str, Any], scores: bool):
+    assert is_scoring(read({"model": "m", "prompt": [[5, 6], [7]]} | settings)) is scores
+
+
+@pytest.mark.parametrize(
     ("prompt", "message"),
     [
         ([5, "text"], "prompt[1] must be a token id, not a string"),

@@ -81,8 +81,14 @@ class Ask:
 class Names:
     """Stands in for `TokenStrings`: a token's text is its number."""
 
+    def json_of(self, token_ids: Sequence[int]) -> list[str]:
+        return [f'"{token_id}"' for token_id in token_ids]
+
     def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
-        return [f'"{token_id}"' for token_id in ids.ravel().tolist()]
+        return self.json_of(ids.ravel().tolist())
+
+    def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
+        return []
 
     def first_of_a_prompt(self, token_id: int) -> str:
         return f'"{token_id}"'

@@ -1,0 +1,156 @@
+"""vLLM's generate route, token ids in and out, for requests that score: prime-rl and others ask it for a policy's
+logprobs.
+
+vLLM's own handler answers, with an engine of ours in the place of its engine client. What is large, the prompt's
+logprobs, it never sees; they are written as JSON from the engine's arrays.
+"""
+
+from collections.abc import AsyncIterator
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.outputs import RequestOutput
+
+from scoremode_server.completions.handler import Body
+from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
+from scoremode_server.completions.response_parts import GAP, WRITTEN_AT_ONCE, filled, in_turns
+from scoremode_server.errors import RequestError, UnfinishedError
+from scoremode_server.json_fields import TOKENS, read_anything, read_list, split
+from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.run import RowsRequest, engine_id
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
+
+ROUTE = "/inference/v1/generate"
+
+
+def read_generate_request(body: bytes) -> GenerateRequest:
+    """The request that vLLM's model makes of a body.
+
+    Raises:
+        RequestError: the body is no JSON object, or `token_ids` has a wrong value.
+        ValidationError, VLLMValidationError: vLLM's model refuses a field.
+    """
+    fields = {
+        name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
+        for name, raw in split(body).items()
+    }
+    return GenerateRequest.model_validate(fields)
+
+
+def is_scoring(request: GenerateRequest) -> bool:
+    """Whether a request wants the top k of its prompt, and a token that it samples, all at once: what is written from
+    arrays. Everything else stays vLLM's."""
+    params = request.sampling_params
+    return bool(
+        params.prompt_logprobs is not None
+        and params.prompt_logprobs >= 0
+        and request.is_sampling_param_provided("max_tokens")
+        and params.max_tokens == 1
+        and params.detokenize
+        and request.output_mode == "tokens"
+        and not (request.stream or request.features or request.content_parts)
+        and not (params.logprob_token_ids or params.prompt_logprob_token_ids)
+    )
+
+
+class ScoringGenerate:
+    """Answers the requests that `is_scoring` picks out."""
+
+    def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
+        self._stock = stock
+        self._engine = engine
+        self._writer = writer
+        self._turns = Turns(at_once=1)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether vLLM answers with the texts of tokens; a server with `--tokens-only` leaves them out."""
+        return bool(self._stock.has_tokenizer)
+
+    async def generate(self, request: GenerateRequest, raw_request: Request, owner: str) -> Body | ErrorResponse:
+        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
+
+        Raises:
+            RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
+        """
+        scoring = _EngineThatScores(self._stock, self._engine, owner)
+        stock = copy(self._stock)
+        stock.engine_client = scoring
+        with exempt_from_queue_bounds():
+            response = await stock.serve_tokens(request, raw_request)
+        if isinstance(response, ErrorResponse):
+            return response
+        answer = scoring.answer
+        assert answer is not None
+        content = response.model_dump()
+        content["prompt_logprobs"] = GAP
+        written = self._writer.prompt(
+            answer.output.prompt_token_ids,
+            answer.rows,
+            answer.block_hashes,
+            answer.num_cached_blocks,
+            Style(None, as_token_ids=False),
+        )
+        parts = filled(content, [prompt_logprobs(written)])
+        return b"".join(parts) if answer.rows.token_ids.size <= WRITTEN_AT_ONCE else in_turns(parts, self._turns)
+
+
+class _EngineThatScores:
+    """The engine client of one request to vLLM's handler: everything but `generate` is vLLM's.
+
+    Attributes:
+        answer: the rows, when the request is finished.
+    """
+
+    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str) -> None:
+        self._stock = stock
+        self._engine = engine
+        self._owner = owner
+        self.answer: Answer | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock.engine_client, name)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
+        """The request's one output, without logprobs of the prompt.
+
+        Raises:
+            RequestError: there is no room for it, or it took too long; as `ScoringEngine.rows`.
+        """
+        token_ids = prompt["prompt_token_ids"]
+        # By its id, engines that a request is moved between know it.
+        moved_between_engines = "kv_transfer_params" in (params.extra_args or {})
+        asked = RowsRequest(
+            request_id if moved_between_engines else engine_id(request_id),
+            token_ids,
+            len(token_ids),
+            prompt,
+            ScoringParams.of(params),
+            use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
+            options=options,
+            # The engine that it is moved to or from must find its keys and values.
+            owner="" if moved_between_engines else self._owner,
+        )
+        self.answer = await self._scored(asked, request_id)
+        self.answer.output.prompt_logprobs = None
+        yield self.answer.output
+
+    async def _scored(self, asked: RowsRequest, request_id: str) -> Answer:
+        num_tokens = len(asked.token_ids)
+        try:
+            async with self._engine.admission.request(ROUTE, request_id, 1, num_tokens) as queue:
+                return await self._engine.rows(replace(asked, queue=queue))
+        except UnfinishedError as error:
+            self._stock._raise_if_error(error.finish_reason, request_id)
+            raise
+        except RequestError as error:
+            # What other routes call the prompt.
+            error.param = error.param and "token_ids"
+            raise

@@ -1,0 +1,46 @@
+"""Responses that are too large to be written at once: a gap in JSON for each large part, filled in while it is sent."""
+
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from scoremode_server.scoring.turns import Turns
+
+WRITTEN_AT_ONCE = 32_768
+"""Tokens with a logprob, the likeliest of each position among them, whose JSON is written in one go: in some ten
+milliseconds."""
+
+HELD_SECONDS = 0.005
+"""After so long, a larger response lets the event loop do something else."""
+
+_GAP = b"\0"
+"""A byte that JSON never has: in texts it is escaped."""
+
+GAP = orjson.Fragment(_GAP)
+
+
+def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON of `content` with one of the fillings, each in parts, for each `GAP` in it."""
+    between = iter(orjson.dumps(content).split(_GAP))
+    yield next(between)
+    for filling in fillings:
+        yield from filling
+        yield next(between)
+
+
+async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:
+    """Parts that are written as they are asked for, several small ones as one; others have their turns between them."""
+    waiting: list[bytes] = []
+    await turns.take()
+    began = time.monotonic()
+    for part in parts:
+        waiting.append(part)
+        if time.monotonic() - began > HELD_SECONDS:
+            if together := b"".join(waiting):
+                yield together
+            waiting.clear()
+            await turns.take()
+            began = time.monotonic()
+    yield b"".join(waiting)
