@@ -37,6 +37,7 @@ class ScoremodeEndpoints:
             score,
             tokens,
         )
+        from scoremode_server.completions.generate import ROUTE
         from scoremode_server.vllm_patches.shutdown import bound_closing
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
@@ -44,7 +45,7 @@ class ScoremodeEndpoints:
         replaced = {completions.PATH}
         if generate.is_served(app):
             ours.append(generate)
-            replaced.add(generate.PATH)
+            replaced.add(ROUTE)
         of_vllm = [route for route in app.routes if getattr(route, "path", None) not in replaced]
         app.router.routes.clear()
         for routes in ours:

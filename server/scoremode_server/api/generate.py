@@ -13,7 +13,7 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
 from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
-from scoremode_server.completions.generate import PATH, is_scoring, read_generate_request
+from scoremode_server.completions.generate import ROUTE, is_scoring, read_generate_request
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 
 
@@ -41,7 +41,7 @@ def is_served(app: FastAPI) -> bool:
 
 
 @router.post(
-    PATH,
+    ROUTE,
     responses={
         200: {"content": {"text/event-stream": {}}},
         400: {"model": ErrorResponse},
