@@ -5,6 +5,8 @@
 prefill  2,047 random tokens, one token generated          echo     the same with `echo` and `logprobs: 1`
 score    the same through `/v1/score`, base64              choices  701 tokens: 600 shared by all, 100 by four, 1 own
 unshared 256 random tokens, `echo` and `logprobs: 1`
+top50    2,047 random tokens through `/v1/score` with the 50 likeliest, base64
+trl      the same through `/v1/completions` with `prompt_logprobs: 100`, as TRL asks a teacher
 64 requests are in flight. Every call draws new tokens, so that no prefix cache serves one load from another.
 """
 
@@ -24,6 +26,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": ("/v1/completions", {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}),
     "score": ("/v1/score", {"encoding_format": "base64"}),
     "unshared": ("/v1/completions", {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}),
+    "top50": ("/v1/score", {"encoding_format": "base64", "top_logprobs": 50}),
+    "trl": ("/v1/completions", {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 100}),
     "choices": ("/v1/completions", {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}),
 }
 
