@@ -48,6 +48,8 @@ COUNTS = {
     "prefill": {"8b": 96, "1b": 256},
     "choices": {"8b": 400, "1b": 400},
     "unshared": {"8b": 800, "1b": 1500},
+    "top50": {"8b": 96, "1b": 256},
+    "trl": {"8b": 32, "1b": 64},
 }
 """Requests of a load: 2 to 5 seconds on an H200. Other shapes take 8B's."""
 REPEATS = {"choices": 3}

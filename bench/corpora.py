@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--api-servers", type=int, default=1)
     parser.add_argument("--corpus-options", nargs=argparse.REMAINDER, default=[], help="of ppl-client corpus; last")
     options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
     settings = Settings(("--api-server-count", str(options.api_servers)) if options.api_servers > 1 else ())
     # One at a time: another engine on the same GPU would take a part of it.
