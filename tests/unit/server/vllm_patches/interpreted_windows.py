@@ -16,6 +16,7 @@ from scoremode_server.vllm_patches import runner_v2
 from scoremode_server.vllm_patches import windows as windows_module
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
+from scoremode_server.vllm_patches.scored_windows import ScoredMark
 from tests.unit.server.references.reference_setup import HIDDEN, create
 
 VOCAB = 100
@@ -192,3 +193,19 @@ def test_a_window_that_was_preempted_after_its_prompt_is_not_returned_again(wind
     assert not engine.step({"recorded": 10})
     windows._threads.shutdown()
     assert windows.root.open("base").recorded() == set()
+
+
+def test_a_request_that_asks_for_candidates_at_a_temperature(windows: ReferenceWindows):
+    engine = Engine(torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(8)))
+    last_token, chosen = engine.last_token("other"), np.array([2, 40], np.int32)
+    mark = ScoredMark(FIRST, last_token, TOP, 0.5, len(chosen), chosen.tobytes())
+    engine.add("other", SamplingParams(prompt_logprobs=0, extra_args=mark.as_extra_args()))
+    length = LENGTHS["other"]
+    assert not engine.step({"other": 3})
+    (rows,) = engine.step({"other": length - 3}).values()
+    exact = ((engine.states["other"][FIRST - 1 : length] @ engine.weight).double() / 0.5).log_softmax(1)
+    assert rows.logprobs.shape == (length + 1 - FIRST, 1 + len(chosen) + TOP)
+    assert rows.logprob_token_ids[-1, 0] == last_token
+    assert torch.allclose(rows.logprobs.double(), exact.gather(1, rows.logprob_token_ids.long()), atol=1e-5)
+    assert torch.equal(rows.logprob_token_ids[:, 1:3], torch.tensor(chosen).expand(len(rows.logprobs), -1))
+    assert not windows._windows
