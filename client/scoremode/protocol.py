@@ -18,7 +18,7 @@ from scoremode.windows import Method
 MAX_TOP_LOGPROBS = 256
 """Likeliest tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
 
-MAX_CANDIDATES = 1024
+MAX_CANDIDATES = 256
 """Chosen tokens at a position."""
 
 LOWEST_LOGPROB = -9999.0
@@ -81,7 +81,7 @@ class ScoreRequest(_Request):
         None,
         description="Score these tokens too: the same at all positions, or some of their own at each, as many at all.",
     )
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="Of the distribution: softmax(logits / T).")
+    temperature: float = Field(1.0, ge=0.01, le=1000, description="Of the distribution: softmax(logits / T).")
     logprobs_from: int | list[int] = Field(
         0, description="Return only positions from here on; one for all prompts, or one for each."
     )

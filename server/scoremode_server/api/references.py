@@ -129,7 +129,8 @@ async def _recorded_windows(
                 so_far = progress.add(window.nlls)
                 if window.is_new:
                     yield so_far
-    await references.finish(reference, nlls)
+        # Still within the request, so that a server that stops waits for it.
+        await references.finish(reference, nlls)
 
 
 async def _contents(

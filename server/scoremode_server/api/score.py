@@ -62,8 +62,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         model = await state.models.resolve(request.model)
         sequences = await read_sequences(request, state.tokenizer, state.limits)
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
-    num_values = num_tokens * _num_columns(request, sequences)
-    state.limits.check_num_values(num_values)
+    num_values = [_num_values(request, sequence) for sequence in sequences]
+    state.limits.check_num_values(num_values, request.encoding_format)
     request_id = f"score-{request_id_of(raw_request)}"
     async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
@@ -91,13 +91,13 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
         )
         # Still within the request, so that a server that stops waits for it.
-        return await asyncio.to_thread(write) if num_values > WRITTEN_AT_ONCE else write()
+        return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
-def _num_columns(request: ScoreRequest, sequences: list[RequestedSequence]) -> int:
-    """Logprobs of a position."""
-    num_candidates = max((sequence.num_candidates for sequence in sequences), default=0)
-    return 1 + num_candidates + request.top_logprobs
+def _num_values(request: ScoreRequest, sequence: RequestedSequence) -> int:
+    """Logprobs that a sequence's answer has."""
+    num_positions = len(sequence.token_ids) - sequence.first
+    return num_positions * (1 + sequence.num_candidates + request.top_logprobs)
 
 
 def _response(

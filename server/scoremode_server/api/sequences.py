@@ -95,6 +95,7 @@ def _with_candidates(
     if given is None:
         return sequences
     if not given or isinstance(given[0], int):
+        limits.check_num_candidates(len(given))
         shared = _table(given, 1)
         limits.check_candidates(shared)
         return [replace(sequence, candidates=shared) for sequence in sequences]
@@ -118,6 +119,7 @@ def _with_own(sequence: RequestedSequence, lists: Any, limits: Limits) -> Reques
             f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",
             "candidate_token_ids",
         )
+    limits.check_num_candidates(max(map(len, lists)))
     table = _table(lists, 2)
     limits.check_candidates(table)
     return replace(sequence, candidates=table)

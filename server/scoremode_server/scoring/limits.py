@@ -11,8 +11,11 @@ from scoremode.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
-MAX_VALUES = 2**26
-"""Logprobs of an answer: 512 MiB with their token ids, as they come from the engine."""
+MAX_VALUES = {"base64": 2**26, "float": 2**23}
+"""Logprobs of an answer: 512 MiB with their token ids, as they come from the engine. As floats, objects are made of each."""
+
+MAX_SEQUENCE_VALUES = 2**24
+"""Logprobs of one sequence: 128 MiB with their token ids, which the device holds until the last one is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Limits:
     ) -> "Limits":
         """The bounds that the server's flags set."""
         allowed = MAX_TOP_LOGPROBS if model.max_logprobs == -1 else min(MAX_TOP_LOGPROBS, model.max_logprobs)
-        return cls(model.max_model_len, model.get_vocab_size(), allowed, max_sequences, max_request_bytes)
+        vocab_size = model.get_vocab_size()
+        return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
         """Refuse more sequences than a request may have, before any is made.
@@ -114,30 +118,44 @@ class Limits:
                 "top_logprobs",
             )
 
-    def check_candidates(self, candidates: np.ndarray) -> None:
-        """Refuse too many chosen tokens a position, or one that the model has no logit for. [m] or [n, m].
+    def check_num_candidates(self, num_candidates: int) -> None:
+        """Refuse too many chosen tokens a position.
 
         Raises:
-            RequestError: their number or the id, and the bound.
+            RequestError: their number, and the bound.
         """
-        num_candidates = candidates.shape[-1]
         if num_candidates > MAX_CANDIDATES:
             raise RequestError(
                 f"candidate_token_ids has {num_candidates} tokens for a position, and {MAX_CANDIDATES} are the most",
                 "candidate_token_ids",
             )
+
+    def check_candidates(self, candidates: np.ndarray) -> None:
+        """Refuse chosen tokens that the model has no logit for. [m] or [n, m].
+
+        Raises:
+            RequestError: the id, and the size of the vocabulary.
+        """
         self.check_vocabulary([int(candidates.min()), int(candidates.max())], "candidate_token_ids")
 
-    def check_num_values(self, num_values: int) -> None:
-        """Refuse a request whose answer would have too many logprobs.
+    def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
+        """Refuse a request whose answer would have too many logprobs, for all sequences together or for one.
 
         Raises:
             RequestError: their number, and the bound (413).
         """
-        if num_values > MAX_VALUES:
+        most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
+        if sum(of_sequences) > most:
             raise RequestError(
-                f"all tokens, with the likeliest and the chosen ones, would make {num_values} logprobs, and an answer "
-                f"has at most {MAX_VALUES}: send fewer prompts at a time",
+                f"all tokens, with the likeliest and the chosen ones, would make {sum(of_sequences)} logprobs, and an "
+                f"answer in {encoding_format} has at most {most}: send fewer prompts at a time",
+                "prompt",
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            )
+        if largest > MAX_SEQUENCE_VALUES:
+            raise RequestError(
+                f"a prompt's tokens, with the likeliest and the chosen ones, would make {largest} logprobs, and a "
+                f"prompt has at most {MAX_SEQUENCE_VALUES}: ask for fewer at each position",
                 "prompt",
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )

@@ -152,6 +152,11 @@ class References:
             what = "model" if of_disk.model.fingerprint != self.model.fingerprint else "text or other windows"
             raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
         if of_disk.head is None or not await asyncio.to_thread(_has_head, reference):
+            try:
+                # One that is damaged must not pass for the one that is being written.
+                await asyncio.to_thread(reference.head_path.unlink, missing_ok=True)
+            except OSError as error:
+                raise self._unwritable(name, error) from None
             failures = await call_workers(self._client, "scoremode_write_head", name)
             if failure := next(filter(None, failures), None):
                 raise self._unwritable(name, failure)

@@ -262,6 +262,7 @@ class ReferenceWindows(ScoredWindows):
             return None
 
     def _write_later(self, window: RecordedWindow) -> None:
+        self._failures.pop((window.mark.identity, window.mark.index), None)
         self._unwritten.acquire()
         self._threads.submit(self._write, window)
 

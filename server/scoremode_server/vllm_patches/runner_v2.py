@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu.sample import prompt_logprob
 from scoremode_server.kernels import fused_logprobs
 from scoremode_server.kernels.working_memory import (
     RESERVED_TOP,
+    RESULT_BYTES,
     LogitsShape,
     row_bytes_compared,
     row_bytes_fused,
@@ -56,11 +57,14 @@ class PromptLogprobs:
             self._head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, get_tp_group())
         return self._head
 
-    def prepare(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int) -> tuple[LMHead, int]:
+    def prepare(
+        self, logits_fn: LogitsFunction, hidden_states: torch.Tensor, num_top: int, num_candidates: int = 0
+    ) -> tuple[LMHead, int]:
         """How to project, and rows of a chunk."""
         assert self._shape is not None
         head = self.head(logits_fn, hidden_states)
         row_bytes = row_bytes_fused(self._shape, num_top, head.copies, head.shard is not None)
+        row_bytes += RESULT_BYTES * num_candidates
         return head, rows_per_chunk(self._budget_bytes, row_bytes)
 
     def compared_rows(self, head: LMHead, num_top: int, reference_logit_bytes: int) -> int:
@@ -79,8 +83,8 @@ class PromptLogprobs:
         temperature: float = 1.0,
     ) -> Scores:
         """See `fused_logprobs.compute`."""
-        num_columns = num_top + (0 if candidates is None else candidates.shape[1])
-        head, limit = self.prepare(logits_fn, hidden_states, num_columns)
+        num_candidates = 0 if candidates is None else candidates.shape[1]
+        head, limit = self.prepare(logits_fn, hidden_states, num_top, num_candidates)
         return fused_logprobs.compute(
             targets,
             hidden_states,
