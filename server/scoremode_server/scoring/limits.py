@@ -12,7 +12,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 MAX_VALUES = {"base64": 2**26, "float": 2**23}
-"""Logprobs of an answer: 512 MiB with their token ids, as they come from the engine. As floats, objects are made of each."""
+"""Logprobs of an answer: 512 MiB with their token ids, as they come from the engine; floats become objects."""
 
 MAX_SEQUENCE_VALUES = 2**24
 """Logprobs of one sequence: 128 MiB with their token ids, which the device holds until the last one is there."""
