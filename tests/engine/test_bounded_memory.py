@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from scoremode_server import score
 from scoremode_server.settings import LOGPROB_BYTES
 from scoremode_server.vllm_patches import runner_v1
+from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from tests import models, oracle
 from tests.engine.conftest import CHUNK, LENGTH, SMALL_BUDGET, STEP_TOKENS
 
@@ -135,7 +136,7 @@ def profile(worker: Any) -> None:
 def unbound(worker: Any) -> None:
     """Let this engine have all the memory it wants."""
     runner = worker.model_runner
-    runner._get_prompt_logprobs_dict = lambda *step: runner_v1.prompt_logprobs(runner, *step, 1 << 60)
+    runner._get_prompt_logprobs_dict = lambda *step: runner_v1.prompt_logprobs(runner, *step, 1 << 60, ScoredWindows())
 
 
 def reset_peak(worker: Any) -> None:
