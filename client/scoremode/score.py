@@ -1,9 +1,6 @@
 """`Score`, the log-probabilities of one scored sequence, and how it is read from the wire."""
 
-import base64
-import binascii
 import math
-import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,9 +103,5 @@ def decode_logprobs(encoded: str) -> list[float | None]:
     Raises:
         ResponseError: it is not base64, or not whole floats.
     """
-    try:
-        packed = base64.b64decode(encoded, validate=True)
-        values = [value for (value,) in struct.iter_unpack("<f", packed)]
-    except (binascii.Error, struct.error) as error:
-        raise ResponseError(f"the server's logprobs are not float32 in base64: {error}") from error
+    values: list[float] = decode_array("logprobs", encoded, "<f4").tolist()
     return [None if math.isnan(value) else max(value, LOWEST_LOGPROB) for value in values]

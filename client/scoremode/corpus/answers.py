@@ -1,7 +1,5 @@
 """Requests for the scores of many texts, and their answers, read without a Python object for every token."""
 
-import binascii
-from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
+from scoremode._arrays import decode_array
 from scoremode._calls import Call, WholeBody
 from scoremode.errors import ResponseError
 from scoremode.protocol import LOWEST_LOGPROB
@@ -31,10 +30,7 @@ class Answer:
         Raises:
             ResponseError: they are not float32 in base64, one for each token.
         """
-        try:
-            logprobs = np.frombuffer(b64decode(self.encoded_logprobs, validate=True), "<f4")
-        except (binascii.Error, ValueError) as error:
-            raise ResponseError(f"the server's logprobs are not float32 in base64: {error}") from error
+        logprobs = decode_array("logprobs", self.encoded_logprobs, "<f4")
         if len(logprobs) != len(self.token_ids):
             raise ResponseError(f"{len(logprobs)} logprobs for {len(self.token_ids)} tokens in the server's answer")
         # Minus infinity is what it is in JSON, and in `sum_logprob`.
