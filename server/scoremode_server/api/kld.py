@@ -1,7 +1,6 @@
 """`POST /v1/kld`: how far the served model's distributions are from a reference's, position by position."""
 
 import asyncio
-import base64
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
+from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
@@ -162,33 +162,14 @@ def _window(request: KldRequest, window: ComparedWindow) -> dict[str, Any]:
     for name, dtype in POSITION_DTYPES.items():
         values = getattr(window.positions, name)
         if encoded:
-            content[name] = _base64(values.astype(dtype))
+            content[name] = as_base64(values.astype(dtype))
         elif name.endswith("logprobs"):
             content[name] = json_logprobs(values)
         else:
             # As float64, which JSON readers get: of float32 fewer digits would be written, and another number read.
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
-        write = _top_arrays if encoded else _top_entries
+        write = top_arrays if encoded else top_entries
         content["top_logprobs"] = write(*window.top)
         content["reference_top_logprobs"] = write(*window.reference_top)
     return content
-
-
-def _base64(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")
-
-
-def _top_arrays(token_ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    return {
-        "shape": list(token_ids.shape),
-        "token_ids": _base64(token_ids.astype("<i4")),
-        "logprobs": _base64(logprobs.astype("<f4")),
-    }
-
-
-def _top_entries(token_ids: np.ndarray, logprobs: np.ndarray) -> list[list[dict[str, Any]]]:
-    return [
-        [{"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(*row, strict=True)]
-        for row in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True)
-    ]

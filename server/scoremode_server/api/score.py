@@ -1,7 +1,6 @@
 """`POST /v1/score`: exact log-probabilities of prompts, or of continuations of them."""
 
 import asyncio
-import base64
 import math
 import time
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
+from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.request_ids import request_id_of
@@ -163,52 +163,34 @@ def _logprobs(request: ScoreRequest, num_without: int, rows: Rows, scored: np.nd
     """The actual tokens' logprobs, NaN where there is no row: JSON null, or little-endian float32 as OpenAI's
     embeddings are sent."""
     if request.encoding_format == "float":
-        values: np.ndarray = np.concatenate([np.full(num_without, np.nan), scored])
-        return values
-    return _base64(_padded(rows.logprobs[:, 0], num_without, np.nan, "<f4"))
+        return _padded(scored, num_without, np.nan)
+    return as_base64(_padded(rows.logprobs[:, 0], num_without, np.nan).astype("<f4"))
 
 
 def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray) -> dict[str, Any] | list[Any]:
     """[n, m] of the chosen tokens."""
     if request.encoding_format == "float":
         return [*[None] * num_without, *json_logprobs(logprobs).tolist()]
-    padded = _padded(logprobs, num_without, np.nan, "<f4")
-    return {"shape": list(padded.shape), "logprobs": _base64(padded)}
+    padded = _padded(logprobs, num_without, np.nan)
+    return {"shape": list(padded.shape), "logprobs": as_base64(padded.astype("<f4"))}
 
 
 def _top_logprobs(
     request: ScoreRequest, strings: TokenStrings, num_without: int, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> dict[str, Any] | list[Any]:
     """[n, k] of the likeliest tokens at each position."""
-    if request.encoding_format == "float":
-        return [*[None] * num_without, *_top_entries(request, strings, token_ids, logprobs)]
-    padded = _padded(logprobs, num_without, np.nan, "<f4")
-    return {
-        "shape": list(padded.shape),
-        "token_ids": _base64(_padded(token_ids, num_without, -1, "<i4")),
-        "logprobs": _base64(padded),
-    }
-
-
-def _top_entries(
-    request: ScoreRequest, strings: TokenStrings, token_ids: np.ndarray, logprobs: np.ndarray
-) -> list[list[dict[str, Any]]]:
-    top: list[list[dict[str, Any]]] = []
-    for ids, values in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True):
-        entries = [{"token_id": id_, "logprob": value} for id_, value in zip(ids, values, strict=True)]
-        if request.return_tokens:
-            for entry, token in zip(entries, strings.of(ids), strict=True):
+    if request.encoding_format == "base64":
+        return top_arrays(_padded(token_ids, num_without, -1), _padded(logprobs, num_without, np.nan))
+    entries = top_entries(token_ids, logprobs)
+    if request.return_tokens:
+        for ids, of_position in zip(token_ids.tolist(), entries, strict=True):
+            for entry, token in zip(of_position, strings.of(ids), strict=True):
                 entry["token"] = token
-        top.append(entries)
-    return top
+    return [*[None] * num_without, *entries]
 
 
-def _padded(values: np.ndarray, num_without: int, missing: float, dtype: str) -> np.ndarray:
+def _padded(values: np.ndarray, num_without: int, missing: float) -> np.ndarray:
     """Rows of values after those of positions that have none."""
-    before = np.full((num_without, *values.shape[1:]), missing, dtype)
-    padded: np.ndarray = np.concatenate([before, values.astype(dtype, copy=False)])
+    before = np.full((num_without, *values.shape[1:]), missing, values.dtype)
+    padded: np.ndarray = np.concatenate([before, values])
     return padded
-
-
-def _base64(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")
