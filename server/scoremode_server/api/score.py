@@ -23,7 +23,7 @@ from scoremode_server.app import scoremode_state
 from scoremode_server.prefix_cache.engine import Answer
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
-from scoremode_server.scoring.scorer import ScoredSequence, ScoreSettings
+from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.tokenizer import Tokenizer
 
@@ -76,16 +76,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             owner=state.owner(raw_request),
             options=await state.models.engine_options(raw_request, model),
         )
-        asked = (
-            ScoredSequence(
-                sequence.token_ids,
-                sequence.first,
-                sequence.candidates,
-                only_from_first=sequence.continuation_index is None,
-            )
-            for sequence in sequences
-        )
-        async with aclosing(state.scorer.scores(asked, settings)) as scores:
+        async with aclosing(state.scorer.scores(sequences, settings)) as scores:
             answers = [answer async for answer in scores]
         write = partial(
             _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens

@@ -9,25 +9,17 @@ import numpy as np
 from scoremode.protocol import ScoreRequest
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.scorer import ScoredSequence
 from scoremode_server.scoring.tokenizer import Tokenizer, as_prompts
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedSequence:
-    """A sequence to score, and from which token on it is asked for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedSequence(ScoredSequence):
+    """A sequence to score, and its place in the request. Its `first` is `logprobs_from`, or where the continuation
+    starts; a text's first token has no logprob."""
 
-    token_ids: list[int]
-    first: int
-    """`logprobs_from`, or where the continuation starts; a text's first token has no logprob."""
     prompt_index: int
     continuation_index: int | None = None
-    candidates: np.ndarray | None = None
-    """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
-
-    @property
-    def num_candidates(self) -> int:
-        """At each position."""
-        return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     @property
     def name(self) -> str:
@@ -63,7 +55,12 @@ async def _sequences(
     if request.continuations is None:
         firsts = _firsts(request, len(prompts))
         return [
-            RequestedSequence(await _encode(prompt, tokenizer, request.add_special_tokens), first, index)
+            RequestedSequence(
+                token_ids=await _encode(prompt, tokenizer, request.add_special_tokens),
+                first=first,
+                only_from_first=True,
+                prompt_index=index,
+            )
             for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
         ]
     if request.logprobs_from != 0:
@@ -153,7 +150,10 @@ async def _continued(
         context = await _encode(prompt, tokenizer, request.add_special_tokens)
         first = len(context)
         sequences = [context + await _encode(continuation, tokenizer, False) for continuation in continuations]
-    requested = [RequestedSequence(token_ids, first, index, place) for place, token_ids in enumerate(sequences)]
+    requested = [
+        RequestedSequence(token_ids=token_ids, first=first, prompt_index=index, continuation_index=place)
+        for place, token_ids in enumerate(sequences)
+    ]
     for sequence in requested:
         if first == 0:
             raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")

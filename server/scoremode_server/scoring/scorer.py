@@ -47,6 +47,11 @@ class ScoredSequence:
     """Whether rows before `first` are left out for certain; else they are computed, and kept for others."""
 
     @property
+    def num_candidates(self) -> int:
+        """At each position."""
+        return 0 if self.candidates is None else int(self.candidates.shape[-1])
+
+    @property
     def has_own_candidates(self) -> bool:
         """Whether positions have candidates of their own."""
         return self.candidates is not None and self.candidates.ndim > 1
@@ -63,7 +68,7 @@ class ScoredSequence:
             last_token=self.token_ids[-1],
             num_top=settings.top_logprobs,
             temperature=settings.temperature,
-            num_candidates=0 if candidates is None else candidates.shape[-1],
+            num_candidates=self.num_candidates,
             candidates=b"" if candidates is None else candidates.tobytes(),
         )
 
