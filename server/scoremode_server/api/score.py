@@ -26,9 +26,7 @@ from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.tokenizer import Tokenizer
-
-WRITTEN_AT_ONCE = 32_768
-"""Logprobs whose answer is written on the event loop, in some ten milliseconds; larger ones in a thread."""
+from scoremode_server.scoring.turns import WRITTEN_AT_ONCE
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 

@@ -16,9 +16,8 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
-from scoremode_server.completions.handler import Body
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
-from scoremode_server.completions.response_parts import GAP, WRITTEN_AT_ONCE, filled, in_turns
+from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import RequestError, UnfinishedError
 from scoremode_server.json_fields import TOKENS, read_anything, read_list, split
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
@@ -91,15 +90,15 @@ class ScoringGenerate:
         assert answer is not None
         content = response.model_dump()
         content["prompt_logprobs"] = GAP
-        written = self._writer.prompt(
+        of_prompt = self._writer.prompt(
             answer.output.prompt_token_ids,
             answer.rows,
             answer.block_hashes,
             answer.num_cached_blocks,
             Style(None, as_token_ids=False),
         )
-        parts = filled(content, [prompt_logprobs(written)])
-        return b"".join(parts) if answer.rows.token_ids.size <= WRITTEN_AT_ONCE else in_turns(parts, self._turns)
+        parts = filled(content, [prompt_logprobs(of_prompt)])
+        return as_body(parts, answer.rows.token_ids.size, self._turns)
 
 
 class _EngineThatScores:
@@ -124,19 +123,15 @@ class _EngineThatScores:
         Raises:
             RequestError: there is no room for it, or it took too long; as `ScoringEngine.rows`.
         """
-        token_ids = prompt["prompt_token_ids"]
         # By its id, engines that a request is moved between know it.
-        moved_between_engines = "kv_transfer_params" in (params.extra_args or {})
-        asked = RowsRequest(
-            request_id if moved_between_engines else engine_id(request_id),
-            token_ids,
-            len(token_ids),
-            prompt,
-            ScoringParams.of(params),
-            use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
+        is_moved = "kv_transfer_params" in (params.extra_args or {})
+        asked = RowsRequest.sample(
+            prompt["prompt_token_ids"],
+            request_id=request_id if is_moved else engine_id(request_id),
+            prompt=prompt,
+            params=ScoringParams.of(params),
+            owner=self._owner,
             options=options,
-            # The engine that it is moved to or from must find its keys and values.
-            owner="" if moved_between_engines else self._owner,
         )
         self.answer = await self._scored(asked, request_id)
         self.answer.output.prompt_logprobs = None

@@ -6,7 +6,7 @@ response. The logprobs, which hold something for every token, are written as JSO
 """
 
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import tee
@@ -24,7 +24,7 @@ from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, Written, openai_logprobs, prompt_logprobs
 from scoremode_server.completions.prompt_texts import PromptTexts
-from scoremode_server.completions.response_parts import GAP, WRITTEN_AT_ONCE, filled, in_turns
+from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id
@@ -36,10 +36,6 @@ from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 DECODED_AT_ONCE = 8192
 """Tokens of a request that are decoded, to echo their text, on the event loop: some two milliseconds. vLLM decodes all
 in a thread, which for short prompts takes longer than decoding."""
-
-
-Body = bytes | AsyncIterator[bytes]
-"""Of a response: JSON at once, or if it is large in parts, each written when it is asked for."""
 
 
 class ScoringCompletions:
@@ -149,17 +145,8 @@ class ScoringCompletions:
         params.flat_logprobs = True
         stock._log_inputs(request_id, prompt, params=params, lora_request=options["lora_request"])
         token_ids = stock._extract_prompt_components(prompt).token_ids
-        moved_between_engines = "kv_transfer_params" in (params.extra_args or {})
-        return RowsRequest(
-            request_id,
-            token_ids,
-            len(token_ids),
-            prompt,
-            params,
-            use_cache=params.n == 1 and prompt["type"] == "token" and not moved_between_engines,
-            options=options,
-            # The engine that it is moved to or from must find its keys and values.
-            owner="" if moved_between_engines else owner,
+        return RowsRequest.sample(
+            token_ids, request_id=request_id, prompt=prompt, params=params, owner=owner, options=options
         )
 
     def _log_outputs(self, answers: list[Answer], request_id: str) -> None:
@@ -209,7 +196,7 @@ class ScoringCompletions:
                 choice["logprobs"] = GAP
         parts = filled(content, self._logprobs(answers, request))
         num_entries = sum(answer.rows.token_ids.size * len(answer.output.outputs) for answer in answers)
-        return b"".join(parts) if num_entries <= WRITTEN_AT_ONCE else in_turns(parts, self._long_turns)
+        return as_body(parts, num_entries, self._long_turns)
 
     def _logprobs(self, answers: list[Answer], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
         """What goes into the gaps of a response: of each choice OpenAI's logprobs, if they are wanted, and vLLM's."""

@@ -6,14 +6,13 @@ from typing import Any
 
 import orjson
 
-from scoremode_server.scoring.turns import Turns
-
-WRITTEN_AT_ONCE = 32_768
-"""Tokens with a logprob, the likeliest of each position among them, whose JSON is written in one go: in some ten
-milliseconds."""
+from scoremode_server.scoring.turns import WRITTEN_AT_ONCE, Turns
 
 HELD_SECONDS = 0.005
 """After so long, a larger response lets the event loop do something else."""
+
+Body = bytes | AsyncIterator[bytes]
+"""Of a response: JSON at once, or if it is large in parts, each written when it is asked for."""
 
 _GAP = b"\0"
 """A byte that JSON never has: in texts it is escaped."""
@@ -28,6 +27,11 @@ def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iter
     for filling in fillings:
         yield from filling
         yield next(between)
+
+
+def as_body(parts: Iterable[bytes], num_logprobs: int, turns: Turns) -> Body:
+    """A response of so many logprobs from its parts."""
+    return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else in_turns(parts, turns)
 
 
 async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:

@@ -121,6 +121,31 @@ class RowsRequest:
             mark=mark,
         )
 
+    @classmethod
+    def sample(
+        cls,
+        token_ids: Sequence[int],
+        *,
+        request_id: str,
+        prompt: Mapping[str, Any],
+        params: ScoringParams,
+        owner: str,
+        options: Mapping[str, Any],
+    ) -> "RowsRequest":
+        """A request whose prompt is scored, and that samples after it as its parameters say."""
+        # The engine that it is moved to or from must find its keys and values.
+        is_moved = "kv_transfer_params" in (params.extra_args or {})
+        return cls(
+            request_id,
+            token_ids,
+            len(token_ids),
+            prompt,
+            params,
+            use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
+            options=options,
+            owner="" if is_moved else owner,
+        )
+
     @property
     def num_columns(self) -> int:
         """Of its rows."""

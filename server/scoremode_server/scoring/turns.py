@@ -6,6 +6,9 @@ ANSWERS_AT_ONCE = 12
 """Answers that are written, each in about a millisecond, before the event loop looks for new requests. With fewer,
 steps of the engine are too small to be worth their launch."""
 
+WRITTEN_AT_ONCE = 32_768
+"""Logprobs, the likeliest of each position among them, that are written as JSON in one go: in some ten milliseconds."""
+
 
 class Turns:
     """Lets a few tasks continue at once, first come, first served, and reads what has arrived before the next ones.

@@ -24,7 +24,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
 from scoremode_server.api.generate import is_served, router
-from scoremode_server.completions import generate
+from scoremode_server.completions import response_parts
 from scoremode_server.completions.generate import ROUTE, ScoringGenerate, is_scoring, read_generate_request
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.errors import RequestError
@@ -171,7 +171,7 @@ def client(config: VllmConfig) -> httpx.AsyncClient:
 
 async def test_a_large_answer_is_sent_in_parts(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch):
     at_once = await client.post(ROUTE, json=BODY)
-    monkeypatch.setattr(generate, "WRITTEN_AT_ONCE", 0)
+    monkeypatch.setattr(response_parts, "WRITTEN_AT_ONCE", 0)
     in_parts = await client.post(ROUTE, json=BODY)
     assert "content-length" in at_once.headers
     assert "content-length" not in in_parts.headers

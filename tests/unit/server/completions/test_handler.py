@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from scoremode_server.completions import handler
+from scoremode_server.completions import response_parts
 from scoremode_server.completions.handler import ScoringCompletions
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
@@ -141,7 +141,7 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(
     completions = Completions(config)
     completions.engine.let_go.set()
     at_once = await completions.create(only=only)
-    monkeypatch.setattr(handler, "WRITTEN_AT_ONCE", 0)
+    monkeypatch.setattr(response_parts, "WRITTEN_AT_ONCE", 0)
     in_parts = await completions.create(only=only)
     assert in_parts | {"created": 0} == at_once | {"created": 0}
 
