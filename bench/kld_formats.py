@@ -48,12 +48,12 @@ def oracle_divergences(base: PreTrainedModel, other: PreTrainedModel, windows: W
     return np.concatenate(parts)
 
 
-def record(url: str, windows: Windows) -> None:
-    """Keep the base as a reference over these windows."""
+def record(url: str, name: str, windows: Windows) -> None:
+    """Keep the served model as a reference over these windows."""
     # `disjoint` leaves out a window that ends with the text.
     tokens = [token for window in windows for token in window] + [windows[0][0]]
     with ScoreClient(url, timeout=600) as client:
-        reference = client.record_reference(REFERENCE, tokens, method="disjoint", context_length=len(windows[0]))
+        reference = client.record_reference(name, tokens, method="disjoint", context_length=len(windows[0]))
     if reference.num_windows != len(windows):
         raise ValueError(f"{reference.num_windows} windows of {len(windows)} were recorded")
 
@@ -107,7 +107,7 @@ def main() -> None:
             name: oracle_divergences(base, base if name == BASE else oracle_model(folder, device=device), windows)
             for name, folder in folders.items()
         }
-        record(urls[BASE].result(), windows)
+        record(urls[BASE].result(), REFERENCE, windows)
         rows = [row(name, urls[name], expected[name], log_of(name, options.logs)) for name in names]
     print(table(HEADER, rows), flush=True)
 

@@ -16,9 +16,9 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
-from agreement import Windows, cut_windows, windows_parser  # noqa: E402
+from agreement import cut_windows, windows_parser  # noqa: E402
 from checkpoints import pad_heads  # noqa: E402
-from kld_formats import oracle_divergences  # noqa: E402
+from kld_formats import oracle_divergences, record  # noqa: E402
 from model_servers import Server, starting  # noqa: E402
 from quantized_oracle import oracle_model  # noqa: E402
 from servers import Settings  # noqa: E402
@@ -28,14 +28,6 @@ from rounded_model import rounded_model  # noqa: E402
 from scoremode import ScoreClient  # noqa: E402
 
 HEADER = ("recorded by", "compared by", "mean KLD", "to the first", "largest", "to the oracle", "largest")
-
-
-def record(url: str, name: str, windows: Windows) -> None:
-    """Keep the served model as a reference over these windows."""
-    # `disjoint` leaves out a window that ends with the text.
-    tokens = [token for window in windows for token in window] + [windows[0][0]]
-    with ScoreClient(url, timeout=600) as client:
-        client.record_reference(name, tokens, method="disjoint", context_length=len(windows[0]))
 
 
 def divergences(url: str, reference: str) -> np.ndarray:

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import random
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -77,9 +76,8 @@ def measure_large(options: argparse.Namespace, flags: list[str]) -> None:
     ]
     with started([smallest], {"scoremode": settings}, options.tokenizer, options.logs, memory) as urls:
         url = urls[smallest, "scoremode"]
-        start = time.perf_counter()
         rate = asyncio.run(load.send_all(f"{url}/v1/completions", bodies))
-        print(f"{smallest}, large: {rate}, {time.perf_counter() - start:.1f} s", flush=True)
+        print(f"{smallest}, large: {rate}", flush=True)
         after = asyncio.run(load.run(url, smallest, "trl", 1, seed=1))
         print(f"{smallest}, one more after it: {after}", flush=True)
 

@@ -8,7 +8,7 @@ ray.data.read_parquet("corpus/").map_batches(
     fn_constructor_kwargs={"urls": ["http://gpu1:8000", "http://gpu2:8000"]},
     batch_format="pyarrow",
     batch_size=1024,
-    concurrency=2,
+    compute=ray.data.ActorPoolStrategy(size=2),
 ).write_parquet("scored/")
 """
 

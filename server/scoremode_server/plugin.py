@@ -42,7 +42,7 @@ class ScoremodeEndpoints:
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
         ours = [completions, perplexity, score, tokens, references, kld, page]
-        replaced = {completions.PATH}
+        replaced = {completions.ROUTE}
         if generate.is_served(app):
             ours.append(generate)
             replaced.add(ROUTE)

@@ -17,7 +17,7 @@ from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import CompletionReader, is_scoring
 from scoremode_server.scoring.tokenizer import as_prompts
 
-PATH = "/v1/completions"
+ROUTE = "/v1/completions"
 
 
 class CompletionsRoute(APIRoute):
@@ -42,7 +42,7 @@ router = APIRouter(route_class=CompletionsRoute)
 
 
 @router.post(
-    PATH,
+    ROUTE,
     responses={
         200: {"content": {"text/event-stream": {}}},
         400: {"model": ErrorResponse},

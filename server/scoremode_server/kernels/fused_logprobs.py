@@ -16,6 +16,7 @@ import torch
 from scoremode_server.kernels.implementations import kernels_for
 from scoremode_server.kernels.reduced_rows import ReducedRows
 from scoremode_server.kernels.tensor_parallel import Shard, gather_rows, highest, share_targets
+from scoremode_server.kernels.torch_kernels import take
 from scoremode_server.kernels.working_memory import TILE_ROWS
 
 MAX_TOP = 256
@@ -73,7 +74,7 @@ def compute(
             share_targets(shard.group, chunk)
         kernels.reduce_rows(logits, first, columns, chunk, temperature)
         if candidates is not None:
-            chosen.append(_take(logits, candidates[part], first, columns))
+            chosen.append(take(logits, candidates[part], first, columns))
         # The next chunk's are computed where these were.
         del logits
     if shard:
@@ -88,11 +89,3 @@ def compute(
         torch.cat((logprobs[:, :1], taken, logprobs[:, 1:]), 1),
         reduced.ranks,
     )
-
-
-def _take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -> torch.Tensor:
-    """Logits [rows, m] float32 of some tokens of each row, -inf where these columns do not hold them."""
-    column = tokens.long() - first
-    held = (column >= 0) & (column < columns)
-    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
-    return taken.masked_fill_(~held, -math.inf)

@@ -17,11 +17,16 @@ LARGEST = torch.finfo(torch.float64).max
 
 def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, columns: int, out: ReducedRows) -> None:
     """As `triton_kernels.take_targets`."""
-    column = targets.long() - first
-    held = (column >= 0) & (column < columns)
-    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     out.tokens[:, 0] = targets
-    out.logits[:, 0] = torch.where(held, taken.float(), -math.inf)
+    out.logits[:, 0] = take(logits, targets[:, None], first, columns)[:, 0]
+
+
+def take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -> torch.Tensor:
+    """Logits [rows, m] float32 of some tokens of each row, -inf where these columns do not hold them. On any device."""
+    column = tokens.long() - first
+    held = (column >= 0) & (column < columns)
+    taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()
+    return taken.masked_fill_(~held, -math.inf)
 
 
 def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0) -> None:

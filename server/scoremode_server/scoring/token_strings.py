@@ -59,17 +59,9 @@ class TokenStrings:
         self.fill(token_ids)
         return [self._json[token_id] for token_id in token_ids]
 
-    def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
-        """Texts as JSON of ids [rows, columns], row after row: tokens that may stand at positions `start` and on of a
-        prompt."""
-        texts = self.json_of(ids.ravel().tolist())
-        for place, text in self.json_within(prompt, start, ids):
-            texts[place] = text
-        return texts
-
     def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
-        """Places in ids, as `json_at` counts them, of tokens that end within a character, and the text as JSON of each:
-        what it completes with the tokens before it, or nothing."""
+        """Tokens that end within a character, of ids [rows, columns] that may stand at positions `start` and on of a
+        prompt: the place of each, row after row, and what it completes with those before it, as JSON, or nothing."""
         token_ids = ids.ravel()
         self._fill_array(token_ids)
         places = np.flatnonzero(self._incomplete[token_ids])

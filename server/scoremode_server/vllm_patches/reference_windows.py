@@ -20,7 +20,7 @@ from scoremode_server.references.directory import NoReferenceError, ReferenceDir
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.reference_head import HeadSlot, ReferenceHead
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
-from scoremode_server.vllm_patches.windows import Projections, Window
+from scoremode_server.vllm_patches.windows import Projections, Window, marked_with
 
 # vLLM writes what comes below its own name.
 logger = init_logger(f"vllm.{__name__}")
@@ -63,7 +63,7 @@ class WindowMark:
 
 def find_mark(sampling_params: Any) -> WindowMark | None:
     """The mark of a request, if it has one."""
-    mark = ((sampling_params and sampling_params.extra_args) or {}).get(MARK)
+    mark = marked_with(sampling_params, MARK)
     return None if mark is None else WindowMark(**mark)
 
 

@@ -12,7 +12,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.vllm_patches.windows import Projections, Window
+from scoremode_server.vllm_patches.windows import Projections, Window, marked_with
 
 SCORED_MARK = "scoremode_rows"
 """The key in `SamplingParams.extra_args`."""
@@ -99,7 +99,7 @@ class ScoredWindows:
 
     def begin(self, sampling_params: Any, *, writes: bool, device: torch.device) -> Window | None:
         """The window that parameters mark; None if they mark none."""
-        mark = ((sampling_params and sampling_params.extra_args) or {}).get(SCORED_MARK)
+        mark = marked_with(sampling_params, SCORED_MARK)
         return None if mark is None else ScoredWindow(ScoredMark(**mark), device)
 
     def get(self, request_id: str) -> Window | None:

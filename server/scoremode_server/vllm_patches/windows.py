@@ -5,6 +5,7 @@ for each target, the last one among them. Vocabulary-sized tensors exist for one
 """
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
@@ -64,6 +65,12 @@ class Projections(ABC):
             self.compared_rows(num_top, reference.logit_bytes),
             self.shard,
         )
+
+
+def marked_with(sampling_params: Any, key: str) -> dict[str, Any] | None:
+    """The mark that a request's parameters have under this key, if they do."""
+    mark: dict[str, Any] | None = ((sampling_params and sampling_params.extra_args) or {}).get(key)
+    return mark
 
 
 class Window(ABC):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from row_checks import DTYPES, random_logits
 
-from scoremode_server.kernels import fused_logprobs, tensor_parallel
+from scoremode_server.kernels import fused_logprobs, tensor_parallel, torch_kernels
 from scoremode_server.kernels.reduced_rows import ReducedRows
 from scoremode_server.kernels.tensor_parallel import Shard
 
@@ -72,7 +72,7 @@ def test_a_vocabulary_in_parts():
     shards = [Shard(first, end - first, None) for first, end in pairwise(ends)]
     taken = torch.stack(
         [
-            fused_logprobs._take(logits[:, shard.first :], candidates, shard.first, shard.columns)
+            torch_kernels.take(logits[:, shard.first :], candidates, shard.first, shard.columns)
             for shard in shards
             if shard.columns
         ]
