@@ -119,9 +119,11 @@ async def make_state(
 def _engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
+    # What is in flight, and a step's worth that waits: the engine need not wait for this process between two steps.
+    num_steps = (config.max_concurrent_batches + 1) * num_engines
     return EngineSize(
-        step_tokens=scheduler.max_num_batched_tokens * num_engines,
-        step_sequences=scheduler.max_num_seqs * num_engines,
+        tokens=num_steps * scheduler.max_num_batched_tokens,
+        sequences=num_steps * scheduler.max_num_seqs,
         max_scoring_tokens=settings.max_scoring_tokens or KV_CACHES_WAITING * cache_tokens * num_engines,
         request_timeout=settings.request_timeout,
     )

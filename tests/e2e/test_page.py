@@ -353,6 +353,9 @@ def test_a_late_answer_does_not_replace_a_newer_one(server: str, browser: Browse
             with page.expect_request("**/v1/score"):
                 page.locator("#key").fill(key)
                 page.locator("#text").focus()
+        # A request is seen before its route is called.
+        while len(held) < 2:
+            page.wait_for_timeout(10)
         late, newest = held
         newest.fulfill(json=served | {"model": "the newest"})
         expect(page.locator("#served")).to_contain_text("the newest")

@@ -2,8 +2,8 @@
 
 vLLM's queue is first come, first served. Whoever sends thousands of sequences at once would make all others wait for
 all of them, and vLLM walks through its whole queue for each one that is aborted. So at most one step's tokens wait in
-the engine besides those that it is at. Here HTTP requests take turns, a sequence each: a request's size is its own
-problem.
+the engine besides those that it is at. Here HTTP requests take turns, a sequence each, and one that has none in the
+engine finds a place there: a request's size is its own problem.
 """
 
 import asyncio
@@ -25,9 +25,6 @@ logger = init_logger("vllm.scoremode")
 
 T = TypeVar("T")
 
-STEPS = 3
-"""Steps' worth of sequences in the engine: that which runs, that which vLLM schedules meanwhile, and one that waits."""
-
 UNREAD_SECONDS = 1
 """A reader that has not come for more after so long is not waited for when the server stops."""
 
@@ -39,12 +36,12 @@ CLIENT_CLOSED_REQUEST = 499
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """What an engine can do, all of its replicas together."""
+    """What an engine is handed, all of its replicas together."""
 
-    step_tokens: int
-    """Tokens that a step computes at most."""
-    step_sequences: int
-    """Sequences that are in a step at most."""
+    tokens: int
+    """Tokens to compute, of all sequences that are in it. The last one may go beyond."""
+    sequences: int
+    """Sequences that are in it at most."""
     max_scoring_tokens: int
     """Tokens of all sequences that may be here at once, waiting or running."""
     request_timeout: float | None = None
@@ -168,36 +165,37 @@ class Admission:
         """
         if self.is_stopped:
             raise stopping()
-        if not self._turns and self._has_room():
-            self._count(num_tokens, 1)
+        if not self._turns and self._next((queue,)):
+            self._count(queue, num_tokens, 1)
             return
         turn = asyncio.get_running_loop().create_future()
         self._turns.setdefault(queue, deque()).append((turn, num_tokens))
+        self._give_turns()
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._count(-num_tokens, -1)
+                self._count(queue, -num_tokens, -1)
             # Turns of cancelled tasks must not keep others waiting.
             self._give_turns()
             raise
         if self.is_stopped:
-            self._count(-num_tokens, -1)
+            self._count(queue, -num_tokens, -1)
             raise stopping()
 
-    def leave(self, num_tokens: int) -> None:
+    def leave(self, queue: "RequestQueue", num_tokens: int) -> None:
         """A sequence is no longer in the engine: others go in its place."""
-        self._count(-num_tokens, -1)
+        self._count(queue, -num_tokens, -1)
         self._give_turns()
 
     def _give_turns(self) -> None:
-        while self._turns and self._has_room():
-            queue, turns = self._turns.popitem(last=False)
+        while queue := self._next(self._turns):
+            turns = self._turns.pop(queue)
             turn, num_next = turns.popleft()
             if turns:
                 self._turns[queue] = turns
             if not turn.done():
-                self._count(num_next, 1)
+                self._count(queue, num_next, 1)
                 turn.set_result(None)
 
     def show(self) -> None:
@@ -220,13 +218,18 @@ class Admission:
         self._turns.clear()
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
-    def _has_room(self) -> bool:
-        few = self.num_running < STEPS * self.size.step_sequences
-        return few and self._num_computing < STEPS * self.size.step_tokens
+    def _next(self, queues: "Iterable[RequestQueue]") -> "RequestQueue | None":
+        """The first of these that the engine has room for. Its last place is kept for a request that has at most one
+        sequence there: whoever comes after a full step waits for another one."""
+        num_free = self.size.sequences - self.num_running
+        if num_free <= 0 or self._num_computing >= self.size.tokens:
+            return None
+        return next((queue for queue in queues if num_free > 1 or queue.num_running <= 1), None)
 
-    def _count(self, num_tokens: int, num_running: int) -> None:
+    def _count(self, queue: "RequestQueue", num_tokens: int, num_running: int) -> None:
         self._num_computing += num_tokens
         self.num_running += num_running
+        queue.num_running += num_running
         self.show()
 
 
@@ -235,13 +238,14 @@ class RequestQueue:
 
     Attributes:
         running: ids of those that are in the engine.
+        num_running: how many are there, or have a place there.
         num_sequences: those without an answer yet.
         num_tokens: of these.
     """
 
     def __init__(self, admission: Admission) -> None:
         self.running: set[str] = set()
-        self.num_sequences = self.num_tokens = 0
+        self.num_sequences = self.num_tokens = self.num_running = 0
         self._admission = admission
         self._accepted = time.monotonic()
         self._entered: float | None = None
@@ -296,13 +300,11 @@ class RequestQueue:
             return
         size = self._admission.size
         # Those that were counted in with the request may all begin; those that count from now on leave room for others.
-        most_tokens = math.inf if self.num_sequences else STEPS * size.step_tokens
+        most_tokens = math.inf if self.num_sequences else size.tokens
         try:
             for coroutine in coroutines:
                 self._tasks.append(asyncio.create_task(coroutine))
-                while self._tasks and (
-                    len(self._tasks) == STEPS * size.step_sequences or self.num_tokens > most_tokens
-                ):
+                while self._tasks and (len(self._tasks) == size.sequences or self.num_tokens > most_tokens):
                     yield await self._first()
             while self._tasks:
                 yield await self._first()
@@ -348,4 +350,4 @@ class RequestQueue:
     def leave(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
         """A sequence that entered is no longer in the engine."""
         self.running.remove(request_id)
-        self._admission.leave(num_tokens - num_known)
+        self._admission.leave(self, num_tokens - num_known)

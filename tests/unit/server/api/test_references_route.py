@@ -303,7 +303,7 @@ async def record_other(client: Any, engine: ReferenceEngine) -> None:
 
 async def test_windows_are_counted_in_as_they_are_begun(engine: ReferenceEngine):
     """No more than the engine has use for, so that other requests have room."""
-    size = EngineSize(step_tokens=16, step_sequences=64, max_scoring_tokens=100)
+    size = EngineSize(tokens=48, sequences=192, max_scoring_tokens=100)
     app = light_app(engine=engine, references=engine.references(), size=size)
     engine.held.clear()
     async with client_of(app) as client:

@@ -110,7 +110,7 @@ async def test_a_model_that_is_not_served_is_vllms_to_refuse(config: VllmConfig)
 
 
 async def test_more_tokens_than_may_wait_are_refused_by_the_fields_name(config: VllmConfig):
-    small = EngineSize(step_tokens=1024, step_sequences=64, max_scoring_tokens=2)
+    small = EngineSize(tokens=3072, sequences=192, max_scoring_tokens=2)
     with pytest.raises(RequestError, match="3 tokens to score") as refused:
         await Generate(config, small).answer()
     assert (refused.value.status, refused.value.param) == (413, "token_ids")

@@ -25,7 +25,7 @@ from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestEr
 
 ROOM = 1 << 24
 SIZE = 4
-LARGE = EngineSize(step_tokens=1024, step_sequences=64, max_scoring_tokens=100_000)
+LARGE = EngineSize(tokens=3072, sequences=192, max_scoring_tokens=100_000)
 LORAS = {0: None, 1: LoRARequest("one", 1, "/one"), 2: LoRARequest("two", 2, "/two")}
 RUNNERS = ["v1", "v2"]
 

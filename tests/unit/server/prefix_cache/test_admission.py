@@ -11,14 +11,14 @@ import pytest
 
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache import admission as module
-from scoremode_server.prefix_cache.admission import STEPS, Admission, EngineSize, RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, EngineSize, RequestQueue
 
 
 class Engine:
     """Sequences that are in an engine, until each is finished by hand."""
 
-    def __init__(self, step_tokens: int = 100, step_sequences: int = 4, **bounds: Any) -> None:
-        size = EngineSize(step_tokens, step_sequences, **{"max_scoring_tokens": 100_000} | bounds)
+    def __init__(self, tokens: int = 300, sequences: int = 12, **bounds: Any) -> None:
+        size = EngineSize(tokens, sequences, **{"max_scoring_tokens": 100_000} | bounds)
         self.loads: list[tuple[int, int]] = []
         self.aborted: list[list[str]] = []
         self.inside: dict[str, asyncio.Event] = {}
@@ -81,19 +81,19 @@ def names(letter: str, count: int) -> list[str]:
     return [f"{letter}{index}" for index in range(count)]
 
 
-async def test_the_engine_gets_three_steps_of_sequences_and_answers_are_in_order():
-    engine = Engine(step_sequences=4)
+async def test_the_engine_gets_as_many_sequences_as_it_holds_but_one_and_answers_are_in_order():
+    engine = Engine(sequences=12)
     answer = asyncio.create_task(engine.request(names("a", 30)))
     steps = []
     while not answer.done():
         steps.append(len(await engine.step()))
-    assert steps[:2] == [STEPS * 4] * 2
+    assert steps == [11, 11, 8]
     assert await answer == names("a", 30)
     engine.check_nothing_is_left()
 
 
-async def test_the_engine_gets_three_steps_of_tokens_and_a_sequence_of_any_length_when_there_is_room():
-    engine = Engine(step_tokens=100)
+async def test_the_engine_gets_as_many_tokens_as_it_holds_and_a_sequence_of_any_length_when_there_is_room():
+    engine = Engine(tokens=300)
     answer = asyncio.create_task(engine.request(names("a", 5), num_tokens=150))
     assert len(await engine.step()) == 2
     assert len(await engine.step()) == 2
@@ -105,7 +105,7 @@ async def test_the_engine_gets_three_steps_of_tokens_and_a_sequence_of_any_lengt
 
 
 async def test_sequences_that_are_counted_as_they_begin_are_few_and_leave_room_for_others():
-    engine = Engine(step_tokens=100, step_sequences=8, max_scoring_tokens=1000)
+    engine = Engine(tokens=300, sequences=24, max_scoring_tokens=1000)
     answer = asyncio.create_task(engine.windows(names("a", 30), num_tokens=50))
     most = 0
     while not answer.done():
@@ -114,12 +114,12 @@ async def test_sequences_that_are_counted_as_they_begin_are_few_and_leave_room_f
         engine.admission.check(600)
         await engine.step()
     assert await answer == names("a", 30)
-    assert STEPS * 100 < most <= STEPS * 100 + 50
+    assert 300 < most <= 350
     engine.check_nothing_is_left()
 
 
 async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_time():
-    engine = Engine(step_tokens=100)
+    engine = Engine(tokens=300)
     answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
     steps = []
     while not answer.done():
@@ -130,13 +130,26 @@ async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_
     engine.check_nothing_is_left()
 
 
+async def test_an_engine_of_one_sequence_a_step_has_another_one_waiting():
+    engine = Engine(sequences=2)
+    answer = asyncio.create_task(engine.request(names("a", 4)))
+    assert await engine.step() == ["a0", "a1"]
+    assert await engine.step() == ["a2", "a3"]
+    await answer
+
+
 async def test_requests_take_turns_whatever_their_size():
-    engine = Engine(step_sequences=2)
+    engine = Engine(sequences=6)
     large = asyncio.create_task(engine.request(names("a", 40)))
     await settle()
+    assert list(engine.inside) == names("a", 5)
     small = [asyncio.create_task(engine.request([name])) for name in ("b", "c")]
-    await engine.step()
-    assert {"b", "c"} <= set(engine.inside)
+    await settle()
+    assert list(engine.inside) == [*names("a", 5), "b"]
+    for name in ("a0", "a1"):
+        engine.inside[name].set()
+    await settle()
+    assert list(engine.inside) == ["a2", "a3", "a4", "b", "c"]
     await engine.step()
     assert all(task.done() for task in small)
     assert not large.done()
@@ -146,15 +159,15 @@ async def test_requests_take_turns_whatever_their_size():
 
 
 async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
-    engine = Engine(step_sequences=4)
+    engine = Engine(sequences=12)
     leaves = asyncio.create_task(engine.request(names("a", 1000)))
     await settle()
     stays = asyncio.create_task(engine.request(["b"]))
     await settle()
-    assert list(engine.inside) == names("a", STEPS * 4)
+    assert list(engine.inside) == [*names("a", 11), "b"]
     leaves.cancel()
     await settle()
-    assert [sorted(call) for call in engine.aborted] == [sorted(names("a", STEPS * 4))]
+    assert [sorted(call) for call in engine.aborted] == [sorted(names("a", 11))]
     assert list(engine.inside) == ["b"]
     await engine.step()
     assert await stays == ["b"]
@@ -162,8 +175,8 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
 
 
 async def test_a_waiting_sequence_that_is_cancelled_blocks_nobody():
-    engine = Engine(step_sequences=1)
-    inside = [asyncio.create_task(engine.request([name])) for name in names("a", STEPS)]
+    engine = Engine(sequences=3)
+    inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
     await settle()
     leaves = asyncio.create_task(engine.request(["b"]))
     await settle()
@@ -178,8 +191,8 @@ async def test_a_waiting_sequence_that_is_cancelled_blocks_nobody():
 
 
 async def test_a_sequence_that_is_cancelled_in_the_moment_of_its_turn_gives_it_back():
-    engine = Engine(step_sequences=1)
-    inside = [asyncio.create_task(engine.request([name])) for name in names("a", STEPS)]
+    engine = Engine(sequences=3)
+    inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
     await settle()
     waiting = asyncio.create_task(engine.request(["b"]))
     await settle()
@@ -254,11 +267,11 @@ async def test_before_a_shutdown_what_is_here_may_finish_and_nothing_new_comes()
 
 
 async def test_after_the_time_of_grace_the_rest_is_ended():
-    engine = Engine(step_sequences=1)
+    engine = Engine(sequences=3)
     requests = [asyncio.create_task(engine.request(names(letter, 5))) for letter in "abc"]
     await settle()
     await engine.admission.drain(0)
-    assert sorted(engine.aborted[0]) == names("a", STEPS)
+    assert sorted(engine.aborted[0]) == ["a0", "a1", "b0"]
     assert engine.admission.is_stopped
     await engine.step()
     for request in requests:
@@ -268,9 +281,9 @@ async def test_after_the_time_of_grace_the_rest_is_ended():
 
 
 async def test_a_turn_that_is_given_in_the_moment_of_the_end_is_not_taken():
-    engine = Engine(step_sequences=1)
-    async with engine.admission.request("/v1/score", "id", STEPS, 10 * STEPS) as queue:
-        for name in names("a", STEPS):
+    engine = Engine(sequences=2)
+    async with engine.admission.request("/v1/score", "id", 2, 20) as queue:
+        for name in names("a", 2):
             await queue.enter(name, 10)
         waiting = asyncio.create_task(engine.request(["b"]))
         await settle()
@@ -278,9 +291,8 @@ async def test_a_turn_that_is_given_in_the_moment_of_the_end_is_not_taken():
         engine.admission.is_stopped = True
         with pytest.raises(RequestError, match="shutting down"):
             await asyncio.wait_for(waiting, 10)
-        assert engine.admission.num_running == STEPS - 1
-        for name in names("a", STEPS)[1:]:
-            queue.leave(name, 10)
+        assert engine.admission.num_running == 1
+        queue.leave("a1", 10)
     engine.check_nothing_is_left()
 
 
@@ -307,7 +319,7 @@ async def test_a_shutdown_waits_for_what_was_begun_and_not_for_a_reader_that_has
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(module, "UNREAD_SECONDS", 0)
-    engine = Engine(step_tokens=100)
+    engine = Engine(tokens=300)
     has_read = asyncio.Event()
 
     async def read_one() -> None:
