@@ -97,10 +97,10 @@ def answers(client: httpx.Client, request: dict[str, Any]) -> tuple[Any, Any]:
     return answer("/v1/completions"), answer("/stock/v1/completions")
 
 
-def prompts_that_begin_alike(rng: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
+def prompts_that_begin_alike(rng: random.Random, vocab_size: int, num_prompts: int) -> Iterator[dict[str, Any]]:
     """Branches of branches, each asked for twice, in two styles; token ids of any kind, so also parts of characters."""
     plain = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    for _ in range(4):
+    for _ in range(num_prompts):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(40, 70))]
         for _ in range(2):
             branch = prompt + [rng.randrange(vocab_size) for _ in range(rng.randint(10, 40))]

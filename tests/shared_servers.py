@@ -91,7 +91,7 @@ class Servers:
         self._model = model
         self.references = folder()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="servers")
-        self._running = ExitStack()
+        self._running: list[ExitStack] = []
         self._urls: dict[str, Future[str]] = {}
 
     def begin(self, name: str) -> None:
@@ -111,11 +111,14 @@ class Servers:
     def stop(self) -> None:
         """Stop all of them."""
         self._thread.shutdown(cancel_futures=True)
-        self._running.close()
+        with ThreadPoolExecutor() as pool:
+            for _ in pool.map(ExitStack.close, self._running):
+                pass
 
     def _start(self, server: Server, model: Path) -> str:
         references = ("--reference-dir", str(self.references)) if server.keeps_references else ()
-        return self._running.enter_context(
+        self._running.append(ExitStack())
+        return self._running[-1].enter_context(
             running_server(
                 model,
                 *server.flags,

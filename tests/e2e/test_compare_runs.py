@@ -12,7 +12,7 @@ from scoremode import ScoreClient
 from tests.command_line import ppl_client
 
 NAME = "to-compare"
-TEXT = ("--dataset", "pydoc", "--max-tokens", "1024", "--method", "disjoint", "--context-length", "128")
+TEXT = ("--dataset", "pydoc", "--max-tokens", "640", "--method", "disjoint", "--context-length", "64")
 
 
 @pytest.fixture(scope="module")

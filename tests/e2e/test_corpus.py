@@ -35,7 +35,7 @@ def documents(wikitext: str) -> list[str | None]:
     lengths = [40, 300, 1, 1200, 80, 2500, 15]
     texts: list[str | None] = [None, ""]
     place = 0
-    for index in range(21):
+    for index in range(14):
         length = lengths[index % len(lengths)]
         texts.append(wikitext[place : place + length])
         place += length

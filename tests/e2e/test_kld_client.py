@@ -18,7 +18,7 @@ from scoremode import NotFoundError, ScoreClient
 from tests.command_line import ppl_client
 
 NAME = "command-line"
-TEXT = ("--dataset", "pydoc", "--max-tokens", "1024", "--method", "disjoint", "--context-length", "128")
+TEXT = ("--dataset", "pydoc", "--max-tokens", "512", "--method", "disjoint", "--context-length", "64")
 NUM_WINDOWS = 7
 
 
@@ -53,10 +53,10 @@ def test_a_model_beside_itself_diverges_nowhere_and_is_the_floor(server: str, re
     _, record, arrays = compared(server, tmp_path)
     assert np.abs(arrays["kld"]).max() < 1e-6
     assert record["statistics"]["same_top_p"] == 1
-    assert arrays["window_sizes"].tolist() == [127] * NUM_WINDOWS
+    assert arrays["window_sizes"].tolist() == [63] * NUM_WINDOWS
     printed, record, _ = compared(server, tmp_path, "--floor")
     assert "this comparison, kept with the reference" in printed
-    assert record["reference"]["noise_floor"]["num_scored"] == 127 * NUM_WINDOWS
+    assert record["reference"]["noise_floor"]["num_scored"] == 63 * NUM_WINDOWS
 
 
 def test_every_figure_of_another_model_is_numpys_on_the_values(int8_server: str, recorded: str, tmp_path: Path):

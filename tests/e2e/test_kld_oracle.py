@@ -25,7 +25,7 @@ POSITION, MEAN = 1e-4, 1e-5
 
 @pytest.fixture(scope="module")
 def text(wikitext: str) -> str:
-    return wikitext[:3500]
+    return wikitext[:2500]
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_the_floor_is_of_the_references_own_model(client: ScoreClient, rounded_c
 
 
 def test_a_recording_goes_on_where_it_was_interrupted(client: ScoreClient, server: str, wikitext: str):
-    body = {"name": "long", "prompt": wikitext[:7000], "context_length": 128, "stride": 64, "stream": True}
+    body = {"name": "long", "prompt": wikitext[:4500], "context_length": 128, "stride": 64, "stream": True}
     with httpx.stream("POST", f"{server}/v1/references", json=body, timeout=300) as events:
         for _, line in zip(range(8), events.iter_lines(), strict=False):
             assert "error" not in line

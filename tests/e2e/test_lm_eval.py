@@ -15,7 +15,7 @@ from tests.shared_servers import API_KEY
 
 MAX_LENGTH = 512
 TASK, ROLLING = "python_reference", "python_documents"
-NUM_QUESTIONS = 12
+NUM_QUESTIONS = 8
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ server that runs by hand are made on.
 import json
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ NUM_WINDOWS = 15
 
 class Sweeps:
     """A plan that grows, and what the sweeps over it made."""
+
+    by_hand: str
+    """The URL of a server that shares the references."""
 
     def __init__(self, folder: Path, random_model: Path) -> None:
         self.folder = folder
@@ -67,27 +71,25 @@ def disturbed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="module")
-def sweeps(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweeps:
-    """After one sweep over one model."""
+def sweeps(random_model: Path, disturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
+    """After one sweep over one model. A server of another one, which has the sweep's references, starts meanwhile."""
     sweeps = Sweeps(tmp_path_factory.mktemp("sweep"), random_model)
-    done = sweeps.sweep()
-    assert done.returncode == 0, done.stderr
-    return sweeps
+    references = sweeps.runs / "references"
+    references.mkdir(parents=True)
+    flags = (*FLAGS, "--reference-dir", str(references))
+    with ThreadPoolExecutor(1) as pool:
+        sweeping = pool.submit(sweeps.sweep)
+        with running_server(disturbed, *flags, log=sweeps.folder / "by-hand.log") as sweeps.by_hand:
+            done = sweeping.result()
+            assert done.returncode == 0, done.stderr
+            yield sweeps
 
 
 @pytest.fixture(scope="module")
-def by_hand(sweeps: Sweeps, disturbed: Path) -> Iterator[str]:
-    """A server of another model, with the references of the sweep."""
-    references = ("--reference-dir", str(sweeps.runs / "references"))
-    with running_server(disturbed, *FLAGS, *references, log=sweeps.folder / "by-hand.log") as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def added(sweeps: Sweeps, by_hand: str) -> "subprocess.CompletedProcess[str]":
+def added(sweeps: Sweeps) -> "subprocess.CompletedProcess[str]":
     """The sweep again, with a second model, and a third that cannot start."""
     before = sweeps.times()
-    done = sweeps.sweep({"name": "missing", "model": "/no/such/model"}, {"name": "disturbed", "url": by_hand})
+    done = sweeps.sweep({"name": "missing", "model": "/no/such/model"}, {"name": "disturbed", "url": sweeps.by_hand})
     assert {name: time for name, time in sweeps.times().items() if name in before} == before
     return done
 
@@ -116,10 +118,10 @@ def test_two_models_make_two_runs_and_a_report(sweeps: Sweeps):
 
 
 @pytest.mark.usefixtures("added")
-def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, by_hand: str):
+def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps):
     swept, output = sweeps.record("disturbed"), sweeps.folder / "by-hand.json"
     name = swept["reference"]["name"]
-    ppl_client("kld", "--url", by_hand, "--reference", name, "--output", str(output), "--quiet")
+    ppl_client("kld", "--url", sweeps.by_hand, "--reference", name, "--output", str(output), "--quiet")
     arrays = load_file(output.with_suffix(".safetensors"))
     for each in ("token_ids", "window_sizes"):
         assert sweeps.arrays("disturbed")[each].tolist() == arrays[each].tolist()
@@ -127,17 +129,17 @@ def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, by_hand: st
     np.testing.assert_allclose(sweeps.arrays("disturbed")["kld"], arrays["kld"], atol=1e-5)
     np.testing.assert_allclose(sweeps.arrays("disturbed")["logprobs"], arrays["logprobs"], atol=1e-4)
     options = ["--dataset", "pydoc", "--max-tokens", "1000", "--method", "disjoint", "--context-length", "64"]
-    ppl_client("--url", by_hand, *options, "--output", str(output), "--quiet")
+    ppl_client("--url", sweeps.by_hand, *options, "--output", str(output), "--quiet")
     assert json.loads(output.read_text())["perplexity"] == pytest.approx(swept["statistics"]["ppl_q"], rel=1e-5)
 
 
-def test_a_run_has_the_size_of_its_model_and_the_texts_of_its_tokens(sweeps: Sweeps, random_model: Path, by_hand: str):
+def test_a_run_has_the_size_of_its_model_and_the_texts_of_its_tokens(sweeps: Sweeps, random_model: Path):
     record, file = sweeps.record("base"), random_model / "model.safetensors"
     assert record["server"]["weight_bytes"] == file.stat().st_size
     assert record["server"]["num_parameters"] == sum(tensor.size for tensor in load_file(file).values())
     token_ids = np.unique(sweeps.arrays("base")["token_ids"]).tolist()
     assert set(record["token_texts"]) == {str(token_id) for token_id in token_ids}
-    with ScoreClient(by_hand) as client:
+    with ScoreClient(sweeps.by_hand) as client:
         assert client.token_texts(token_ids) == {int(key): text for key, text in record["token_texts"].items()}
         (score,) = client.score([token_ids[:50]], return_tokens=True)
     assert score.tokens == [record["token_texts"][str(token_id)] for token_id in token_ids[:50]]

@@ -29,7 +29,7 @@ from tests import models, oracle
 
 VOCABULARY = 262_144
 LENGTH, STRIDE, STEP_TOKENS = 96, 48, 40
-SIZE = EngineSize(STEP_TOKENS, 4, 100_000)
+SIZE = EngineSize(2 * STEP_TOKENS, 8, 100_000)
 
 
 @asynccontextmanager
