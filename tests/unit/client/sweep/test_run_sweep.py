@@ -1,5 +1,6 @@
 """Sweeps over processes that stand in for servers: what is measured, what is kept, and what a failure costs."""
 
+import asyncio
 import json
 import shutil
 import sys
@@ -43,6 +44,25 @@ async def sweep(folder: Path, *models: dict[str, Any], **changes: Any) -> SweepR
     return await run_sweep(plan_of(*models, **changes), folder)
 
 
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in is ready much sooner than a server."""
+    monkeypatch.setattr("scoremode.sweep.server._POLL_SECONDS", 0.05)
+
+
+@pytest.fixture(scope="module")
+def swept_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("swept")
+    asyncio.run(sweep(folder, BASE, NEAR))
+    return folder
+
+
+@pytest.fixture
+def swept(swept_once: Path, tmp_path: Path) -> Path:
+    """A folder after a sweep over BASE and NEAR."""
+    return Path(shutil.copytree(swept_once, tmp_path / "swept"))
+
+
 def record(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / f"{name}.json").read_text())
 
@@ -76,53 +96,47 @@ async def test_the_first_gets_its_perplexity_and_each_other_its_divergence_from_
     assert base["token_texts"][str(ord("T"))] == "T"
 
 
-async def test_the_figures_are_those_of_kld_by_hand(tmp_path: Path):
-    await sweep(tmp_path, BASE, NEAR)
-    swept = record(tmp_path, "near")
+async def test_the_figures_are_those_of_kld_by_hand(swept: Path):
+    near = record(swept, "near")
     server = KldServer()
     async with AsyncScoreClient("http://fake", transport=httpx.MockTransport(server)) as client:
         await client.record_reference("base", TEXT, method="disjoint", context_length=8)
     beside = KldServer(server.references, noise=0.2)
     async with AsyncScoreClient("http://fake", transport=httpx.MockTransport(beside)) as client:
         by_hand = await measure_kld(client, "base")
-    assert swept["statistics"] == by_hand.statistics
+    assert near["statistics"] == by_hand.statistics
 
 
-async def test_what_was_measured_is_kept_and_another_model_runs_alone(tmp_path: Path):
-    await sweep(tmp_path, BASE, NEAR)
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("*.*")}
-    assert (await sweep(tmp_path, BASE, NEAR)).measured == []
-    result = await sweep(tmp_path, BASE, NEAR, FAR)
+async def test_what_was_measured_is_kept_and_another_model_runs_alone(swept: Path):
+    files = {path: path.stat().st_mtime_ns for path in (swept / "runs").glob("*.*")}
+    assert (await sweep(swept, BASE, NEAR)).measured == []
+    result = await sweep(swept, BASE, NEAR, FAR)
     assert (result.measured, list(result.runs)) == (["far"], ["base", "near", "far"])
     assert {path: path.stat().st_mtime_ns for path in files} == files
 
 
-async def test_another_first_model_has_all_measured_again(tmp_path: Path):
-    await sweep(tmp_path, BASE, NEAR)
-    assert (await sweep(tmp_path, {**BASE, "serve": ["--flag", "1"]}, NEAR)).measured == ["base", "near"]
+async def test_another_first_model_has_all_measured_again(swept: Path):
+    assert (await sweep(swept, {**BASE, "serve": ["--flag", "1"]}, NEAR)).measured == ["base", "near"]
 
 
-async def test_a_run_whose_file_is_gone_is_measured_again(tmp_path: Path):
-    await sweep(tmp_path, BASE, NEAR)
-    (tmp_path / "runs" / "near.safetensors").unlink()
-    assert (await sweep(tmp_path, BASE, NEAR)).measured == ["near"]
+async def test_a_run_whose_file_is_gone_is_measured_again(swept: Path):
+    (swept / "runs" / "near.safetensors").unlink()
+    assert (await sweep(swept, BASE, NEAR)).measured == ["near"]
 
 
-async def test_a_reference_that_is_gone_is_recorded_again(tmp_path: Path):
-    await sweep(tmp_path, BASE, NEAR)
-    (kept,) = (tmp_path / "runs" / "references").iterdir()
+async def test_a_reference_that_is_gone_is_recorded_again(swept: Path):
+    (kept,) = (swept / "runs" / "references").iterdir()
     shutil.rmtree(kept)
-    assert (await sweep(tmp_path, BASE, NEAR)).measured == [], "nobody needs it"
-    assert (await sweep(tmp_path, BASE, NEAR, FAR)).measured == ["base", "far"]
+    assert (await sweep(swept, BASE, NEAR)).measured == [], "nobody needs it"
+    assert (await sweep(swept, BASE, NEAR, FAR)).measured == ["base", "far"]
     assert kept.is_dir()
 
 
-async def test_a_reference_that_is_not_complete_is_finished(tmp_path: Path):
-    await sweep(tmp_path, BASE, NEAR)
-    (kept,) = (tmp_path / "runs" / "references").iterdir()
+async def test_a_reference_that_is_not_complete_is_finished(swept: Path):
+    (kept,) = (swept / "runs" / "references").iterdir()
     (kept / "manifest.json").write_text('{"result": null}')
-    assert (await sweep(tmp_path, BASE, NEAR, FAR)).measured == ["base", "far"]
-    assert record(tmp_path, "far")["kind"] == "kld"
+    assert (await sweep(swept, BASE, NEAR, FAR)).measured == ["base", "far"]
+    assert record(swept, "far")["kind"] == "kld"
 
 
 async def test_a_failure_is_reported_with_the_log_and_the_others_go_on(tmp_path: Path):
