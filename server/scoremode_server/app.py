@@ -6,6 +6,7 @@ import hmac
 import importlib.metadata
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 import vllm
 from fastapi import Request
@@ -22,9 +23,12 @@ from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
 from scoremode_server.prefix_cache.run import RowsRequest, run_engine
+from scoremode_server.references.manifest import ModelIdentity
+from scoremode_server.scoring.comparer import Comparer
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_identity import model_identity
 from scoremode_server.scoring.model_size import ModelSize, model_size
+from scoremode_server.scoring.recorder import Recorder
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -50,6 +54,23 @@ _shutdowns: list[Shutdown] = []
 
 
 @dataclass(frozen=True, slots=True)
+class ReferenceParts:
+    """What `/v1/references` and `/v1/kld` share."""
+
+    stored: References
+    recorder: Recorder
+    comparer: Comparer
+
+    @classmethod
+    def of(
+        cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
+    ) -> "ReferenceParts":
+        """Those of the served model, with references in a folder."""
+        stored = References(root, model)
+        return cls(stored, Recorder(stored, client, engine, turns), Comparer(stored, client, engine, turns))
+
+
+@dataclass(frozen=True, slots=True)
 class ScoremodeState:
     """The server's parts; `app.state.scoremode`."""
 
@@ -62,7 +83,7 @@ class ScoremodeState:
     limits: Limits
     info: ServerInfo
     admission: Admission
-    references: References | None
+    references: ReferenceParts | None
     """None where the server has no folder for them."""
     owner_key: bytes | None
     """A secret of this process, where the server has API keys."""
@@ -111,7 +132,7 @@ async def make_state(
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models, identity.fingerprint, size),
         admission=engine.admission,
-        references=None if root is None else References(root, client, engine, turns, identity),
+        references=None if root is None else ReferenceParts.of(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
     )
 

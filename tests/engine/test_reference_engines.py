@@ -15,13 +15,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from scoremode.kld import KldPositions
 from scoremode.windows import cut_windows
+from scoremode_server.app import ReferenceParts
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.engine import EngineSize, ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.references.directory import StoredText
 from scoremode_server.references.manifest import TextPlan, text_fingerprint
 from scoremode_server.scoring.model_identity import model_identity
-from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
@@ -33,7 +33,7 @@ SIZE = EngineSize(2 * STEP_TOKENS, 8, 100_000)
 
 
 @asynccontextmanager
-async def references_of(model: Path, folder: Path) -> AsyncIterator[tuple[References, ScoringEngine]]:
+async def references_of(model: Path, folder: Path) -> AsyncIterator[tuple[ReferenceParts, ScoringEngine]]:
     """What a server of a model would serve, without the server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(REFERENCE_VARIABLE, str(folder))
@@ -51,7 +51,7 @@ async def references_of(model: Path, folder: Path) -> AsyncIterator[tuple[Refere
         )
     try:
         scoring = ScoringEngine(engine, RowStore(16, 0), Metrics(1, CollectorRegistry()), SIZE)
-        yield References(folder, engine, scoring, Turns(), model_identity(engine.model_config, None)), scoring
+        yield ReferenceParts.of(folder, engine, scoring, Turns(), model_identity(engine.model_config, None)), scoring
     finally:
         engine.shutdown()
 
@@ -81,11 +81,11 @@ async def test_a_large_vocabulary_with_capped_logits_diverges_as_transformers_sa
     text, plan = cut(tokens)
     async with references_of(base, tmp_path / "references") as (references, engine):
         async with engine.admission.request("/v1/references", "record") as queue:
-            reference = await references.begin("base", plan, text)
+            reference = await references.recorder.begin("base", plan, text)
             settings = ScoreSettings(request_id="record", queue=queue)
-            async with aclosing(references.record(reference, settings)) as windows:
+            async with aclosing(references.recorder.record(reference, settings)) as windows:
                 nlls = [window.nlls async for window in windows]
-        await references.finish(reference, nlls)
+        await references.recorder.finish(reference, nlls)
         itself = await compared(references, engine)
         assert itself.kld.max() < 1e-6
     async with references_of(other, tmp_path / "references") as (references, engine):
@@ -101,12 +101,12 @@ async def test_a_large_vocabulary_with_capped_logits_diverges_as_transformers_sa
     assert found.kld.mean() > 0.01
 
 
-async def compared(references: References, engine: ScoringEngine) -> KldPositions:
+async def compared(references: ReferenceParts, engine: ScoringEngine) -> KldPositions:
     """All windows through the engine."""
-    reference = await references.open("base")
-    await references.check(reference, VOCABULARY, LENGTH)
+    reference = await references.stored.open("base")
+    await references.comparer.check(reference, VOCABULARY, LENGTH)
     async with engine.admission.request("/v1/kld", "compare") as queue:
         settings = ScoreSettings(request_id="compare", queue=queue)
         indices = list(range(reference.manifest.text.num_windows))
-        async with aclosing(references.compare(reference, indices, 0, settings)) as windows:
+        async with aclosing(references.comparer.compare(reference, indices, 0, settings)) as windows:
             return KldPositions.concatenate([window.positions async for window in windows])

@@ -80,8 +80,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
 async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> Job:
     model = await state.models.resolve(request.model)
     references = references_of(state)
-    reference = await references.open(request.reference)
-    await references.check(reference, state.limits.vocab_size, state.limits.max_model_len)
+    reference = await references.stored.open(request.reference)
+    await references.comparer.check(reference, state.limits.vocab_size, state.limits.max_model_len)
     num_windows = reference.manifest.text.num_windows
     first, last = request.windows or (0, num_windows)
     if not 0 <= first < last <= num_windows:
@@ -91,7 +91,7 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
     if request.as_noise_floor:
         if (first, last) != (0, num_windows):
             raise RequestError("a noise floor is of all windows", "windows")
-        if reference.manifest.model.fingerprint != references.model.fingerprint or model.lora is not None:
+        if reference.manifest.model.fingerprint != references.stored.model.fingerprint or model.lora is not None:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
@@ -109,7 +109,7 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
 async def _windows(job: Job, state: ScoremodeState) -> AsyncGenerator[ComparedWindow, None]:
     async with state.admission.request("/v1/kld", job.request_id) as queue:
         settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
-        compared = references_of(state).compare(job.reference, job.indices, job.request.top_logprobs, settings)
+        compared = references_of(state).comparer.compare(job.reference, job.indices, job.request.top_logprobs, settings)
         async with aclosing(compared) as windows:
             async for window in windows:
                 job.positions[window.index] = window.positions
@@ -134,7 +134,7 @@ async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
         floor = NoiseFloor(
             mean=kld["mean"], p99=kld["p99"], max=kld["max"], num_scored=num_scored, created=int(time.time())
         )
-        await references_of(state).keep_floor(job.reference, floor)
+        await references_of(state).stored.keep_floor(job.reference, floor)
     num_tokens = int(job.reference.text.num_tokens[job.first : job.last].sum())
     return {
         "id": job.request_id,
@@ -142,7 +142,7 @@ async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
         "created": int(time.time()),
         "model": job.model_name,
         "reference": job.reference.name,
-        "fingerprint": references_of(state).model.fingerprint,
+        "fingerprint": references_of(state).stored.model.fingerprint,
         "windows": [job.first, job.last],
         "num_scored": num_scored,
         "statistics": figures,

@@ -18,18 +18,17 @@ from scoremode_server.api.event_stream import EventStream
 from scoremode_server.api.perplexity import Job, Progress, prepare
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
-from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.app import ReferenceParts, ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.references.manifest import TextPlan, text_fingerprint
-from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
 
 
-def references_of(state: ScoremodeState) -> References:
+def references_of(state: ScoremodeState) -> ReferenceParts:
     """What serves the routes of references.
 
     Raises:
@@ -45,7 +44,7 @@ def references_of(state: ScoremodeState) -> References:
 @router.get("/v1/references", response_model=ReferenceList, responses=ERROR_RESPONSES, summary="All references")
 async def list_references(raw_request: Request) -> ReferenceList:
     """The references in the server's folder, by name."""
-    return ReferenceList(data=await references_of(scoremode_state(raw_request)).all())
+    return ReferenceList(data=await references_of(scoremode_state(raw_request)).stored.all())
 
 
 @router.get(
@@ -53,7 +52,7 @@ async def list_references(raw_request: Request) -> ReferenceList:
 )
 async def get_reference(name: str, raw_request: Request) -> Reference:
     """One reference, complete or not."""
-    return await references_of(scoremode_state(raw_request)).describe(name)
+    return await references_of(scoremode_state(raw_request)).stored.describe(name)
 
 
 @router.delete(
@@ -61,7 +60,7 @@ async def get_reference(name: str, raw_request: Request) -> Reference:
 )
 async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
     """Remove a reference from disk. Comparisons with it that are under way end with an error."""
-    await references_of(scoremode_state(raw_request)).delete(name)
+    await references_of(scoremode_state(raw_request)).stored.delete(name)
     return ReferenceDeleted(name=name)
 
 
@@ -83,13 +82,13 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         if job.options["lora_request"] is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         text, plan = await asyncio.to_thread(_plan, job)
-        reference = await references.begin(request.name, plan, text)
+        reference = await references.recorder.begin(request.name, plan, text)
     if request.stream:
         return EventStream(_contents(job, state, reference), job.request_id)
     async with aclosing(_recorded_windows(job, state, reference)) as windows:
         async for _ in windows:
             pass
-    return json_response((await references.describe(request.name)).model_dump())
+    return json_response((await references.stored.describe(request.name)).model_dump())
 
 
 def _plan(job: Job) -> tuple[StoredText, TextPlan]:
@@ -118,19 +117,19 @@ async def _recorded_windows(
 ) -> AsyncGenerator[PerplexityWindow, None]:
     """Progress with each window that was not there before. At the end the reference has its perplexity. The files of a
     complete one are read too, so that asking again mends what was damaged."""
-    references = references_of(state)
+    recorder = references_of(state).recorder
     nlls: list[np.ndarray] = []
     progress = Progress(len(job.run.windows))
     async with state.admission.request("/v1/references", job.request_id) as queue:
         settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
-        async with aclosing(references.record(reference, settings)) as windows:
+        async with aclosing(recorder.record(reference, settings)) as windows:
             async for window in windows:
                 nlls.append(window.nlls)
                 so_far = progress.add(window.nlls)
                 if window.is_new:
                     yield so_far
         # Still within the request, so that a server that stops waits for it.
-        await references.finish(reference, nlls)
+        await recorder.finish(reference, nlls)
 
 
 async def _contents(
@@ -140,4 +139,4 @@ async def _contents(
     async with aclosing(_recorded_windows(job, state, reference)) as windows:
         async for window in windows:
             yield window.model_dump()
-    yield (await references_of(state).describe(reference.name)).model_dump()
+    yield (await references_of(state).stored.describe(reference.name)).model_dump()

@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
+from scoremode_server.app import ReferenceParts
 from scoremode_server.metrics import Metrics
 from scoremode_server.plugin import ScoremodeEndpoints
 from scoremode_server.prefix_cache.admission import EngineSize
@@ -19,7 +20,6 @@ from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import Turns
@@ -44,15 +44,15 @@ IDENTITY = ModelIdentity(
 )
 
 
-def no_references(scoring: ScoringEngine, turns: Turns) -> References:
+def no_references(scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
     """What a server has whose folder for references is empty."""
-    return References(NO_REFERENCES, FakeEngine(BLOCK_SIZE, "v2"), scoring, turns, IDENTITY)
+    return ReferenceParts.of(NO_REFERENCES, FakeEngine(BLOCK_SIZE, "v2"), scoring, turns, IDENTITY)
 
 
 def light_app(
     max_request_bytes: int = MAX_REQUEST_BYTES,
     engine: FakeEngine | None = None,
-    references: Callable[[ScoringEngine, Turns], References] | None = None,
+    references: Callable[[ScoringEngine, Turns], ReferenceParts] | None = None,
     size: EngineSize = LARGE,
     tokenizer: Any = None,
 ) -> FastAPI:

@@ -345,7 +345,7 @@ async def test_a_reference_that_is_deleted_meanwhile(root: Path, again: bool):
 async def test_a_floor_is_not_kept_with_another_reference_of_the_name(root: Path):
     engine = ReferenceEngine(root)
     async with client_of(app_of(engine)) as client:
-        references = light_app(engine=engine, references=engine.references()).state.scoremode.references
+        references = light_app(engine=engine, references=engine.references()).state.scoremode.references.stored
         old = await references.open("base")
         await client.delete("/v1/references/base")
         new = await record(client, prompt=TOKENS[10:])

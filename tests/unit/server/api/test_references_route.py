@@ -12,7 +12,7 @@ import torch
 from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
-from scoremode_server.scoring import references as scoring_references
+from scoremode_server.scoring import recorder
 from tests.unit.server.api.light_app import light_app
 from tests.unit.server.api.reference_requests import (
     BODY,
@@ -243,7 +243,7 @@ async def test_nan_of_the_model_ends_the_recording_and_is_not_kept(engine: Refer
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_full_disk_is_told(engine: ReferenceEngine, monkeypatch: pytest.MonkeyPatch, stream: bool):
-    monkeypatch.setattr(scoring_references, "SECONDS_TO_ASK", 0)
+    monkeypatch.setattr(recorder, "SECONDS_TO_ASK", 0)
     write_shard = StoredReference.write_shard
 
     def full(reference: StoredReference, index: int, *tensors: Any) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
+from scoremode_server.app import ReferenceParts
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
-from scoremode_server.scoring.references import References
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows, find_mark
@@ -90,8 +90,8 @@ class ReferenceEngine(FakeEngine):
         """What makes the server's references, of a model with that identity."""
         model = MODEL.model_copy(update=identity)
 
-        def make(scoring: ScoringEngine, turns: Turns) -> References:
-            return References(self.directory.root, self, scoring, turns, model)  # type: ignore[arg-type]
+        def make(scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
+            return ReferenceParts.of(self.directory.root, self, scoring, turns, model)  # type: ignore[arg-type]
 
         return make
 
