@@ -35,9 +35,10 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Side by side: a starting engine uses one core, and unit tests need no more. A log gets one after the other.
+# Side by side, unless both would use the GPU: a starting engine uses one core, and unit tests need no more. A log gets one
+# after the other.
 test: $(INSTALLED) ## Run every test, real engines included, and see what unit tests cover
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=$(if $(MAKE_TERMOUT),none,target) test-unit test-engines
+	@$(MAKE) --no-print-directory --jobs $(if $(filter cuda,$(ENGINE)),1,2) --output-sync=$(if $(MAKE_TERMOUT),none,target) test-unit test-engines
 
 test-unit: $(INSTALLED) ## Run the unit tests, and see what they cover
 	$(BIN)/python -m pytest tests/unit --cov

@@ -2,7 +2,7 @@
 
 An engine takes half a minute to start, most of it on one core: three processes import vLLM one after another.
 `tests/conftest.py` begins the starts when the session begins, one at a time in a thread, in the order in which the
-collected tests need the servers. Unit tests come first and run meanwhile. A test waits for its own server only. A
+collected tests need the servers. Tests that need none run meanwhile. A test waits for its own server only. A
 server that does not come up fails each test that needs it, with its log.
 """
 
@@ -25,7 +25,8 @@ BLOCK_SIZE = 32
 _COMMON = ("--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE))
 # A page of another server may ask for scores.
 _ANY_ORIGIN = ("--allowed-origins", '["*"]')
-_STOCK_BESIDE = (sys.executable, str(Path(__file__).with_name("e2e") / "stock_beside.py"))
+_E2E = Path(__file__).with_name("e2e")
+_STOCK_BESIDE = (sys.executable, str(_E2E / "stock_beside.py"))
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ SERVERS = {
         (
             *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
             *("--api-key", API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
+            # Of its tokens a GiB holds a million.
+            *("--num-gpu-blocks-override", "2048"),
         ),
         (*_STOCK_BESIDE, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
@@ -131,6 +134,8 @@ class Servers:
 
 
 def needed(tests: Iterable[pytest.Item]) -> list[str]:
-    """Names of the servers that tests ask for, in the order in which they do."""
-    fixtures = dict.fromkeys(name for test in tests for name in getattr(test, "fixturenames", ()))
+    """Names of the servers that tests ask for, in the order in which they do. Unit tests have fixtures of these names
+    too, of their own."""
+    in_e2e = (test for test in tests if _E2E in test.path.parents)
+    fixtures = dict.fromkeys(name for test in in_e2e for name in getattr(test, "fixturenames", ()))
     return [name for name in fixtures if name in SERVERS]

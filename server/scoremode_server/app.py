@@ -107,7 +107,7 @@ async def make_state(
     limits = Limits.of(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
-    engine = ScoringEngine(client, store, Metrics(logprob_bytes()), _engine_size(client.vllm_config, settings))
+    engine = ScoringEngine(client, store, Metrics(logprob_bytes()), engine_size(client.vllm_config, settings))
     bound_generation_alone(client)
     _shutdowns.append(Shutdown(client, engine.admission.drain))
     tokenizer = Tokenizer(client.renderer)
@@ -137,14 +137,17 @@ async def make_state(
     )
 
 
-def _engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
+def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
+    """What is handed to an engine of this configuration."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
-    # What is in flight, and a step's worth that waits: the engine need not wait for this process between two steps.
-    num_steps = (config.max_concurrent_batches + 1) * num_engines
+    step_tokens = scheduler.max_num_batched_tokens * num_engines
     return EngineSize(
-        tokens=num_steps * scheduler.max_num_batched_tokens,
-        sequences=num_steps * scheduler.max_num_seqs,
+        # What is in flight, and a step's worth that waits: the engine need not wait for this process between two steps.
+        tokens=(config.max_concurrent_batches + 1) * step_tokens,
+        # Those of all steps in flight are `max_num_seqs` at most.
+        sequences=2 * scheduler.max_num_seqs * num_engines,
+        kept_tokens=step_tokens // 8,
         max_scoring_tokens=settings.max_scoring_tokens or KV_CACHES_WAITING * cache_tokens * num_engines,
         request_timeout=settings.request_timeout,
     )

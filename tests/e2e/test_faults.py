@@ -25,7 +25,11 @@ from safetensors.numpy import load_file
 from local_server import ServerProcess, server_process
 from scoremode_server.references.directory import ReferenceDirectory
 
-FLAGS = ("--served-model-name", "random", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager")
+FLAGS = (
+    *("--served-model-name", "random", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"),
+    # A GiB of KV cache, for each of two, is more than such a small model can fill.
+    *("--block-size", "32", "--num-gpu-blocks-override", "2048"),
+)
 COMPARE = ("kld", "--reference", "whole")
 EXIT_SECONDS = 30
 """In which a server must have ended by itself."""

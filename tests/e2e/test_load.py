@@ -54,7 +54,9 @@ def while_healthy(server: str):
 
 
 def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
     while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -62,9 +64,9 @@ def wait_until(true: Callable[[], bool]) -> None:
 def test_a_small_request_does_not_wait_for_a_large_one(server: str):
     with ThreadPoolExecutor() as pool:
         large = pool.submit(score, server, sequences(100, 32))
-        wait_until(lambda: gauges(server)[0] > 70)
+        wait_until(lambda: gauges(server)[0] > 50)
         waiting, running = gauges(server)
-        assert 0 < running <= 16
+        assert 0 < running <= 15
         assert waiting + running <= 100
         for _ in range(3):
             assert score(server, sequences(1, 32)).status_code == 200

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -354,7 +355,8 @@ def test_a_late_answer_does_not_replace_a_newer_one(server: str, browser: Browse
                 page.locator("#key").fill(key)
                 page.locator("#text").focus()
         # A request is seen before its route is called.
-        while len(held) < 2:
+        deadline = time.monotonic() + 60
+        while len(held) < 2 and time.monotonic() < deadline:
             page.wait_for_timeout(10)
         late, newest = held
         newest.fulfill(json=served | {"model": "the newest"})

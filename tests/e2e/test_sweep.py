@@ -22,7 +22,7 @@ from scoremode import ScoreClient
 from tests import models
 from tests.command_line import ppl_client, run_ppl_client
 
-FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager"]
+FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager", "--num-gpu-blocks-override", "1024"]
 TEXT = {"dataset": "pydoc", "max_tokens": 1000}
 WINDOWS = {"method": "disjoint", "context_length": 64}
 NUM_WINDOWS = 15

@@ -22,7 +22,7 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
 
 
 def take(logits: torch.Tensor, tokens: torch.Tensor, first: int, columns: int) -> torch.Tensor:
-    """Logits [rows, m] float32 of some tokens of each row, -inf where these columns do not hold them. On any device."""
+    """Logits [rows, m] float32 of some tokens of each row, -inf where these columns do not hold them. On a GPU too."""
     column = tokens.long() - first
     held = (column >= 0) & (column < columns)
     taken = logits.gather(1, column.clamp(0, logits.shape[1] - 1)).float()

@@ -2,8 +2,8 @@
 
 vLLM's queue is first come, first served. Whoever sends thousands of sequences at once would make all others wait for
 all of them, and vLLM walks through its whole queue for each one that is aborted. So at most one step's tokens wait in
-the engine besides those that it is at. Here HTTP requests take turns, a sequence each, and one that has none in the
-engine finds a place there: a request's size is its own problem.
+the engine besides those that it is at. Here HTTP requests take turns, a sequence each, and some room is kept for those
+that have none in the engine: a request's size is its own problem.
 """
 
 import asyncio
@@ -44,6 +44,8 @@ class EngineSize:
     """Sequences that are in it at most."""
     max_scoring_tokens: int
     """Tokens of all sequences that may be here at once, waiting or running."""
+    kept_tokens: int = 0
+    """Of `tokens`, those that are kept for small requests."""
     request_timeout: float | None = None
     """Seconds until an HTTP request is given up."""
 
@@ -219,12 +221,14 @@ class Admission:
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self, queues: "Iterable[RequestQueue]") -> "RequestQueue | None":
-        """The first of these that the engine has room for. Its last place is kept for a request that has at most one
-        sequence there: whoever comes after a full step waits for another one."""
+        """The first of these that the engine has room for. The last place and the last tokens are for requests with at
+        most one sequence there: whoever comes after a full step waits for another one."""
         num_free = self.size.sequences - self.num_running
-        if num_free <= 0 or self._num_computing >= self.size.tokens:
+        free_tokens = self.size.tokens - self._num_computing
+        if num_free <= 0 or free_tokens <= 0:
             return None
-        return next((queue for queue in queues if num_free > 1 or queue.num_running <= 1), None)
+        is_kept = num_free == 1 or free_tokens <= self.size.kept_tokens
+        return next((queue for queue in queues if not is_kept or queue.num_running <= 1), None)
 
     def _count(self, queue: "RequestQueue", num_tokens: int, num_running: int) -> None:
         self._num_computing += num_tokens
@@ -304,7 +308,8 @@ class RequestQueue:
         try:
             for coroutine in coroutines:
                 self._tasks.append(asyncio.create_task(coroutine))
-                while self._tasks and (len(self._tasks) == size.sequences or self.num_tokens > most_tokens):
+                # One more than the engine takes: the first may have left it, and wait for its reader.
+                while self._tasks and (len(self._tasks) > size.sequences or self.num_tokens > most_tokens):
                     yield await self._first()
             while self._tasks:
                 yield await self._first()

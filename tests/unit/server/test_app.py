@@ -2,11 +2,39 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm import envs
 
-from scoremode_server.app import GC_THRESHOLD, prepare_process
+from scoremode_server.app import GC_THRESHOLD, engine_size, prepare_process
+from scoremode_server.prefix_cache.admission import EngineSize
+from scoremode_server.settings import ServerSettings
+
+
+@pytest.mark.parametrize(
+    ("num_in_flight", "num_engines", "expected"),
+    [
+        # A CPU, a GPU, eight replicas on GPUs, a pipeline of four.
+        (1, 1, EngineSize(tokens=2 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
+        (2, 1, EngineSize(tokens=3 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
+        (2, 8, EngineSize(tokens=24 * 2048, sequences=16 * 8, max_scoring_tokens=128 * 9000, kept_tokens=2048)),
+        (5, 1, EngineSize(tokens=6 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
+    ],
+)
+def test_an_engine_is_handed_a_steps_worth_beyond_what_is_in_flight(
+    num_in_flight: int, num_engines: int, expected: EngineSize
+):
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8),
+        parallel_config=SimpleNamespace(data_parallel_size=num_engines),
+        cache_config=SimpleNamespace(kv_cache_size_tokens=9000),
+        max_concurrent_batches=num_in_flight,
+    )
+    assert engine_size(config, ServerSettings()) == expected
+    given = ServerSettings(max_scoring_tokens=100, request_timeout=3)
+    assert engine_size(config, given) == replace(expected, max_scoring_tokens=100, request_timeout=3)
 
 
 @pytest.fixture(autouse=True)

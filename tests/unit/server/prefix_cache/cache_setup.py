@@ -84,9 +84,6 @@ class Names:
     def json_of(self, token_ids: Sequence[int]) -> list[str]:
         return [f'"{token_id}"' for token_id in token_ids]
 
-    def json_at(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[str]:
-        return self.json_of(ids.ravel().tolist())
-
     def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
         return []
 

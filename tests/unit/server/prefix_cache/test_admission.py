@@ -130,6 +130,36 @@ async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_
     engine.check_nothing_is_left()
 
 
+async def test_tokens_are_kept_for_a_request_that_has_none_in_the_engine():
+    engine = Engine(tokens=300, kept_tokens=50)
+    large = asyncio.create_task(engine.request(names("a", 9), num_tokens=50))
+    await settle()
+    assert list(engine.inside) == names("a", 5)
+    small = [asyncio.create_task(engine.request([name], num_tokens=50)) for name in ("b", "c")]
+    assert await engine.step() == [*names("a", 5), "b"]
+    assert await engine.step() == ["c", "a5", "a6", "a7", "a8"]
+    await asyncio.gather(large, *small)
+    engine.check_nothing_is_left()
+
+
+async def test_large_requests_alternate():
+    engine = Engine(sequences=16)
+    requests = [asyncio.create_task(engine.request(names(letter, 40))) for letter in "abc"]
+    await settle()
+    entered = ""
+    for _ in range(60):
+        before = set(engine.inside)
+        engine.inside[next(iter(engine.inside))].set()
+        await settle()
+        entered += "".join(name[0] for name in engine.inside if name not in before)
+    # The first had filled the engine before the others came.
+    assert entered[-30:] == 10 * entered[-30:-27]
+    assert set(entered[-3:]) == set("abc")
+    while engine.inside:
+        await engine.step()
+    await asyncio.gather(*requests)
+
+
 async def test_an_engine_of_one_sequence_a_step_has_another_one_waiting():
     engine = Engine(sequences=2)
     answer = asyncio.create_task(engine.request(names("a", 4)))
