@@ -12,10 +12,10 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-unit test-engines test-slow test-avx2 errors openapi clean
+.PHONY: help install demo serve check lint test test-slow test-avx2 errors openapi clean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## Serve a small real model and a 4-bit copy, print perplexity and KL divergence
 	@$(BIN)/python scripts/demo.py
@@ -35,15 +35,8 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Side by side, unless both would use the GPU: a starting engine uses one core, and unit tests need no more. A log gets one
-# after the other.
 test: $(INSTALLED) ## Run every test, real engines included, and see what unit tests cover
-	@$(MAKE) --no-print-directory --jobs $(if $(filter cuda,$(ENGINE)),1,2) --output-sync=$(if $(MAKE_TERMOUT),none,target) test-unit test-engines
-
-test-unit: $(INSTALLED) ## Run the unit tests, and see what they cover
-	$(BIN)/python -m pytest tests/unit --cov
-
-test-engines: $(INSTALLED) ## Run the tests of real engines and servers
+	$(BIN)/python -m pytest tests/unit --numprocesses 2 --cov
 	$(BIN)/python -m pytest tests/engine tests/e2e
 
 test-slow: $(INSTALLED) ## Run what is too long for every run: large models, and thousands of seeds
