@@ -84,7 +84,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 class PplClient:
     """Runs of `ppl-client` over the same windows of a text, into files of one folder."""
 
-    TEXT = ("--dataset", "pydoc", "--max-tokens", "40000", "--context-length", "512", "--stride", "256")
+    TEXT = ("--dataset", "pydoc", "--max-tokens", "80000", "--context-length", "512", "--stride", "256")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
