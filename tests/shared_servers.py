@@ -115,8 +115,7 @@ class Servers:
         """Stop all of them."""
         self._thread.shutdown(cancel_futures=True)
         with ThreadPoolExecutor() as pool:
-            for _ in pool.map(ExitStack.close, self._running):
-                pass
+            list(pool.map(ExitStack.close, self._running))
 
     def _start(self, server: Server, model: Path) -> str:
         references = ("--reference-dir", str(self.references)) if server.keeps_references else ()

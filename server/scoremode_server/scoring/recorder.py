@@ -98,12 +98,27 @@ class Recorder:
 
     async def _write_head(self, reference: StoredReference) -> None:
         """Have the LM head written while windows are recorded."""
+        await self._remove(reference, reference.head_path)
+        await self._ask_workers(reference, "scoremode_write_head", reference.name)
+
+    async def _remove(self, reference: StoredReference, path: Path) -> None:
+        """Remove a damaged file: it must not pass for the one that is being written.
+
+        Raises:
+            RequestError: it cannot be removed.
+        """
         try:
-            # One that is damaged must not pass for the one that is being written.
-            await asyncio.to_thread(reference.head_path.unlink, missing_ok=True)
+            await asyncio.to_thread(path.unlink, missing_ok=True)
         except OSError as error:
             raise self._references.unwritable(reference.name, error) from None
-        failures = await call_workers(self._client, "scoremode_write_head", reference.name)
+
+    async def _ask_workers(self, reference: StoredReference, method: str, *arguments: Any) -> None:
+        """Call a method of the workers that answers with a failure to write, or with None.
+
+        Raises:
+            RequestError: one of them failed.
+        """
+        failures = await call_workers(self._client, method, *arguments)
         if failure := next(filter(None, failures), None):
             raise self._references.unwritable(reference.name, failure)
 
@@ -145,11 +160,7 @@ class Recorder:
             _, logprobs = await asyncio.to_thread(reference.read_shard, index)
         except BrokenFileError as error:
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
-            try:
-                # Nobody must take it for the new one.
-                await asyncio.to_thread(reference.shard(index).unlink, missing_ok=True)
-            except OSError as failure:
-                raise self._references.unwritable(reference.name, failure) from None
+            await self._remove(reference, reference.shard(index))
             return await self._recorded(reference, MarkedWindow.begin("record", reference, text, index, settings))
         return RecordedWindow(-json_logprobs(logprobs.numpy()), is_new=False)
 
@@ -175,9 +186,7 @@ class Recorder:
             if now - asked < SECONDS_TO_ASK:
                 continue
             asked = now
-            failures = await call_workers(self._client, "scoremode_write_failure", reference.manifest.identity, index)
-            if failure := next(filter(None, failures), None):
-                raise self._references.unwritable(reference.name, failure)
+            await self._ask_workers(reference, "scoremode_write_failure", reference.manifest.identity, index)
             if now - start > SECONDS_TO_WRITE:
                 raise self._references.unwritable(reference.name, f"{what} is not there after {SECONDS_TO_WRITE} s")
 
