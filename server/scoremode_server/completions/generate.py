@@ -21,7 +21,7 @@ from scoremode_server.completions.response_parts import GAP, Body, as_body, fill
 from scoremode_server.errors import RequestError, UnfinishedError
 from scoremode_server.json_fields import TOKENS, read_anything, read_list, split
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
-from scoremode_server.prefix_cache.run import RowsRequest, engine_id
+from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
@@ -124,10 +124,9 @@ class _EngineThatScores:
             RequestError: there is no room for it, or it took too long; as `ScoringEngine.rows`.
         """
         # By its id, engines that a request is moved between know it.
-        is_moved = "kv_transfer_params" in (params.extra_args or {})
         asked = RowsRequest.sample(
             prompt["prompt_token_ids"],
-            request_id=request_id if is_moved else engine_id(request_id),
+            request_id=request_id if is_moved(params) else engine_id(request_id),
             prompt=prompt,
             params=ScoringParams.of(params),
             owner=self._owner,

@@ -15,7 +15,7 @@ import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
@@ -35,6 +35,11 @@ def engine_id(request_id: str) -> str:
     Two clients may give the same one at once, and aborting the request of one must not abort both.
     """
     return f"{request_id}-{secrets.token_hex(4)}"
+
+
+def is_moved(params: SamplingParams) -> bool:
+    """Whether a request is moved to or from another engine."""
+    return "kv_transfer_params" in (params.extra_args or {})
 
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
@@ -134,16 +139,16 @@ class RowsRequest:
     ) -> "RowsRequest":
         """A request whose prompt is scored, and that samples after it as its parameters say."""
         # The engine that it is moved to or from must find its keys and values.
-        is_moved = "kv_transfer_params" in (params.extra_args or {})
+        moved = is_moved(params)
         return cls(
             request_id,
             token_ids,
             len(token_ids),
             prompt,
             params,
-            use_cache=params.n == 1 and prompt["type"] == "token" and not is_moved,
+            use_cache=params.n == 1 and prompt["type"] == "token" and not moved,
             options=options,
-            owner="" if is_moved else owner,
+            owner="" if moved else owner,
         )
 
     @property
