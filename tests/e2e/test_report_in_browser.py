@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_up_runs import MODELS, write_runs
+from playwright.sync_api import expect
 
 from scoremode.comparison import compare, load_runs, passages
 from scoremode.comparison.report import write_report
@@ -255,7 +256,8 @@ def assert_focus(page, position):
 def test_windows_are_drawn_as_they_are_opened(page, runs):
     assert page.locator(".tokens").count() == 1
     page.locator(".passage > summary").nth(3).click()
-    page.wait_for_function("document.querySelectorAll('.tokens').length === 2")
+    # As soon as the browser says that a window is open, which it does later than it opens it.
+    expect(page.locator(".tokens")).to_have_count(2)
     assert page.locator(".tokens").nth(1).locator("span").count() == runs[0].window_sizes[3]
     assert page.locator(".passage > summary").nth(3).inner_text().startswith("Window 4, tokens 1 to 125: ")
 
