@@ -1,7 +1,8 @@
 """What the Triton kernels do, in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
 
 A block of whole rows at a time is converted to float64, so that what is held beside the logits depends on neither their
-number nor, up to `BLOCK_ENTRIES`, on the vocabulary.
+number nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks are computed in the same memory: a server on a CPU
+returns large tensors to the system at once (`cli.MMAP_THRESHOLD`), and new pages take longer than the arithmetic.
 """
 
 import math
@@ -39,12 +40,13 @@ def reduce_rows(logits: torch.Tensor, first: int, columns: int, out: ReducedRows
         out.sums.zero_()
         out.ranks.zero_()
         return
-    for block in _blocks(len(logits), columns):
-        values, rows = logits[block, :columns].to(torch.float64, copy=True), out[block]
+    for block, (values, as_high) in _blocks(logits, columns, 2):
+        rows = out[block]
+        values.copy_(logits[block, :columns])
         highest, tokens = values.max(1, keepdim=True) if num_held == 1 else values.topk(num_held)
         rows.tokens[:, 1 : 1 + num_held] = tokens + first
         rows.logits[:, 1 : 1 + num_held] = highest
-        rows.ranks[:] = (values >= rows.logits[:, :1]).sum(1)
+        rows.ranks[:] = torch.ge(values, rows.logits[:, :1], out=as_high).sum(1)
         rows.maxima[:] = values.amax(1)
         # Where all is -inf, -inf less -inf would be NaN.
         base = rows.maxima.masked_fill(rows.maxima == -math.inf, 0.0)
@@ -75,42 +77,35 @@ def sum_divergences(
         p log(p/q) - p + q, which makes KL(p||q); of q log(q/p) - q + p, which makes KL(q||p); of |p - q|.
     """
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
-    for block in _blocks(len(logits), columns):
-        p_logits, q_logits = reference_logits[block, :columns], logits[block, :columns]
-        sums[block] = _sum_block(p_logits, q_logits, reference[block], served[block], log_sum_ratios[block])
+    for block, (p, q, log_ratios, terms) in _blocks(logits, columns, 4):
+        p.copy_(reference_logits[block, :columns]).sub_(reference.maxima[block, None])
+        q.copy_(logits[block, :columns]).sub_(served.maxima[block, None])
+        # Two of -inf are as equal as any others.
+        torch.sub(p, q, out=log_ratios).masked_fill_(p == q, 0.0).sub_(log_sum_ratios[block, None])
+        p.exp_().div_(reference.sums[block, None])
+        q.exp_().div_(served.sums[block, None])
+        sums[block, 0] = _excess(p, q, log_ratios, terms)
+        sums[block, 1] = _excess(q, p, log_ratios.neg_(), terms)
+        sums[block, 2] = p.sub_(q).abs_().sum(1)
     return sums
 
 
-def _sum_block(
-    p_logits: torch.Tensor,
-    q_logits: torch.Tensor,
-    p_rows: ReducedRows,
-    q_rows: ReducedRows,
-    log_sum_ratios: torch.Tensor,
-) -> torch.Tensor:
-    p, q = (logits.to(torch.float64, copy=True) for logits in (p_logits, q_logits))
-    p.sub_(p_rows.maxima[:, None])
-    q.sub_(q_rows.maxima[:, None])
-    # Two of -inf are as equal as any others.
-    log_ratios = torch.where(p == q, 0.0, p - q).sub_(log_sum_ratios[:, None])
-    p.exp_().div_(p_rows.sums[:, None])
-    q.exp_().div_(q_rows.sums[:, None])
-    forward = _excess(p, q, log_ratios)
-    backward = _excess(q, p, log_ratios.neg_())
-    return torch.stack((forward, backward, p.sub_(q).abs_().sum(1)), 1)
-
-
-def _blocks(rows: int, columns: int) -> Iterator[slice]:
+def _blocks(logits: torch.Tensor, columns: int, num_buffers: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows of logits, and memory [num_buffers, rows, columns] float64 to compute in, the same for all."""
     step = max(1, BLOCK_ENTRIES // max(columns, 1))
-    return (slice(start, start + step) for start in range(0, rows, step))
+    buffers = logits.new_empty((num_buffers, min(step, len(logits)), columns), dtype=torch.float64)
+    for start in range(0, len(logits), step):
+        rows = min(step, len(logits) - start)
+        yield slice(start, start + rows), buffers[:, :rows]
 
 
-def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
+def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
     """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 beside p > 0 infinity.
 
     As p and q each add up to 1, this is the sum of p log(p/q). But an error of their normalizers, which makes all of p
-    or q a little too large or too small, cancels to the first order.
+    or q a little too large or too small, cancels to the first order. What `terms` holds is replaced.
     """
+    torch.clamp(log_ratios, -LARGEST, LARGEST, out=terms).mul_(p)
     # A probability may be too small for any number and yet not 0.
-    terms = torch.where(log_ratios == math.inf, math.inf, p * log_ratios.clamp(-LARGEST, LARGEST))
+    terms.masked_fill_(log_ratios == math.inf, math.inf)
     return terms.sub_(p).add_(q).sum(1).clamp_(min=0.0)

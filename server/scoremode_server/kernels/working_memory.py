@@ -110,8 +110,8 @@ def row_bytes_compared(
 
 
 def block_bytes(shape: LogitsShape) -> int:
-    """Peak working memory of `torch_kernels` beside logits and results: five float64 copies of a block and a mask."""
-    return max(BLOCK_ENTRIES, shape.padded) * (5 * FLOAT64_BYTES + 1)
+    """Peak working memory of `torch_kernels` beside logits and results: four float64 buffers of a block and a mask."""
+    return max(BLOCK_ENTRIES, shape.padded) * (4 * FLOAT64_BYTES + 1)
 
 
 def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float:
