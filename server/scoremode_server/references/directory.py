@@ -15,6 +15,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,8 @@ from scoremode_server.references.tensor_files import BrokenFileError, partial_pa
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
+_ABANDONED_SECONDS = 60
+"""Since a file was written last, after which nobody is going to move it to its place."""
 
 
 class NoReferenceError(Exception):
@@ -120,10 +123,18 @@ class StoredReference:
         return StoredReference(self.name, self.path, manifest)
 
     def remove_partial_files(self) -> None:
-        """Remove what writers that were killed have left, once nobody writes."""
+        """Remove what killed writers have left, once the manifest was saved. What another one writes now stays."""
+        try:
+            # By the clock of the file system: writers may be on several hosts.
+            now = (self.path / _MANIFEST).stat().st_mtime
+        except FileNotFoundError:
+            # Deleted meanwhile.
+            return
         for folder in (self.path, self.path / "windows"):
             for path in folder.glob(".*"):
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    if now - path.stat().st_mtime > _ABANDONED_SECONDS:
+                        path.unlink()
 
     def disk_bytes(self) -> int:
         """Of all its files."""

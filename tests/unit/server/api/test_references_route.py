@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ async def test_an_interrupted_recording_goes_on(engine: ReferenceEngine):
         missing = [1, 4]
         for index in missing:
             reference.shard(index).unlink()
-        (reference.path / "windows" / ".000001.safetensors.left-by-a-killed-server").write_bytes(b"half")
+        left = reference.path / "windows" / ".000001.safetensors.left-by-a-killed-server"
+        left.write_bytes(b"half")
+        os.utime(left, (0, 0))
         reference.save(reference.manifest.model_copy(update={"result": None}))
         found = (await client.get("/v1/references/base")).json()
         assert (found["complete"], found["num_recorded"]) == (False, NUM_WINDOWS - 2)

@@ -159,11 +159,15 @@ def test_what_killed_writers_left_is_no_window_and_can_be_removed(tmp_path: Path
     before = files(tmp_path)
     for left in ("windows/.000001.safetensors.c0ffee", ".manifest.json.c0ffee"):
         (reference.path / left).write_bytes(b"half")
+        os.utime(reference.path / left, (0, 0))
+    being_written = reference.path / ".manifest.json.beef"
+    being_written.write_bytes(b"ha")
     for foreign in ("windows/000002.safetensors.bak", "windows/1 copy.safetensors"):
         (reference.path / foreign).write_bytes(b"")
     assert reference.recorded() == {0}
     reference.remove_partial_files()
     assert files(tmp_path).keys() - before.keys() == {
+        "base/.manifest.json.beef",
         "base/windows/000002.safetensors.bak",
         "base/windows/1 copy.safetensors",
     }
