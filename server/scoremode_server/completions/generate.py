@@ -17,6 +17,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
+from scoremode_server.completions.requests import as_vllm_reads_it
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import RequestError, UnfinishedError
 from scoremode_server.json_fields import TOKENS, read_anything, read_list, split
@@ -36,11 +37,15 @@ def read_generate_request(body: bytes) -> GenerateRequest:
         RequestError: the body is no JSON object, or `token_ids` has a wrong value.
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
-    fields = {
-        name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
-        for name, raw in split(body).items()
-    }
-    return GenerateRequest.model_validate(fields)
+    fields = split(body)
+    raw_token_ids = fields.pop("token_ids", None)
+    values = {name: read_anything(raw, name) for name, raw in fields.items()}
+    if raw_token_ids is not None:
+        try:
+            values["token_ids"] = read_list(raw_token_ids, "token_ids", TOKENS)
+        except RequestError as error:
+            return as_vllm_reads_it(GenerateRequest, values, "token_ids", raw_token_ids, error)
+    return GenerateRequest.model_validate(values)
 
 
 def is_scoring(request: GenerateRequest) -> bool:

@@ -2,10 +2,10 @@
 
 from copy import copy
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.utils import random_uuid
 
@@ -19,6 +19,8 @@ from scoremode_server.json_fields import (
     split,
     stand_in,
 )
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def is_scoring(request: CompletionRequest) -> bool:
@@ -47,7 +49,7 @@ _MAX_REMEMBERED = 2048
 """Bytes of settings that are remembered."""
 
 _MAX_MIXED = 65_536
-"""Bytes of a prompt that vLLM's model is shown as it is: it takes a hundred times as long as decoding."""
+"""Bytes of a list that vLLM's model is shown as it is: it takes a hundred times as long as decoding."""
 
 _LISTS = [
     name
@@ -82,7 +84,7 @@ class CompletionReader:
             prompt = read_list(raw_prompt, "prompt", PROMPTS)
             _check(prompt)
         except RequestError as error:
-            return _as_vllm_reads_it(_decoded(settings), raw_prompt, error)
+            return as_vllm_reads_it(CompletionRequest, _decoded(settings), "prompt", raw_prompt, error)
         short, count = _in_its_place(prompt)
         if not _may_be_remembered(fields):
             request = _validated(settings, short, count)
@@ -135,18 +137,29 @@ def _may_be_remembered(fields: Fields) -> bool:
     return num_bytes <= _MAX_REMEMBERED and not any(map(is_container, fields.values()))
 
 
-def _as_vllm_reads_it(settings: dict[str, Any], raw_prompt: msgspec.Raw, error: RequestError) -> CompletionRequest:
-    """The request, if vLLM's model takes a prompt of mixed values such as [5, 6.0], which it reads as token ids.
+def as_vllm_reads_it(
+    model: type[Model], others: dict[str, Any], field: str, raw: msgspec.Raw, error: RequestError
+) -> Model:
+    """The request, if vLLM's model takes a list of mixed values such as [5, 6.0], which it reads as token ids.
+
+    Args:
+        model: vLLM's.
+        others: The values of all other fields.
+        field: The name of the one that holds the list.
+        raw: The list.
+        error: Why it is no list of token ids.
 
     Raises:
-        RequestError: it does not, and why; or the prompt is large.
+        RequestError: vLLM's model does not take it: `error`; or the list is large.
+        ValidationError: it refuses another field.
     """
-    if len(raw_prompt) > _MAX_MIXED:
+    if len(raw) > _MAX_MIXED:
         raise error
-    prompt = read_anything(raw_prompt, "prompt")
+    values = read_anything(raw, field)
     try:
-        return CompletionRequest.model_validate({**settings, "prompt": prompt})
+        return model.model_validate({**others, field: values})
     except ValidationError as refused:
-        if any(detail["loc"][0] == "prompt" for detail in refused.errors()):
+        # A fault of the whole request has no place.
+        if any(field in detail["loc"][:1] for detail in refused.errors()):
             raise error from None
         raise

@@ -136,12 +136,28 @@ def test_what_is_answered_here(change: dict[str, Any], scores: bool):
     assert is_scoring(read_generate_request(json.dumps(BODY | change).encode())) is scores
 
 
+@pytest.mark.parametrize("change", [{}, {"token_ids": [5, "6"]}, {"token_ids": [5.0, True]}, {"priority": 1}], ids=str)
+def test_a_body_is_read_as_vllms_model_reads_it(change: dict[str, Any]):
+    body = BODY | change
+    request, expected = read_generate_request(json.dumps(body).encode()), GenerateRequest.model_validate(body)
+    assert request.model_dump(exclude={"request_id"}) == expected.model_dump(exclude={"request_id"})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_ids": [5, "6"]}, r"token_ids\[1\] must be a token id, not a string"),
+        ({"token_ids": [5, "six"]}, r"token_ids\[1\] must be a token id, not a string"),
+        ({"token_ids": [5, 6.5]}, r"token_ids\[1\] must be a token id, not a float"),
+        ({"token_ids": [5, "6"], "sampling_params": None}, "sampling_params"),
+        (
+            {"token_ids": [5, "6"], "output_mode": "text", "sampling_params": {"max_tokens": 1, "detokenize": False}},
+            "output_mode='text' requires",
+        ),
+        # vLLM's model would take them, but slowly.
+        ({"token_ids": [5, "6"] * 20_000}, r"token_ids\[1\] must be a token id, not a string"),
         ({"token_ids": [5, -1]}, "must not contain negative values"),
         ({"token_ids": []}, "token_ids"),
+        ({"token_ids": None}, "token_ids"),
         ({"sampling_params": {"max_tokens": "one"}}, "sampling_params"),
         ({"sampling_params": None}, "sampling_params"),
     ],
