@@ -368,7 +368,13 @@ class AsyncScoreClient(_Client):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(base_url, model, api_key, timeout, max_retries, retry_for)
-        self._http = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=transport)
+        self._http = httpx.AsyncClient(
+            headers=self._headers,
+            timeout=self._timeout,
+            transport=transport,
+            # Who sends requests bounds their number. By itself httpx would hold back all but 100 of them.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
 
     async def __aenter__(self) -> Self:
         return self

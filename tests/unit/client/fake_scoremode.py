@@ -149,6 +149,10 @@ def result_event(**figures) -> dict:
 
 
 class _HTTPServer(ThreadingHTTPServer):
+    # socketserver's queue of 5 overflows where a test connects many times at once: the kernel drops the rest, and
+    # they connect again after 1, 3, 7, 15 seconds, and so on.
+    request_queue_size = 1024
+
     def handle_error(self, *arguments) -> None:
         # Clients that are killed close their connections.
         if not isinstance(sys.exc_info()[1], ConnectionError):

@@ -1,8 +1,10 @@
 """What the clients send, and what they make of the answers."""
 
+import asyncio
 import base64
 import json
 import struct
+from threading import Barrier
 
 import httpx
 import pytest
@@ -16,11 +18,13 @@ from fake_scoremode import (
     logprob,
     result_event,
     score_response,
+    serve,
     window_event,
 )
 
 from scoremode import (
     APIStatusError,
+    AsyncScoreClient,
     AuthenticationError,
     BadRequestError,
     NotFoundError,
@@ -305,3 +309,17 @@ def test_an_error_within_a_stream_is_raised_by_its_code(call, code, kind):
 def test_a_stream_that_is_not_what_the_protocol_says(call, stream):
     with pytest.raises(ResponseError):
         call(Recorder(httpx.Response(200, content=stream)), "perplexity", "text")
+
+
+async def test_more_requests_are_in_flight_than_httpx_lets_by_itself():
+    count = 120
+    all_are_here = Barrier(count)
+
+    def answer_together(request: httpx.Request) -> httpx.Response:
+        all_are_here.wait(timeout=60)
+        return answer(request)
+
+    with serve(answer_together) as url:
+        async with AsyncScoreClient(url, max_retries=0) as client:
+            infos = await asyncio.gather(*(client.info() for _ in range(count)))
+    assert len(infos) == count
