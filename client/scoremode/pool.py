@@ -1,7 +1,7 @@
 """The servers of one run, over which its windows or its other requests are spread."""
 
 import logging
-from asyncio import Queue, TaskGroup
+from asyncio import Lock, Queue, TaskGroup
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +56,8 @@ class Pool:
             for server in self._servers:
                 if place < server.concurrency:
                     self._free.put_nowait(server)
+        self._next = Lock()
+        """Of those that wait for room. A queue alone lets a newcomer overtake, and sends the overtaken to its end."""
 
     @classmethod
     async def connect(cls, clients: Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
@@ -102,7 +104,8 @@ class Pool:
                 server.client.retries.grace = None
 
     async def ask(self, job: Job, ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
-        """Have one request answered by the first server that has room, and by another if that fails.
+        """Have one request answered by the first server that has room, and by another if that fails. Who waits longest
+        is next.
 
         For runs whose requests follow from one another; others have `score`. Within `taking_over`.
 
@@ -110,7 +113,8 @@ class Pool:
             ScoremodeError: the last server failed, or the request is at fault.
         """
         while True:
-            server = await self._free.get()
+            async with self._next:
+                server = await self._free.get()
             if server not in self._servers:
                 continue
             try:

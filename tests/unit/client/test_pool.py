@@ -271,3 +271,20 @@ async def test_single_requests_keep_to_the_places_of_each_server_and_outlive_one
     assert {name for name, _ in answered} == {"a", "b"}
     assert [client.address for client in pool.clients] == ["http://b"]
     assert all(client.retries.grace is None for client in pool.clients)
+
+
+async def test_who_waits_longest_is_next_even_when_another_asks_as_soon_as_there_is_room():
+    answered = []
+
+    async def ask(client, job):
+        await asyncio.sleep(0)
+        answered.append(job)
+
+    async def ask_twice():
+        await pool.ask("first", ask)
+        # In the same turn of the event loop in which room was made: who was waiting has not run since.
+        await pool.ask("newcomer", ask)
+
+    pool = await Pool.connect([Server().client()], 1)
+    await asyncio.gather(ask_twice(), pool.ask("second", ask), pool.ask("third", ask))
+    assert answered == ["first", "second", "third", "newcomer"]
