@@ -57,6 +57,7 @@ class OutputFile:
         self._condition = condition
         self._temporary = path.with_name(f".{path.name}.tmp")
         self._waiting: list[pa.Table] = []
+        self._waiting_rows = self._waiting_bytes = 0
         try:
             # Rows by the thousand compress to little, and pages are read by filters: zstd as most readers have it.
             self._writer = pq.ParquetWriter(self._temporary, self._schema, compression="zstd")
@@ -77,8 +78,10 @@ class OutputFile:
         if self._condition is not None:
             table = table.filter(self._condition)
         self._waiting.append(table)
-        waiting_rows = sum(each.num_rows for each in self._waiting)
-        if waiting_rows >= _ROW_GROUP_ROWS or sum(each.nbytes for each in self._waiting) >= _ROW_GROUP_BYTES:
+        self._waiting_rows += table.num_rows
+        # Looked at once for each table: pyarrow goes through all of its chunks.
+        self._waiting_bytes += table.nbytes
+        if self._waiting_rows >= _ROW_GROUP_ROWS or self._waiting_bytes >= _ROW_GROUP_BYTES:
             self._write_waiting()
         return int(table.num_rows)
 
@@ -110,6 +113,7 @@ class OutputFile:
         if not self._waiting:
             return
         table, self._waiting = pa.concat_tables(self._waiting), []
+        self._waiting_rows = self._waiting_bytes = 0
         try:
             self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         except OSError as error:

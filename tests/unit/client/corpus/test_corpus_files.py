@@ -21,7 +21,7 @@ from scoremode import (
     TransportError,
     score_corpus,
 )
-from scoremode.corpus import documents, pipeline
+from scoremode.corpus import documents, output_file, pipeline
 
 FIGURES = ["num_tokens", "nll", "perplexity", "bits_per_byte"]
 # Most fit the context of 63 tokens; one of them is a little longer, and one much.
@@ -98,6 +98,18 @@ async def test_each_row_has_its_figures_and_the_order_is_kept(parquet, output):
     assert (done.num_documents, done.num_kept, done.num_unscored) == (60, 60, 0)
     assert done.num_tokens == sum(map(len, TEXTS))
     assert [*contents(output)] == ["rows.parquet"]
+
+
+async def test_row_groups_end_at_a_number_of_rows(parquet, output, monkeypatch):
+    monkeypatch.setattr(output_file, "_ROW_GROUP_ROWS", 20)
+    await run([parquet], output)
+    written = pq.ParquetFile(output / "rows.parquet").metadata
+    sizes = [written.row_group(index).num_rows for index in range(written.num_row_groups)]
+    assert sum(sizes) == len(TEXTS)
+    # The rows of a request stay together.
+    assert len(sizes) > 1
+    assert min(sizes[:-1]) >= 20
+    assert max(sizes) < 40
 
 
 async def test_every_tokens_values_on_request(parquet, output):
