@@ -1,21 +1,24 @@
-"""Real servers for the tests, each started once in a session, while tests run that need none.
+"""Real servers for the tests, each started once in a session, while tests run that do not need it yet.
 
 An engine takes half a minute to start, most of it on one core: three processes import vLLM one after another.
 `tests/conftest.py` begins the starts when the session begins, one at a time in a thread, in the order in which the
 collected tests need the servers. Tests that need none run meanwhile. A test waits for its own server only. A
 server that does not come up fails each test that needs it, with its log.
+
+Servers of one module alone begin to start with the tests of the module before, and are stopped with their own: memory
+is short for all of them at once.
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from local_server import running_server
+from local_server import ServerProcess, server_process
 
 API_KEY = "secret"
 BLOCK_SIZE = 32
@@ -39,8 +42,8 @@ class Server:
     command: tuple[str, ...] = ()
     """What stands before the model, `scoremode serve` if empty."""
     environment: dict[str, str] = field(default_factory=dict)
-    keeps_references: bool = False
-    """In a folder that it shares with the others that do."""
+    references: str = ""
+    """The name of the folder of its references, which it shares with others that name it; none if empty."""
 
 
 SERVERS = {
@@ -64,7 +67,7 @@ SERVERS = {
             *("--max-logprobs", "256", "--enable-scale-out"),
         ),
         (*_STOCK_BESIDE, "scoremode"),
-        keeps_references=True,
+        references="shared",
     ),
     # Quantized weights and activations, no cache of logprobs, and small bounds.
     "int8_server": Server(
@@ -74,10 +77,35 @@ SERVERS = {
             *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
             *_ANY_ORIGIN,
         ),
-        keeps_references=True,
+        references="shared",
     ),
 }
 """By the name of the fixture that is the server's URL."""
+
+_SMALL = ("--max-num-seqs", "8", "--enforce-eager")
+_TO_END = Server(
+    "random_model",
+    (
+        *("--served-model-name", "random", "--max-model-len", "1024", *_SMALL, "--block-size", "32"),
+        # A GiB of KV cache, for each of two, is more than such a small model can fill.
+        *("--num-gpu-blocks-override", "2048"),
+    ),
+    references="faults",
+)
+
+SERVERS_OF_A_MODULE = {
+    # Two of one model: tests kill the second, then stop the first.
+    "first_server": _TO_END,
+    "second_server": _TO_END,
+    "rounded_server": Server("rounded_smollm2", ("--max-model-len", "1024", *_SMALL), references="shared"),
+    # Of another model than the sweep itself serves, with the sweep's references.
+    "server_by_hand": Server(
+        "disturbed_model",
+        ("--max-model-len", "256", *_SMALL, "--num-gpu-blocks-override", "1024"),
+        references="sweep",
+    ),
+}
+"""The same of those that one module needs, stopped when it ends."""
 
 
 class Servers:
@@ -92,49 +120,76 @@ class Servers:
     def __init__(self, folder: Callable[[], Path], model: Callable[[str], Path]) -> None:
         self._folder = folder
         self._model = model
-        self.references = folder()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="servers")
-        self._running: list[ExitStack] = []
-        self._urls: dict[str, Future[str]] = {}
+        self._references: dict[str, Path] = {}
+        self._starts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts")
+        self._ends = ThreadPoolExecutor(thread_name_prefix="ends")
+        self._running: dict[str, ExitStack] = {}
+        self._processes: dict[str, Future[ServerProcess]] = {}
+        self._ended: dict[str, Future[None]] = {}
 
     def begin(self, name: str) -> None:
         """Start a server as soon as those before it are up; a second call does nothing."""
-        if name not in self._urls:
-            self._urls[name] = self._thread.submit(self._start, SERVERS[name], self._model(SERVERS[name].model))
+        if name not in self._processes:
+            server = (SERVERS | SERVERS_OF_A_MODULE)[name]
+            self._running[name] = ExitStack()
+            command = self._command(server)
+            self._processes[name] = self._starts.submit(self._running[name].enter_context, command)
 
-    def url(self, name: str) -> str:
+    def process(self, name: str) -> ServerProcess:
         """Wait until a server is ready.
 
         Raises:
             ServerError: it did not come up.
         """
         self.begin(name)
-        return self._urls[name].result()
+        return self._processes[name].result()
+
+    def url(self, name: str) -> str:
+        """Of a server, once it is ready; raises as `process` does."""
+        return self.process(name).url
+
+    def references(self, name: str) -> Path:
+        """A folder that servers share."""
+        if name not in self._references:
+            self._references[name] = self._folder()
+        return self._references[name]
+
+    def end(self, name: str) -> None:
+        """Stop a server while tests go on."""
+        if name in self._processes and name not in self._ended:
+            self._ended[name] = self._ends.submit(self._end, name)
 
     def stop(self) -> None:
         """Stop all of them."""
-        self._thread.shutdown(cancel_futures=True)
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(ExitStack.close, self._running))
+        self._starts.shutdown(cancel_futures=True)
+        for name in self._processes:
+            self.end(name)
+        for ended in self._ended.values():
+            ended.result()
+        self._ends.shutdown()
 
-    def _start(self, server: Server, model: Path) -> str:
-        references = ("--reference-dir", str(self.references)) if server.keeps_references else ()
-        self._running.append(ExitStack())
-        return self._running[-1].enter_context(
-            running_server(
-                model,
-                *server.flags,
-                *references,
-                log=self._folder() / "server.log",
-                command=server.command,
-                environment=server.environment,
-            )
+    def _command(self, server: Server) -> AbstractContextManager[ServerProcess]:
+        """The server, to be started."""
+        references = ("--reference-dir", str(self.references(server.references))) if server.references else ()
+        return server_process(
+            self._model(server.model),
+            *server.flags,
+            *references,
+            log=self._folder() / "server.log",
+            command=server.command,
+            environment=server.environment,
         )
 
+    def _end(self, name: str) -> None:
+        started = self._processes[name]
+        if not started.cancel():
+            wait([started])
+        self._running[name].close()
 
-def needed(tests: Iterable[pytest.Item]) -> list[str]:
+
+def needed(tests: Iterable[pytest.Item], among: Mapping[str, Server] = SERVERS) -> list[str]:
     """Names of the servers that tests ask for, in the order in which they do. Unit tests have fixtures of these names
     too, of their own."""
     in_e2e = (test for test in tests if _E2E in test.path.parents)
     fixtures = dict.fromkeys(name for test in in_e2e for name in getattr(test, "fixturenames", ()))
-    return [name for name in fixtures if name in SERVERS]
+    return [name for name in fixtures if name in among]

@@ -4,13 +4,30 @@ And a browser, where one is installed.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 from playwright.sync_api import Browser
 
 from scoremode import ScoreClient
 from tests.browser import EXECUTABLES, installed_chromium, running_browser
-from tests.shared_servers import API_KEY, Servers
+from tests.shared_servers import API_KEY, SERVERS_OF_A_MODULE, Servers, needed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_of_a_module(request: pytest.FixtureRequest, servers: Servers) -> Iterator[None]:
+    """Those that the next one alone needs begin to start while the tests of this one run; its own end with it."""
+    tests = request.session.items
+    modules = list(dict.fromkeys(test.path for test in tests))
+    this_and_next = modules[modules.index(request.path) :][:2]
+    own, *of_next = (
+        needed((test for test in tests if test.path == path), SERVERS_OF_A_MODULE) for path in this_and_next
+    )
+    for name in chain(own, *of_next):
+        servers.begin(name)
+    yield
+    for name in own:
+        servers.end(name)
 
 
 @pytest.fixture(scope="session")

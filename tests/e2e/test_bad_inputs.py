@@ -1,5 +1,7 @@
 """What a running server refuses, each fault with its field, and that it goes on serving."""
 
+from collections.abc import Iterator
+
 import httpx
 import pytest
 
@@ -7,21 +9,27 @@ from scoremode_server.settings import MAX_REQUEST_BYTES
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE, BadInput
 
 
+@pytest.fixture(scope="module")
+def http(server: str) -> Iterator[httpx.Client]:
+    """For all requests: a client reads every certificate authority anew, which takes longer than an answer."""
+    with httpx.Client(base_url=server, timeout=60) as http:
+        yield http
+
+
 @pytest.mark.parametrize("bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS])
-def test_bad_input_names_its_field_and_the_server_goes_on(server: str, bad: BadInput):
-    response = httpx.post(server + bad.route, content=bad.content, headers=bad.headers, timeout=60)
+def test_bad_input_names_its_field_and_the_server_goes_on(http: httpx.Client, bad: BadInput):
+    response = http.post(bad.route, content=bad.content, headers=bad.headers)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (bad.status, bad.status)
     assert error["param"] == bad.param
     assert error["message"].startswith(bad.message)
     assert set(error) == {"message", "type", "param", "code"}
-    assert httpx.post(server + SCORE, json={"prompt": [5, 6]}, timeout=60).json()["data"][0]["num_scored"] == 1
+    assert http.post(SCORE, json={"prompt": [5, 6]}).json()["data"][0]["num_scored"] == 1
 
 
 @pytest.mark.parametrize("route", [SCORE, PERPLEXITY, COMPLETIONS])
-def test_a_body_too_long_is_refused_and_the_connection_serves_on(server: str, route: str):
-    with httpx.Client(base_url=server, timeout=60) as client:
-        response = client.post(route, content=b" " * (MAX_REQUEST_BYTES + 1), headers=JSON)
-        assert response.status_code == 413
-        assert "--max-request-bytes" in response.json()["error"]["message"]
-        assert client.post(SCORE, json={"prompt": [5, 6]}).status_code == 200
+def test_a_body_too_long_is_refused_and_the_connection_serves_on(http: httpx.Client, route: str):
+    response = http.post(route, content=b" " * (MAX_REQUEST_BYTES + 1), headers=JSON)
+    assert response.status_code == 413
+    assert "--max-request-bytes" in response.json()["error"]["message"]
+    assert http.post(SCORE, json={"prompt": [5, 6]}).status_code == 200

@@ -1,4 +1,5 @@
-"""The examples of README.md and docs/ run as they stand, but for the server's address and the model's name."""
+"""The examples of README.md and docs/ run as they stand, but for the server's address, the model's name, and the length
+of a text: a CPU takes long for a real model's tokens."""
 
 import json
 import os
@@ -31,10 +32,15 @@ FOR_A_SERVER = {name: block for name, block in examples("localhost:8000").items(
 WITHOUT_A_SERVER = examples('LLM("MODEL"')
 
 
+MAX_TOKENS = re.compile(r"--max-tokens \d+")
+SOME_WINDOWS = "--max-tokens 768"
+"""Several windows of each of the examples."""
+
+
 def run(language: str, code: str, folder: Path) -> str:
     (folder / "scripts").symlink_to(ROOT / "scripts")
     script = folder / "example"
-    script.write_text(code)
+    script.write_text(MAX_TOKENS.sub(SOME_WINDOWS, code))
     command = [sys.executable, str(script)] if language == "python" else ["bash", "-euo", "pipefail", str(script)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)

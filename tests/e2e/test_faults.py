@@ -10,8 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,29 @@ from safetensors.numpy import load_file
 
 from local_server import ServerProcess, server_process
 from scoremode_server.references.directory import ReferenceDirectory
+from tests.shared_servers import SERVERS_OF_A_MODULE, Servers
 
-FLAGS = (
-    *("--served-model-name", "random", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"),
-    # A GiB of KV cache, for each of two, is more than such a small model can fill.
-    *("--block-size", "32", "--num-gpu-blocks-override", "2048"),
-)
 COMPARE = ("kld", "--reference", "whole")
 EXIT_SECONDS = 30
 """In which a server must have ended by itself."""
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> ReferenceDirectory:
+def references(servers: Servers) -> ReferenceDirectory:
     """Of both servers."""
-    return ReferenceDirectory(tmp_path_factory.mktemp("references"))
+    return ReferenceDirectory(servers.references("faults"))
 
 
 @pytest.fixture(scope="module")
-def pair(
-    random_model: Path, references: ReferenceDirectory, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[ServerProcess]]:
-    """Two servers of one model, started at once; tests kill the second, then stop the first."""
-    folder = tmp_path_factory.mktemp("pair")
-    flags = (*FLAGS, "--reference-dir", str(references.root))
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        starts = [server_process(random_model, *flags, log=folder / f"{name}.log") for name in "ab"]
-        yield list(pool.map(stack.enter_context, starts))
+def first_server(servers: Servers) -> ServerProcess:
+    """Stopped at last."""
+    return servers.process("first_server")
+
+
+@pytest.fixture(scope="module")
+def second_server(servers: Servers) -> ServerProcess:
+    """Of the same model, and killed."""
+    return servers.process("second_server")
 
 
 def load(num_requests: int) -> list[dict[str, Any]]:
@@ -84,7 +79,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 class PplClient:
     """Runs of `ppl-client` over the same windows of a text, into files of one folder."""
 
-    TEXT = ("--dataset", "pydoc", "--max-tokens", "80000", "--context-length", "512", "--stride", "256")
+    TEXT = ("--dataset", "pydoc", "--max-tokens", "40000", "--context-length", "512", "--stride", "256")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,22 +128,22 @@ class PplClient:
 
 
 @pytest.fixture(scope="module")
-def runs(pair: list[ServerProcess], tmp_path_factory: pytest.TempPathFactory) -> PplClient:
+def runs(first_server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> PplClient:
     """With one run, one reference and one comparison, all "whole", that nothing disturbed."""
     runs = PplClient(tmp_path_factory.mktemp("runs"))
-    runs.finish(runs.start("whole", pair[0]))
-    runs.finish(runs.record("whole", pair[0]))
-    runs.finish(runs.start("whole kld", pair[0], command=COMPARE))
+    runs.finish(runs.start("whole", first_server))
+    runs.finish(runs.record("whole", first_server))
+    runs.finish(runs.start("whole kld", first_server, command=COMPARE))
     return runs
 
 
-def test_a_run_whose_client_was_killed_goes_on(pair: list[ServerProcess], runs: PplClient):
-    killed = runs.start("resumed", pair[0])
+def test_a_run_whose_client_was_killed_goes_on(first_server: ServerProcess, runs: PplClient):
+    killed = runs.start("resumed", first_server)
     runs.windows_begun("resumed", 5)
     killed.kill()
     killed.communicate()
     kept = runs.journal("resumed").read_bytes().splitlines(keepends=True)[1:-1]
-    resumed = runs.start("resumed", pair[0], resume=True)
+    resumed = runs.start("resumed", first_server, resume=True)
     runs.windows_begun("resumed", len(kept) + 5)
     assert runs.journal("resumed").read_bytes().splitlines(keepends=True)[1 : 1 + len(kept)] == kept
     runs.finish(resumed)
@@ -173,30 +168,36 @@ class Death:
 
 
 @pytest.fixture(scope="module")
-def death(pair: list[ServerProcess], references: ReferenceDirectory, runs: PplClient) -> Death:
+def death(
+    first_server: ServerProcess, second_server: ServerProcess, references: ReferenceDirectory, runs: PplClient
+) -> Death:
     """Of an engine that scores, compares and records."""
-    server, folder = pair[1], references.root / "resumed" / "windows"
+    pair = (first_server, second_server)
+    folder = references.root / "resumed" / "windows"
     of_both = {"of two": runs.start("of two", *pair), "of two kld": runs.start("of two kld", *pair, command=COMPARE)}
     for name, run in of_both.items():
         runs.windows_begun(name, 5)
         # However slow the others are, it must not be done before the engine dies.
         run.send_signal(signal.SIGSTOP)
-    recording = runs.record("resumed", server)
+    recording = runs.record("resumed", second_server)
     while len(list(folder.glob("*.safetensors"))) < 5:
         time.sleep(0.02)
-    family = psutil.Process(server.pid).children(recursive=True)
-    engine = engine_of(server)
+    family = psutil.Process(second_server.pid).children(recursive=True)
+    engine = engine_of(second_server)
+    # However late the requests come, the recording must not be done before the engine dies.
+    engine.suspend()
     health = [0]
 
     async def kill(client: httpx.AsyncClient) -> None:
+        engine.resume()
         for run in of_both.values():
             run.send_signal(signal.SIGCONT)
         engine.kill()
         while health[-1] != 503:
             health.append((await client.get("/health")).status_code)
 
-    answers = asyncio.run(answers_of(server, load(10), kill))
-    exit_status = server.process.wait(EXIT_SECONDS)
+    answers = asyncio.run(answers_of(second_server, load(10), kill))
+    exit_status = second_server.process.wait(EXIT_SECONDS)
     _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
     recording.kill()
     recording.communicate()
@@ -216,16 +217,16 @@ def test_when_the_engine_dies_requests_get_503_and_the_server_ends(death: Death)
 
 
 def test_a_run_on_two_servers_goes_on_with_the_one_that_is_left(
-    pair: list[ServerProcess], runs: PplClient, death: Death
+    second_server: ServerProcess, runs: PplClient, death: Death
 ):
-    assert pair[1].url in death.said["of two"]
+    assert second_server.url in death.said["of two"]
     runs.check("of two")
 
 
 def test_a_comparison_on_two_servers_goes_on_with_the_one_that_is_left(
-    pair: list[ServerProcess], runs: PplClient, death: Death
+    second_server: ServerProcess, runs: PplClient, death: Death
 ):
-    assert pair[1].url in death.said["of two kld"]
+    assert second_server.url in death.said["of two kld"]
     found, expected = (load_file(runs.folder / f"{name}.safetensors") for name in ("of two kld", "whole kld"))
     for name in ("token_ids", "window_sizes"):
         assert np.array_equal(found[name], expected[name])
@@ -235,12 +236,12 @@ def test_a_comparison_on_two_servers_goes_on_with_the_one_that_is_left(
 
 
 def test_a_reference_whose_recording_was_killed_goes_on(
-    pair: list[ServerProcess], references: ReferenceDirectory, runs: PplClient, death: Death
+    first_server: ServerProcess, references: ReferenceDirectory, runs: PplClient, death: Death
 ):
     whole = references.open("whole")
     num_before, num_windows = len(death.recorded), whole.manifest.text.num_windows
     assert 5 <= num_before < num_windows, "it was killed while it was recorded"
-    said = runs.finish(runs.record("resumed", pair[0]))
+    said = runs.finish(runs.record("resumed", first_server))
     assert f"recorded        {num_windows} windows, {num_before} of them before" in said
     for path, content in death.recorded.items():
         assert path.read_bytes() == content
@@ -251,16 +252,15 @@ def test_a_reference_whose_recording_was_killed_goes_on(
         assert (found - expected).abs().max() < 1e-5
 
 
-async def test_a_server_that_is_stopped_answers_what_it_has_and_refuses_what_is_new(pair: list[ServerProcess]):
-    server = pair[0]
+async def test_a_server_that_is_stopped_answers_what_it_has_and_refuses_what_is_new(first_server: ServerProcess):
     refused = []
 
     async def stop(client: httpx.AsyncClient) -> None:
-        os.kill(server.pid, signal.SIGTERM)
+        os.kill(first_server.pid, signal.SIGTERM)
         while not refused or refused[-1].status_code == 200:
             refused.append(await client.post("/v1/score", json={"prompt": [1, 2, 3]}))
 
-    answers = await answers_of(server, load(10), stop)
+    answers = await answers_of(first_server, load(10), stop)
     assert error_of(refused[-1])["message"] == "the server is shutting down"
     assert refused[-1].status_code == 503
     # Where the time of grace is not enough, the rest gets an answer all the same.
@@ -269,7 +269,7 @@ async def test_a_server_that_is_stopped_answers_what_it_has_and_refuses_what_is_
     for answer in answers:
         if answer.status_code == 503:
             assert error_of(answer)["message"] == "the server is shutting down"
-    assert server.process.wait(2 * EXIT_SECONDS) == 0
+    assert first_server.process.wait(2 * EXIT_SECONDS) == 0
 
 
 @contextmanager
@@ -304,7 +304,8 @@ async def test_a_stream_that_nobody_reads_and_texts_that_are_tokenized_do_not_ho
         "/v1/score": {"prompt": ["a few words"] * 60_000},
         "/v1/completions": {"prompt": [text[:1000]] * 1000, "echo": True, "logprobs": 0, "max_tokens": 1},
     }
-    with server_process(random_model, *FLAGS, log=tmp_path / "server.log") as server, unread_stream(server):
+    flags = SERVERS_OF_A_MODULE["first_server"].flags
+    with server_process(random_model, *flags, log=tmp_path / "server.log") as server, unread_stream(server):
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             answers = []
             for route, body in bodies.items():

@@ -12,7 +12,6 @@ import httpx
 import numpy as np
 import pytest
 
-from local_server import running_server
 from scoremode import NotFoundError, ScoreClient, ScoremodeError, cut_windows
 from scoremode.kld import KldPositions
 from scoremode.kld_result import KldResult
@@ -25,7 +24,7 @@ POSITION, MEAN = 1e-4, 1e-5
 
 @pytest.fixture(scope="module")
 def text(wikitext: str) -> str:
-    return wikitext[:2500]
+    return wikitext[:1800]
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +44,20 @@ def reference(client: ScoreClient, text: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def rounded_client(
-    servers: Servers, rounded_smollm2: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ScoreClient]:
-    """Of a server that is stopped with this module: memory for one more is short where many tests have run."""
-    flags = ("--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager")
-    log = tmp_path_factory.mktemp("rounded") / "server.log"
-    with (
-        running_server(rounded_smollm2, *flags, "--reference-dir", str(servers.references), log=log) as url,
-        ScoreClient(url, timeout=300) as client,
-    ):
+def rounded_server(servers: Servers) -> str:
+    return servers.url("rounded_server")
+
+
+@pytest.fixture(scope="module")
+def rounded_client(rounded_server: str) -> Iterator[ScoreClient]:
+    with ScoreClient(rounded_server, timeout=300) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def compared(rounded_client: ScoreClient, reference: str) -> KldResult:
+    """All windows on the model of 4 bits."""
+    return rounded_client.kld(reference)
 
 
 def positions_of(result: KldResult) -> KldPositions:
@@ -101,12 +103,11 @@ def assert_equal(found: Any, expected: list[oracle.Divergence], sequences: list[
 
 
 def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
-    rounded_client: ScoreClient, reference: str, smollm2: Path, rounded_smollm2: Path, sequences: Any
+    compared: KldResult, smollm2: Path, rounded_smollm2: Path, sequences: Any
 ):
     expected = oracle.divergences(smollm2, rounded_smollm2, [tokens for tokens, _ in sequences])
-    result = rounded_client.kld(reference)
-    assert positions_of(result).kld.mean() > 0.1
-    assert_equal(positions_of(result), expected, sequences)
+    assert positions_of(compared).kld.mean() > 0.1
+    assert_equal(positions_of(compared), expected, sequences)
 
 
 def test_quantized_kernels_diverge_as_their_arithmetic_says(
@@ -124,23 +125,26 @@ def test_quantized_kernels_diverge_as_their_arithmetic_says(
     assert ours.mean() == pytest.approx(theirs.mean(), rel=0.02)
 
 
-def test_the_likeliest_tokens_of_both(rounded_client: ScoreClient, reference: str):
-    plain = rounded_client.kld(reference, windows=(1, 2))
+@pytest.fixture(scope="module")
+def second_window(rounded_client: ScoreClient, reference: str) -> KldResult:
+    return rounded_client.kld(reference, windows=(1, 2))
+
+
+def test_the_likeliest_tokens_of_both(rounded_client: ScoreClient, reference: str, second_window: KldResult):
     result = rounded_client.kld(reference, windows=(1, 2), top_logprobs=5)
-    (window,) = result.data
+    (window,), plain = result.data, positions_of(second_window)
     assert window.top_logprobs.token_ids.shape == (STRIDE, 5)
-    assert np.array_equal(window.top_logprobs.token_ids[:, 0], positions_of(plain).top_token_ids)
-    assert np.array_equal(window.reference_top_logprobs.token_ids[:, 0], positions_of(plain).reference_top_token_ids)
+    assert np.array_equal(window.top_logprobs.token_ids[:, 0], plain.top_token_ids)
+    assert np.array_equal(window.reference_top_logprobs.token_ids[:, 0], plain.reference_top_token_ids)
     assert np.all(np.diff(window.top_logprobs.logprobs) <= 0)
     confidence = np.exp(window.reference_top_logprobs.logprobs[:, 0])
-    assert np.abs(confidence - positions_of(plain).reference_confidence).max() < 1e-6
+    assert np.abs(confidence - plain.reference_confidence).max() < 1e-6
 
 
-def test_windows_one_by_one_are_the_windows_of_all(rounded_client: ScoreClient, reference: str):
-    whole = rounded_client.kld(reference)
-    second = rounded_client.kld(reference, windows=(1, 2))
-    size = whole.data[0].num_scored
-    assert np.abs(positions_of(whole).kld[size : size + STRIDE] - positions_of(second).kld).max() < POSITION
+def test_windows_one_by_one_are_the_windows_of_all(compared: KldResult, second_window: KldResult):
+    size = compared.data[0].num_scored
+    difference = positions_of(compared).kld[size : size + STRIDE] - positions_of(second_window).kld
+    assert np.abs(difference).max() < POSITION
 
 
 def test_the_floor_is_of_the_references_own_model(client: ScoreClient, rounded_client: ScoreClient, reference: str):
@@ -153,7 +157,7 @@ def test_the_floor_is_of_the_references_own_model(client: ScoreClient, rounded_c
 
 
 def test_a_recording_goes_on_where_it_was_interrupted(client: ScoreClient, server: str, wikitext: str):
-    body = {"name": "long", "prompt": wikitext[:4500], "context_length": 128, "stride": 64, "stream": True}
+    body = {"name": "long", "prompt": wikitext[:3000], "context_length": 64, "stride": 32, "stream": True}
     with httpx.stream("POST", f"{server}/v1/references", json=body, timeout=300) as events:
         for _, line in zip(range(8), events.iter_lines(), strict=False):
             assert "error" not in line
@@ -163,13 +167,13 @@ def test_a_recording_goes_on_where_it_was_interrupted(client: ScoreClient, serve
     with pytest.raises(ScoremodeError, match="not complete"):
         client.kld("long")
     progress: list[Any] = []
-    finished = client.record_reference("long", body["prompt"], context_length=128, stride=64, on_window=progress.append)
+    finished = client.record_reference("long", body["prompt"], context_length=64, stride=32, on_window=progress.append)
     assert finished.complete
     assert 0 < len(progress) <= partial.num_windows - partial.num_recorded + 8
-    expected = client.perplexity(body["prompt"], context_length=128, stride=64)
+    expected = client.perplexity(body["prompt"], context_length=64, stride=32)
     assert finished.nll_mean == pytest.approx(expected.nll_mean, abs=1e-5)
     with pytest.raises(ScoremodeError, match="another text"):
-        client.record_reference("long", "Another text.", context_length=128, stride=64)
+        client.record_reference("long", "Another text.", context_length=64, stride=32)
     client.delete_reference("long")
     with pytest.raises(NotFoundError):
         client.reference("long")

@@ -21,22 +21,22 @@ class Case:
 
 
 CASES = [
-    Case("sliding", 128, 64),
-    Case("sliding", 100, 100),
-    Case("sliding", 64, 50),
-    Case("overlapping", 128, 64),
-    Case("overlapping", 100, 33),
-    Case("disjoint", 100),
-    Case("llama.cpp", 128),
-    Case("llama.cpp", 101),
-    Case("rolling", 100),
-    Case("rolling", 128),
+    Case("sliding", 64, 32),
+    Case("sliding", 50, 50),
+    Case("sliding", 32, 25),
+    Case("overlapping", 64, 32),
+    Case("overlapping", 50, 17),
+    Case("disjoint", 50),
+    Case("llama.cpp", 64),
+    Case("llama.cpp", 51),
+    Case("rolling", 50),
+    Case("rolling", 64),
 ]
 
 
 @pytest.fixture(scope="module")
 def text(wikitext: str) -> str:
-    return wikitext[:3000]
+    return wikitext[:1500]
 
 
 def expected_result(model: Path, tokens: list[int], case: Case, **special: int | None) -> oracle.Result:

@@ -7,8 +7,6 @@ server that runs by hand are made on.
 
 import json
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu, running_server
+from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode import ScoreClient
-from tests import models
 from tests.command_line import ppl_client, run_ppl_client
+from tests.shared_servers import SERVERS_OF_A_MODULE, Servers
 
-FLAGS = ["--max-model-len", "256", "--max-num-seqs", "8", "--enforce-eager", "--num-gpu-blocks-override", "1024"]
 TEXT = {"dataset": "pydoc", "max_tokens": 1000}
 WINDOWS = {"method": "disjoint", "context_length": 64}
 NUM_WINDOWS = 15
@@ -30,9 +27,6 @@ NUM_WINDOWS = 15
 
 class Sweeps:
     """A plan that grows, and what the sweeps over it made."""
-
-    by_hand: str
-    """The URL of a server that shares the references."""
 
     def __init__(self, folder: Path, random_model: Path) -> None:
         self.folder = folder
@@ -44,7 +38,7 @@ class Sweeps:
             "output": "runs",
             "text": TEXT,
             "windows": WINDOWS,
-            "serve": [*FLAGS, *(() if has_gpu() else CPU_FLAGS)],
+            "serve": [*SERVERS_OF_A_MODULE["server_by_hand"].flags, *(() if has_gpu() else CPU_FLAGS)],
             "env": {} if has_gpu() else CPU_ENVIRONMENT,
             "models": [
                 {"name": "base", "model": str(self._random_model)},
@@ -66,30 +60,26 @@ class Sweeps:
 
 
 @pytest.fixture(scope="module")
-def disturbed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.disturbed(random_model, tmp_path_factory.mktemp("models") / "disturbed", 0.05)
+def server_by_hand(servers: Servers) -> str:
+    return servers.url("server_by_hand")
 
 
 @pytest.fixture(scope="module")
-def sweeps(random_model: Path, disturbed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweeps]:
-    """After one sweep over one model. A server of another one, which has the sweep's references, starts meanwhile."""
+def sweeps(random_model: Path, servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Sweeps:
+    """After one sweep over one model. The server of another one, which has its references, may start meanwhile."""
     sweeps = Sweeps(tmp_path_factory.mktemp("sweep"), random_model)
-    references = sweeps.runs / "references"
-    references.mkdir(parents=True)
-    flags = (*FLAGS, "--reference-dir", str(references))
-    with ThreadPoolExecutor(1) as pool:
-        sweeping = pool.submit(sweeps.sweep)
-        with running_server(disturbed, *flags, log=sweeps.folder / "by-hand.log") as sweeps.by_hand:
-            done = sweeping.result()
-            assert done.returncode == 0, done.stderr
-            yield sweeps
+    sweeps.runs.mkdir()
+    (sweeps.runs / "references").symlink_to(servers.references("sweep"))
+    done = sweeps.sweep()
+    assert done.returncode == 0, done.stderr
+    return sweeps
 
 
 @pytest.fixture(scope="module")
-def added(sweeps: Sweeps) -> "subprocess.CompletedProcess[str]":
+def added(sweeps: Sweeps, server_by_hand: str) -> "subprocess.CompletedProcess[str]":
     """The sweep again, with a second model, and a third that cannot start."""
     before = sweeps.times()
-    done = sweeps.sweep({"name": "missing", "model": "/no/such/model"}, {"name": "disturbed", "url": sweeps.by_hand})
+    done = sweeps.sweep({"name": "missing", "model": "/no/such/model"}, {"name": "disturbed", "url": server_by_hand})
     assert {name: time for name, time in sweeps.times().items() if name in before} == before
     return done
 
@@ -118,10 +108,10 @@ def test_two_models_make_two_runs_and_a_report(sweeps: Sweeps):
 
 
 @pytest.mark.usefixtures("added")
-def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps):
+def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, server_by_hand: str):
     swept, output = sweeps.record("disturbed"), sweeps.folder / "by-hand.json"
     name = swept["reference"]["name"]
-    ppl_client("kld", "--url", sweeps.by_hand, "--reference", name, "--output", str(output), "--quiet")
+    ppl_client("kld", "--url", server_by_hand, "--reference", name, "--output", str(output), "--quiet")
     arrays = load_file(output.with_suffix(".safetensors"))
     for each in ("token_ids", "window_sizes"):
         assert sweeps.arrays("disturbed")[each].tolist() == arrays[each].tolist()
@@ -129,17 +119,19 @@ def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps):
     np.testing.assert_allclose(sweeps.arrays("disturbed")["kld"], arrays["kld"], atol=1e-5)
     np.testing.assert_allclose(sweeps.arrays("disturbed")["logprobs"], arrays["logprobs"], atol=1e-4)
     options = ["--dataset", "pydoc", "--max-tokens", "1000", "--method", "disjoint", "--context-length", "64"]
-    ppl_client("--url", sweeps.by_hand, *options, "--output", str(output), "--quiet")
+    ppl_client("--url", server_by_hand, *options, "--output", str(output), "--quiet")
     assert json.loads(output.read_text())["perplexity"] == pytest.approx(swept["statistics"]["ppl_q"], rel=1e-5)
 
 
-def test_a_run_has_the_size_of_its_model_and_the_texts_of_its_tokens(sweeps: Sweeps, random_model: Path):
+def test_a_run_has_the_size_of_its_model_and_the_texts_of_its_tokens(
+    sweeps: Sweeps, server_by_hand: str, random_model: Path
+):
     record, file = sweeps.record("base"), random_model / "model.safetensors"
     assert record["server"]["weight_bytes"] == file.stat().st_size
     assert record["server"]["num_parameters"] == sum(tensor.size for tensor in load_file(file).values())
     token_ids = np.unique(sweeps.arrays("base")["token_ids"]).tolist()
     assert set(record["token_texts"]) == {str(token_id) for token_id in token_ids}
-    with ScoreClient(sweeps.by_hand) as client:
+    with ScoreClient(server_by_hand) as client:
         assert client.token_texts(token_ids) == {int(key): text for key, text in record["token_texts"].items()}
         (score,) = client.score([token_ids[:50]], return_tokens=True)
     assert score.tokens == [record["token_texts"][str(token_id)] for token_id in token_ids[:50]]

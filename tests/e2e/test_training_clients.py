@@ -139,9 +139,16 @@ def test_a_client_may_leave_while_a_large_answer_is_sent(server: str, path: str)
 )
 def test_the_generate_route(server: str, change: dict[str, Any]):
     body = {"model": "smollm2", "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1, "seed": 7}} | change
-    for length in (1, 2, 400):
+    for length in (1, 2, 90):
         ours, stock = both(server, GENERATE, body | {"token_ids": token_ids(length, change)})
         assert_same(content(ours), content(stock))
+
+
+def test_a_large_answer_of_the_generate_route_is_vllms(server: str):
+    settings = {"max_tokens": 1, "prompt_logprobs": 100, "temperature": 0}
+    body = {"model": "smollm2", "token_ids": token_ids(400, "large"), "sampling_params": settings}
+    ours, stock = both(server, GENERATE, body)
+    assert_same(content(ours), content(stock))
 
 
 def test_the_first_of_the_generate_routes_prompt_logprobs_is_null(server: str):
