@@ -4,8 +4,6 @@ Two parts are two processes with vLLM's own layers and collectives; more are mad
 """
 
 import math
-import os
-import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -13,13 +11,8 @@ import pytest
 import torch
 from row_checks import check, random_logits
 from torch import nn
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    ensure_model_parallel_initialized,
-    get_tp_group,
-    init_distributed_environment,
-    tensor_model_parallel_all_gather,
-)
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -29,6 +22,7 @@ from scoremode_server.kernels.tensor_parallel import from_words, merge, to_words
 from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.vllm_patches import runner_v2
 from scoremode_server.vllm_patches.lm_head import examine
+from tests.unit.server.ranks import run_ranks
 
 HIDDEN = 16
 ROWS = 5
@@ -152,20 +146,11 @@ def scores_of(model: Model, hidden_states: torch.Tensor, targets: torch.Tensor, 
     return head, fused_logprobs.compute(targets, hidden_states, head.project, num_top, limit, head.shard)
 
 
-def one_rank(rank: int, port: int) -> None:
-    # Ranks that wait for each other keep their cores busy.
-    torch.set_num_threads(1)
-    # On CPUs with AVX-512 vLLM exchanges tensors in shared memory, which is not made for all types; ranks that name it
-    # differently exchange them through torch.distributed, as on any other CPU.
-    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-        ensure_model_parallel_initialized(2, 1)
-        with torch.inference_mode():
-            in_parts(rank)
-            as_ever()
-            source()
-            in_the_runner()
+def one_rank(rank: int, _: VllmConfig) -> None:
+    in_parts(rank)
+    as_ever()
+    source()
+    in_the_runner()
 
 
 def in_parts(rank: int) -> None:
@@ -239,10 +224,7 @@ def in_the_runner() -> None:
 
 
 def test_two_ranks():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_rank, (port,), nprocs=2)
+    run_ranks(2, one_rank)
 
 
 @pytest.mark.parametrize("logits_fn", [lambda rows: rows, SimpleNamespace(compute=len).compute])

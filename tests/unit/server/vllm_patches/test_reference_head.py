@@ -4,7 +4,6 @@ Ranks are processes with vLLM's own layers and collectives.
 """
 
 import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, get_tp_group, init_distributed_environment
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -24,7 +23,10 @@ from scoremode_server.vllm_patches.lm_head import examine
 from scoremode_server.vllm_patches.reference_head import HeadSlot, UnsuitableHeadError, describe_head, gather_head
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
+from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
+
+pytestmark = pytest.mark.processes
 
 HIDDEN = 16
 CPU = torch.device("cpu")
@@ -249,29 +251,18 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
     worker_extension.get_pp_group = last
 
 
-def one_rank(rank: int, num_ranks: int, port: int, root: str) -> None:
-    # Ranks that wait for each other keep their cores busy.
-    torch.set_num_threads(1)
-    # Ranks that name it differently exchange tensors through torch.distributed, and not in vLLM's shared memory.
-    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
-    config = VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=num_ranks))
-    with set_current_vllm_config(config), torch.inference_mode():
-        init_distributed_environment(num_ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-        ensure_model_parallel_initialized(num_ranks, 1)
-        for check in (
-            heads_of_one_slot,
-            bytes_of_a_logit,
-            heads_that_do_not_fit_or_are_damaged,
-            models_that_cannot_be_references,
-            what_api_servers_ask_of_workers,
-            ranks_without_a_head,
-        ):
-            check(Path(root) / check.__name__, config)
+def one_rank(_: int, config: VllmConfig, root: Path) -> None:
+    for check in (
+        heads_of_one_slot,
+        bytes_of_a_logit,
+        heads_that_do_not_fit_or_are_damaged,
+        models_that_cannot_be_references,
+        what_api_servers_ask_of_workers,
+        ranks_without_a_head,
+    ):
+        check(root / check.__name__, config)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks(num_ranks: int, tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(one_rank, (num_ranks, port, str(tmp_path)), nprocs=num_ranks)
+    run_ranks(num_ranks, one_rank, tmp_path)
