@@ -24,10 +24,9 @@ serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max
 	@test -n "$(MODEL)" || { echo 'usage: make serve MODEL=path-or-name [ARGS="vllm serve flags"]' >&2; exit 2; }
 	$(if $(filter cpu,$(ENGINE)),VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind}) $(BIN)/scoremode serve $(MODEL) $(ARGS)
 
-# Without the kernels, which take a minute in Triton's interpreter.
+# Without the tests that start processes of their own: Triton's interpreter, ranks, servers and clients that are killed.
 check: lint ## For every save: style, types and unit tests
-	$(BIN)/python -m pytest --numprocesses 2 tests/unit \
-	  --ignore tests/unit/server/kernels/test_triton_kernels.py
+	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not processes" tests/unit
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from model_servers import kernels, lacking, reason
+from model_servers import failed_row, kernels, lacking, reason
 
 from local_server import ServerError
 
@@ -46,3 +46,8 @@ def test_a_failed_server_is_explained_by_its_first_error():
 
 def test_any_other_error_is_its_first_line():
     assert reason(ValueError("one\ntwo")) == "ValueError: one"
+
+
+def test_a_row_without_figures_is_as_long_as_the_others():
+    header = ("format", "kernels", "mean", "max")
+    assert failed_row(header, "fp8", error=ValueError("one")) == ("fp8", "failed: ValueError: one", "", "")

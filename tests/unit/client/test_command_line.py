@@ -258,6 +258,7 @@ def test_a_failed_run_leaves_the_earlier_result_and_no_empty_file(url, tmp_path)
     assert not new.exists()
 
 
+@pytest.mark.processes
 def test_ctrl_c_exits_with_130_and_no_traceback():
     scoring, over = threading.Event(), threading.Event()
 

@@ -131,6 +131,7 @@ def test_a_server_without_a_folder_for_references_says_so(capsys):
     assert capsys.readouterr().err == f"ppl-client: error: {reason} (HTTP 404)\n"
 
 
+@pytest.mark.processes
 def test_ctrl_c_while_recording_says_that_the_same_command_goes_on():
     recording, over = threading.Event(), threading.Event()
     server = KldServer()
@@ -231,6 +232,7 @@ def run_until_killed(references, output, journal_file, num_windows, *more):
     return server.compared, journal_file.read_bytes()
 
 
+@pytest.mark.processes
 def test_a_comparison_that_is_killed_twice_compares_every_window_once_and_gives_the_same_result(
     references, output, journal_file, tmp_path, capsys
 ):

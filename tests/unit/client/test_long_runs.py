@@ -18,6 +18,8 @@ from fake_scoremode import INFO, answer, error, serve
 from scoremode import journal, pool
 from scoremode.cli import main
 
+pytestmark = pytest.mark.processes
+
 # No window of it is like another.
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!"
 OPTIONS = ["--text", TEXT, "--context-length", "8", "--stride", "4", "--quiet"]

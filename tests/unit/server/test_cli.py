@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from scoremode_server.cli import MMAP_THRESHOLD_VARIABLE, keep_tensors_off_the_heap
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["--help"], 0), ([], 2), (["score"], 2)])
 def test_exit_status(arguments: list[str], status: int):
     command = [sys.executable, "-c", "from scoremode_server.cli import main; main()", *arguments]
@@ -36,6 +37,7 @@ print(info.free - info.top)
 """What a process's heap has in holes, in bytes, after something large was freed below something that stays."""
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or not current_platform.is_cpu(), reason="for a CPU engine, on glibc"
 )

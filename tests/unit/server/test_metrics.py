@@ -109,6 +109,7 @@ async def test_the_engine_hears_of_a_caller_that_leaves():
     made.check_nothing_is_left()
 
 
+@pytest.mark.processes
 def test_several_processes_add_up(tmp_path):
     program = """if True:
         import os, time

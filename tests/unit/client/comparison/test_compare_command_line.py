@@ -103,6 +103,7 @@ sys.exit(main({arguments}))
 """
 
 
+@pytest.mark.processes
 def test_without_the_extra_the_command_says_what_to_install(runs):
     code = WITHOUT.format(name="arch", arguments=["compare", *runs])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -110,6 +111,7 @@ def test_without_the_extra_the_command_says_what_to_install(runs):
     assert done.stderr == 'ppl-client: error: arch is missing: pip install "scoremode[report]"\n'
 
 
+@pytest.mark.processes
 def test_other_commands_do_without_the_extra():
     code = "import sys, scoremode, scoremode.cli; print({'arch', 'scipy', 'matplotlib', 'jinja2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -67,6 +67,7 @@ def test_a_run_prints_what_it_came_to(corpus, tmp_path, capsys):
     ]
 
 
+@pytest.mark.processes
 def test_a_killed_run_goes_on_and_leaves_what_is_finished(corpus, tmp_path):
     output = tmp_path / "out"
     server = GatedServer(4)

@@ -19,6 +19,8 @@ from scoremode import measure_kld
 from scoremode.client import AsyncScoreClient
 from scoremode.sweep import SweepPlan, SweepResult, run_sweep
 
+pytestmark = pytest.mark.processes
+
 STAND_IN = [sys.executable, str(Path(__file__).with_name("stand_in_server.py"))]
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!"
 NUM_WINDOWS = 10

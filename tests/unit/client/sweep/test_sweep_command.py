@@ -14,6 +14,8 @@ from test_run_sweep import BASE, FAR, NEAR, STAND_IN, running_commands
 
 from scoremode.cli import main
 
+pytestmark = pytest.mark.processes
+
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow! " * 4
 SILENT = {"name": "silent", "model": "m", "command": [sys.executable, "-c", "import time; time.sleep(600)"]}
 

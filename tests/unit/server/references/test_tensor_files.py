@@ -101,6 +101,7 @@ def test_what_was_read_stays_when_the_file_goes(path: Path):
     assert same(read, tensors())
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_an_error_and_changes_nothing(path: Path):
     """In a process of its own, whose files may have 100 bytes at most."""
     before = path.read_bytes()
