@@ -20,7 +20,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
 from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, windows_parser  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
-from model_servers import Server, kernels, lacking, log_of, reason, starting  # noqa: E402
+from model_servers import Server, failed_row, kernels, lacking, log_of, reason, starting  # noqa: E402
 from quantized_oracle import logprobs, oracle_model  # noqa: E402
 from servers import Settings  # noqa: E402
 from tables import table  # noqa: E402
@@ -130,7 +130,7 @@ def measure(name: str, case: Case, folder: Path, url: Future[str], windows: Wind
         return row(name, served, expected, log)
     except Exception as error:
         print(f"{name}: {reason(error)}", *(f"\n  vLLM: {line}" for line in lacking(log)), flush=True)
-        return (name, f"failed: {reason(error)[:100]}", *("",) * (len(HEADER) - 2))
+        return failed_row(HEADER, name, error=error)
 
 
 def main() -> None:

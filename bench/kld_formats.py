@@ -20,7 +20,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
 from agreement import Windows, cut_windows, windows_parser  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
-from model_servers import Server, kernels, log_of, reason, starting  # noqa: E402
+from model_servers import Server, failed_row, kernels, log_of, reason, starting  # noqa: E402
 from quantized_oracle import oracle_model  # noqa: E402
 from servers import Settings  # noqa: E402
 from tables import table  # noqa: E402
@@ -65,7 +65,7 @@ def row(name: str, url: Future[str], expected: np.ndarray, log: Path) -> tuple[s
             result = client.kld(REFERENCE)
     except Exception as error:
         print(f"{name}: {reason(error)}", flush=True)
-        return (name, f"failed: {reason(error)[:100]}", *("",) * (len(HEADER) - 2))
+        return failed_row(HEADER, name, error=error)
     kld = np.concatenate([window.positions.kld for window in result.data]).astype(float)
     reverse = np.concatenate([window.positions.reverse_kld for window in result.data]).astype(float)
     difference = kld - expected[:, 0]

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
 from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs  # noqa: E402
-from model_servers import Server, reason, starting  # noqa: E402
+from model_servers import Server, failed_row, reason, starting  # noqa: E402
 from quantized_oracle import logprobs, oracle_model  # noqa: E402
 from servers import MEMORY as SHAPE_MEMORY  # noqa: E402
 from servers import Settings  # noqa: E402
@@ -93,7 +93,7 @@ def agreements(
             print(f"{dtype}, step {name}: scored in {time.perf_counter() - start:.2f} s, waiting included", flush=True)
         except Exception as error:
             print(f"{dtype}, step {name}: {reason(error)}", flush=True)
-            rows.append((dtype, name, f"failed: {reason(error)[:100]}", *("",) * (len(HEADER) - 3)))
+            rows.append(failed_row(HEADER, dtype, name, error=error))
             continue
         rows += [
             compare(dtype, name, other, scored) for other in ("the oracle", first) if other in scored and other != name

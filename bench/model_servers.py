@@ -5,7 +5,7 @@ the same time would mistake each other's for their own.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -69,6 +69,12 @@ def lacking(log: Path) -> list[str]:
     """What vLLM says the device cannot do, a line each."""
     lines = (line for line in log.read_text(errors="replace").splitlines() if LACKING_LINE.search(line))
     return list(dict.fromkeys(LOG_PREFIX.sub("", line) for line in lines))
+
+
+def failed_row(header: Sequence[str], *beginning: str, error: Exception) -> tuple[str, ...]:
+    """A line of a table that says why there are no figures."""
+    cells = (*beginning, f"failed: {reason(error)[:100]}")
+    return (*cells, *("",) * (len(header) - len(cells)))
 
 
 def reason(error: BaseException) -> str:

@@ -19,7 +19,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 
 from agreement import cut_windows, windows_parser  # noqa: E402
 from checkpoints import write_checkpoint  # noqa: E402
-from model_servers import Server, kernels, log_of, reason, starting  # noqa: E402
+from model_servers import Server, failed_row, kernels, log_of, starting  # noqa: E402
 from servers import Settings  # noqa: E402
 from tables import table  # noqa: E402
 
@@ -63,7 +63,9 @@ def difference(found: np.ndarray, expected: np.ndarray) -> str:
     return f"{np.abs(found - expected).max():.1e}"
 
 
-def row(name: str, invariant: bool, urls: tuple[Future[str], Future[str]], sequences: Tokens, log: Path) -> list[str]:
+def row(
+    name: str, invariant: bool, urls: tuple[Future[str], Future[str]], sequences: Tokens, log: Path
+) -> tuple[str, ...]:
     """A line of the table, or why there is none."""
     ways: dict[str, Callable[[ScoreClient, Tokens], np.ndarray]] = {
         "alone again": alone,
@@ -71,15 +73,15 @@ def row(name: str, invariant: bool, urls: tuple[Future[str], Future[str]], seque
         "in reverse": in_reverse,
         "cached": cached,
     }
-    beginning = [name, "yes" if invariant else "no", ", ".join(kernels(log)) or "-"]
+    beginning = (name, "yes" if invariant else "no")
     try:
         with ScoreClient(urls[0].result(), timeout=600) as client, ScoreClient(urls[1].result(), timeout=600) as other:
             expected = alone(client, sequences)
             found = {way: function(client, sequences) for way, function in ways.items()}
             found["restarted"] = alone(other, sequences)
     except Exception as error:
-        return [*beginning, f"failed: {reason(error)[:100]}", *[""] * (len(WAYS) - 1)]
-    return [*beginning, *(difference(found[way], expected) for way in WAYS)]
+        return failed_row(HEADER, *beginning, "", error=error)
+    return (*beginning, ", ".join(kernels(log)) or "-", *(difference(found[way], expected) for way in WAYS))
 
 
 def main() -> None:
@@ -113,7 +115,8 @@ def main() -> None:
             for name in options.formats
             for invariant in (False, True)
         ]
-    print(table(HEADER, [tuple(each) for each in rows]), flush=True)
+        # Before servers are stopped, which takes some seconds for each.
+        print(table(HEADER, rows), flush=True)
 
 
 def _key(name: str, invariant: bool, twin: str) -> str:

@@ -22,7 +22,7 @@ sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
 from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, windows_parser  # noqa: E402
 from checkpoints import pad_heads  # noqa: E402
 from http_throughput import COUNTS, measure  # noqa: E402
-from model_servers import Server, reason, starting  # noqa: E402
+from model_servers import Server, failed_row, reason, starting  # noqa: E402
 from quantized_oracle import logprobs, oracle_model  # noqa: E402
 from servers import FLAGS, STOCK, Settings  # noqa: E402
 from servers import MEMORY as SHAPE_MEMORY  # noqa: E402
@@ -58,7 +58,7 @@ def agreements(
             scored[name] = served_logprobs(urls[f"{dtype}-tp{degree}"].result(), windows)
         except Exception as error:
             print(f"{dtype}, {name}: {reason(error)}", flush=True)
-            rows.append((dtype, name, f"failed: {reason(error)[:100]}", *("",) * (len(HEADER) - 3)))
+            rows.append(failed_row(HEADER, dtype, name, error=error))
             continue
         rows += [compare(dtype, name, other, scored) for other in list(scored)[:2] if other != name]
     return rows
