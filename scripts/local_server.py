@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +64,15 @@ def server_process(
     *flags: str,
     log: Path,
     environment: dict[str, str] | None = None,
+    inherited: Mapping[str, str] = os.environ,
     command: Sequence[str] = (),
     start_seconds: float = START_SECONDS,
     stop_seconds: float = STOP_SECONDS,
 ) -> Iterator[ServerProcess]:
     """`scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
 
-    `command` replaces the command before MODEL, for servers to compare with. A server that has not ended
-    `stop_seconds` after it was asked to is killed.
+    `environment` is added to what it inherits. `command` replaces the command before MODEL, for servers to compare
+    with. A server that has not ended `stop_seconds` after it was asked to is killed.
 
     Raises:
         ServerError: it ended, or was not ready in time.
@@ -84,8 +85,8 @@ def server_process(
         *(() if gpu or "--dtype" in flags else CPU_FLAGS),
         *flags,
     ]
-    settings = {**os.environ, **({} if gpu else CPU_ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
-    with _reserved_port() as port:
+    settings = {**inherited, **({} if gpu else CPU_ENVIRONMENT), "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
+    with reserved_port() as port:
         arguments += ["--port", str(port)]
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -100,8 +101,9 @@ def server_process(
 
 
 @contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A port that the kernel gives to no other process, though a server may bind it: it takes seconds until one does.
+    Until then connections to it are refused.
 
     Of two sockets with SO_REUSEADDR, as vLLM's has it, both may be bound to a port where neither listens yet.
     """

@@ -9,6 +9,7 @@ Servers of one module alone begin to start with the tests of the module before, 
 is short for all of them at once.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -120,6 +121,8 @@ class Servers:
     def __init__(self, folder: Callable[[], Path], model: Callable[[str], Path]) -> None:
         self._folder = folder
         self._model = model
+        # Tests change the process's own while servers are started.
+        self._inherited = dict(os.environ)
         self._references: dict[str, Path] = {}
         self._starts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts")
         self._ends = ThreadPoolExecutor(thread_name_prefix="ends")
@@ -178,6 +181,7 @@ class Servers:
             log=self._folder() / "server.log",
             command=server.command,
             environment=server.environment,
+            inherited=self._inherited,
         )
 
     def _end(self, name: str) -> None:
