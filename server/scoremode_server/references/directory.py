@@ -137,8 +137,9 @@ class StoredReference:
                         path.unlink()
 
     def disk_bytes(self) -> int:
-        """Of all its files."""
-        return sum(_size(Path(folder, name)) for folder, _, names in os.walk(self.path) for name in names)
+        """Of all its files, without those that are being written."""
+        files = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names if name[0] != ".")
+        return sum(map(_size, files))
 
     def about(self, part: str) -> dict[str, str]:
         """What is written into a file of it, so that no other reference's passes for it."""
