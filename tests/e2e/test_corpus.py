@@ -1,7 +1,6 @@
 """`ppl-client corpus` on a real server: figures beside an oracle and beside `/v1/perplexity`, and through a kill."""
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ import pytest
 
 from scoremode import ScoreClient
 from tests import oracle
+from tests.command_line import TIMEOUT_SECONDS
+from tests.e2e.gate import gated
 from tests.shared_servers import API_KEY
 
 TOLERANCE = 1e-5
@@ -25,7 +26,7 @@ def corpus_command(*arguments: str) -> list[str]:
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run(corpus_command(*arguments), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(corpus_command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,22 +97,23 @@ def test_a_killed_run_goes_on(plugin_server: str, wikitext: str, tmp_path: Path)
     inputs.mkdir()
     for name, part in (("a", texts[:100]), ("b", texts[100:])):
         pq.write_table(pa.table({"text": part, "place": range(len(part))}), inputs / f"{name}.parquet")
-    arguments = (str(inputs), "--url", plugin_server, "--api-key", API_KEY, "--concurrency", "1")
-    run(*arguments, "--output", str(tmp_path / "whole"))
+    arguments = (str(inputs), "--api-key", API_KEY, "--concurrency", "1")
+    run(*arguments, "--url", plugin_server, "--output", str(tmp_path / "whole"))
     output = tmp_path / "out"
-    process = subprocess.Popen(corpus_command(*arguments, "--output", str(output)))
     journal = output / ".b.parquet.journal"
     one_request = 256 * 4 * 8
-    deadline = time.monotonic() + 120
-    while not (journal.exists() and journal.stat().st_size > one_request):
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    # One for the first file, two of five for the second.
+    with (
+        gated(plugin_server, "/v1/score", 3) as url,
+        subprocess.Popen(corpus_command(*arguments, "--url", url, "--output", str(output))) as process,
+    ):
+        while not (journal.exists() and journal.stat().st_size > one_request):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
     finished = (output / "a.parquet").read_bytes()
     assert not (output / "b.parquet").exists()
-    said = run(*arguments, "--output", str(output), "--resume")
+    said = run(*arguments, "--url", plugin_server, "--output", str(output), "--resume")
     assert "1 of them finished before" in said
     assert "of them scored before" in said
     assert (output / "a.parquet").read_bytes() == finished

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +109,12 @@ class PplClient:
     def journal(self, name: str) -> Path:
         return self.folder / f"{name}.journal"
 
-    def windows_begun(self, name: str, count: int) -> None:
-        """Wait until so many windows are in the journal."""
+    def pause(self, name: str, run: "subprocess.Popen[str]", count: int) -> None:
+        """Stop a run for the time being, once so many windows are in its journal."""
         while not self.journal(name).exists() or self.journal(name).read_bytes().count(b"\n") <= count:
+            assert run.poll() is None
             time.sleep(0.02)
+        run.send_signal(signal.SIGSTOP)
 
     def windows(self, name: str) -> list[dict[str, Any]]:
         windows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["windows"]
@@ -139,13 +141,14 @@ def runs(first_server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) 
 
 def test_a_run_whose_client_was_killed_goes_on(first_server: ServerProcess, runs: PplClient):
     killed = runs.start("resumed", first_server)
-    runs.windows_begun("resumed", 5)
+    runs.pause("resumed", killed, 5)
     killed.kill()
     killed.communicate()
     kept = runs.journal("resumed").read_bytes().splitlines(keepends=True)[1:-1]
     resumed = runs.start("resumed", first_server, resume=True)
-    runs.windows_begun("resumed", len(kept) + 5)
+    runs.pause("resumed", resumed, len(kept) + 5)
     assert runs.journal("resumed").read_bytes().splitlines(keepends=True)[1 : 1 + len(kept)] == kept
+    resumed.send_signal(signal.SIGCONT)
     runs.finish(resumed)
     runs.check("resumed")
 
@@ -174,13 +177,14 @@ def death(
     """Of an engine that scores, compares and records."""
     pair = (first_server, second_server)
     folder = references.root / "resumed" / "windows"
-    of_both = {"of two": runs.start("of two", *pair), "of two kld": runs.start("of two kld", *pair, command=COMPARE)}
-    for name, run in of_both.items():
-        runs.windows_begun(name, 5)
+    of_both = {}
+    for name, command in (("of two", PplClient.TEXT), ("of two kld", COMPARE)):
+        of_both[name] = runs.start(name, *pair, command=command)
         # However slow the others are, it must not be done before the engine dies.
-        run.send_signal(signal.SIGSTOP)
+        runs.pause(name, of_both[name], 5)
     recording = runs.record("resumed", second_server)
     while len(list(folder.glob("*.safetensors"))) < 5:
+        assert recording.poll() is None
         time.sleep(0.02)
     family = psutil.Process(second_server.pid).children(recursive=True)
     engine = engine_of(second_server)
@@ -193,8 +197,10 @@ def death(
         for run in of_both.values():
             run.send_signal(signal.SIGCONT)
         engine.kill()
-        while health[-1] != 503:
-            health.append((await client.get("/health")).status_code)
+        # It may close the connection where it ends before it is asked again.
+        while health[-1] != 503 and second_server.process.poll() is None:
+            with suppress(httpx.TransportError):
+                health.append((await client.get("/health")).status_code)
 
     answers = asyncio.run(answers_of(second_server, load(10), kill))
     exit_status = second_server.process.wait(EXIT_SECONDS)

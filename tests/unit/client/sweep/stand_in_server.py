@@ -10,6 +10,7 @@ import pickle
 import sys
 import time
 from pathlib import Path
+from threading import Condition
 
 import httpx
 
@@ -17,6 +18,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from fake_references import KldServer
 from fake_scoremode import copy_of, error, serve
+
+from scoremode.pool import DEFAULT_CONCURRENCY
 
 ALLOWED = "STAND_IN_ALLOWED"
 """Variable: a file that says how many windows are compared until the process ends; without it, all are."""
@@ -33,6 +36,8 @@ class StandIn:
         self._server = KldServer(known, noise=noise)
         allowed = Path(os.environ.get(ALLOWED, "none"))
         self._allowed = int(allowed.read_text()) if allowed.is_file() else 10**9
+        self._num_asked = 0
+        self._another_asks = Condition()
 
     def __call__(self, request: httpx.Request) -> httpx.Response | None:
         path = request.url.path
@@ -46,12 +51,7 @@ class StandIn:
         if path.startswith("/v1/references") and self._files is None:
             return copy_of(error(404, "this server keeps no references: start it with --reference-dir DIR"))
         if path == "/v1/kld":
-            self._allowed -= 1
-            if self._allowed < 0:
-                print("no more windows are allowed", flush=True)
-                # Those before it are answered meanwhile.
-                time.sleep(1)
-                os._exit(7)
+            self._end_if_no_more_is_allowed()
         response = self._server(request)
         if self._files is not None and (path == "/v1/references" or b'"as_noise_floor":true' in request.content):
             for name, stored in self._server.references.items():
@@ -59,6 +59,16 @@ class StandIn:
                 (self._files / name / "stored").write_bytes(pickle.dumps(stored))
                 (self._files / name / "manifest.json").write_text('{"result": {}}')
         return response
+
+    def _end_if_no_more_is_allowed(self) -> None:
+        with self._another_asks:
+            self._num_asked += 1
+            self._another_asks.notify_all()
+            if self._num_asked > self._allowed:
+                # Who asks for one more than are in flight at once has kept an answer.
+                self._another_asks.wait_for(lambda: self._num_asked > DEFAULT_CONCURRENCY)
+                print("no more windows are allowed", flush=True)
+                os._exit(7)
 
 
 def _read(path: Path) -> object:

@@ -90,7 +90,9 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     command = [sys.executable, "-m", "scoremode.cli", "sweep", write_plan(tmp_path, silent)]
 
     def servers() -> list[str]:
-        return [each for each in running_commands() if "time.sleep(600)" in each and str(tmp_path) in each]
+        """Those that are Python by now: what starts them has their whole command in its own."""
+        python = [each for each in running_commands() if each.startswith(sys.executable)]
+        return [each for each in python if "time.sleep(600)" in each and str(tmp_path) in each]
 
     # A script that runs it in the background has it ignore SIGINT, and not SIGTERM.
     ignores = "--ignore-signal" if signal_number == signal.SIGTERM else "--default-signal"
