@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WAIT_MS = 120_000
+"""For a browser to start, and for what is expected of a page. Playwright's 5 s are few where engines are at work."""
 
 
 def installed_chromium() -> str | None:
@@ -20,7 +22,8 @@ def installed_chromium() -> str | None:
 def running_browser(executable: str) -> Iterator[Browser]:
     """A headless Chromium. While it runs, no asyncio loop can be started in this thread: playwright's own is."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable)
+        browser = playwright.chromium.launch(executable_path=executable, timeout=WAIT_MS)
+        expect.set_options(timeout=WAIT_MS)
         yield browser
         browser.close()
 

@@ -49,7 +49,7 @@ def post(url: str, path: str, body: Any) -> httpx.Response:
 
 def test_an_api_key_guards_the_routes(plugin_server: str):
     for path in ("/v1/score", "/v1/perplexity"):
-        assert httpx.post(plugin_server + path, json={"prompt": "a b"}).status_code == 401
+        assert httpx.post(plugin_server + path, json={"prompt": "a b"}, timeout=60).status_code == 401
 
 
 def test_nothing_is_lost_in_a_stream_of_good_and_bad_requests(bos_client: ScoreClient, plugin_server: str):

@@ -19,7 +19,7 @@ RUNNING = re.compile(
 
 
 def requests_in_engine(server: str) -> float:
-    return sum(map(float, RUNNING.findall(httpx.get(f"{server}/metrics").text)))
+    return sum(map(float, RUNNING.findall(httpx.get(f"{server}/metrics", timeout=60).text)))
 
 
 def wait_for(server: str, busy: bool, seconds: float) -> bool:
@@ -49,6 +49,6 @@ def test_killing_ppl_client_leaves_no_request_running(server: str, wikitext: str
 
 
 def test_one_bad_sequence_in_a_batch_leaves_no_request_running(client: ScoreClient, server: str):
-    response = httpx.post(f"{server}/v1/score", json={"prompt": [[5] * 2000] * 8 + [[10**9]]})
+    response = httpx.post(f"{server}/v1/score", json={"prompt": [[5] * 2000] * 8 + [[10**9]]}, timeout=60)
     assert response.status_code == 400
     assert requests_in_engine(server) == 0

@@ -12,6 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.command_line import TIMEOUT_SECONDS
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -43,7 +45,7 @@ def run(language: str, code: str, folder: Path) -> str:
     script.write_text(MAX_TOKENS.sub(SOME_WINDOWS, code))
     command = [sys.executable, str(script)] if language == "python" else ["bash", "-euo", "pipefail", str(script)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     # vLLM's threads may abort an interpreter that has finished its script and has made an engine.
     assert done.returncode == 0 or (done.returncode == -signal.SIGABRT and "LLM(" in code), done.stderr
     return done.stdout
@@ -93,6 +95,6 @@ def test_alerts_ask_for_metrics_that_there_are(server: str):
     names = re.findall(r"\b(?:scoremode_|vllm:|http_requests)[a-z_]+", (ROOT / "docs" / "deployment.md").read_text())
     assert len(set(names)) > 5
     # Requests are not shown before there was one.
-    httpx.get(f"{server}/v1/models").raise_for_status()
-    metrics = httpx.get(f"{server}/metrics").text
+    httpx.get(f"{server}/v1/models", timeout=60).raise_for_status()
+    metrics = httpx.get(f"{server}/metrics", timeout=60).text
     assert [name for name in names if f"\n{name}" not in metrics] == []

@@ -12,7 +12,8 @@ LOGPROB_BYTES = 256 * 1024**2
 
 def metric(server: str, name: str) -> float:
     """One of our metrics without labels."""
-    (value,) = re.findall(rf"^scoremode_{name} ([0-9.e+-]+)$", httpx.get(f"{server}/metrics").text, re.MULTILINE)
+    metrics = httpx.get(f"{server}/metrics", timeout=60).text
+    (value,) = re.findall(rf"^scoremode_{name} ([0-9.e+-]+)$", metrics, re.MULTILINE)
     return float(value)
 
 

@@ -6,4 +6,5 @@ from write_openapi import OPENAPI, text
 
 
 def test_the_file_is_what_the_running_app_says(server: str):
-    assert OPENAPI.read_text() == text(httpx.get(f"{server}/openapi.json").json()), "stale: run `make openapi`"
+    served = httpx.get(f"{server}/openapi.json", timeout=60).json()
+    assert OPENAPI.read_text() == text(served), "stale: run `make openapi`"

@@ -27,12 +27,12 @@ NUM_QUESTIONS = 25
 
 def computed_tokens(server: str) -> float:
     """Prompt tokens that the engine has computed so far, by vLLM's count."""
-    return sum(map(float, COMPUTED.findall(httpx.get(f"{server}/metrics").text)))
+    return sum(map(float, COMPUTED.findall(httpx.get(f"{server}/metrics", timeout=60).text)))
 
 
 def metric(server: str, name: str) -> float:
     pattern = rf"^scoremode_score_cache_{name}(?:\{{.*\}})? ([0-9.e+]+)$"
-    found = re.findall(pattern, httpx.get(f"{server}/metrics").text, re.MULTILINE)
+    found = re.findall(pattern, httpx.get(f"{server}/metrics", timeout=60).text, re.MULTILINE)
     return sum(map(float, found))
 
 

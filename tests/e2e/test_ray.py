@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scoremode import ScoreClient
+from tests.command_line import TIMEOUT_SECONDS
 
 SCRIPT = """
 import ray
@@ -37,7 +38,9 @@ def test_a_dataset_is_scored_by_an_actor(server: str, client: ScoreClient, wikit
     pq.write_table(pa.table({"body": texts, "place": range(len(texts))}), tmp_path / "in" / "rows.parquet")
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
     command = [sys.executable, "-c", SCRIPT.replace("URL", server)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     rows = sorted(pq.read_table(tmp_path / "out").to_pylist(), key=lambda row: row["place"])
     assert [row["body"] for row in rows] == texts

@@ -226,6 +226,7 @@ def test_hover_shows_the_figures_of_every_run(page, runs):
     position = shown_position(runs)
     assert page.locator("#token").inner_text() == "No token chosen."
     page.locator(f'[data-position="{position}"]').hover()
+    expect(page.locator("#token")).not_to_have_text("No token chosen.")
     assert_figures(page, runs, position)
 
 
@@ -250,7 +251,7 @@ def test_the_keyboard_reaches_every_token(page, runs):
 
 
 def assert_focus(page, position):
-    assert page.evaluate("document.activeElement.dataset.position") == str(position)
+    expect(page.locator(":focus")).to_have_attribute("data-position", str(position))
 
 
 def test_windows_are_drawn_as_they_are_opened(page, runs):

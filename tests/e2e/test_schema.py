@@ -54,7 +54,7 @@ Bend = Callable[[Any], Any]
 def schema(server: str) -> schemathesis.BaseSchema:
     """Scoremode's operations, and the server's own account of `/v1/completions`."""
     document = json.loads(OPENAPI.read_text())
-    served = httpx.get(f"{server}/openapi.json").json()
+    served = httpx.get(f"{server}/openapi.json", timeout=60).json()
     document["paths"]["/v1/completions"] = served["paths"]["/v1/completions"]
     schemas = served["components"]["schemas"]
     fields = schemas["CompletionRequest"]["properties"]
@@ -74,7 +74,7 @@ def reference(server: str) -> Iterator[str]:
     recorded = httpx.post(f"{server}/v1/references", json=body, timeout=120).raise_for_status().json()
     assert (recorded["complete"], recorded["num_windows"]) == (True, NUM_WINDOWS)
     yield REFERENCE
-    httpx.delete(f"{server}/v1/references/{REFERENCE}").raise_for_status()
+    httpx.delete(f"{server}/v1/references/{REFERENCE}", timeout=60).raise_for_status()
 
 
 # Recordings take a fifth of their share: of 3,500, some 3,000 are sent.
@@ -82,7 +82,7 @@ def reference(server: str) -> Iterator[str]:
 def test_every_answer_is_documented_and_many_are_scores(
     server: str, reference: str, schema: schemathesis.BaseSchema, num_cases: int
 ):
-    vocab_size = httpx.get(f"{server}/v1/score").json()["vocab_size"]
+    vocab_size = httpx.get(f"{server}/v1/score", timeout=60).json()["vocab_size"]
     statuses = {path: Counter[int]() for path in POSTS}
     for path, counter in statuses.items():
 
@@ -119,7 +119,7 @@ def test_every_answer_of_routes_without_a_body_is_documented(
     run(schema["/v1/references"]["GET"], lambda case: check(server, case), 1)
     for method in ("GET", "DELETE"):
         run(schema["/v1/references/{name}"][method], check_unknown, 20)
-    assert httpx.get(f"{server}/v1/references/{reference}").status_code == 200
+    assert httpx.get(f"{server}/v1/references/{reference}", timeout=60).status_code == 200
 
 
 def run(
@@ -212,9 +212,9 @@ def check(server: str, case: Case) -> int:
 
 def forget(server: str, name: Any) -> None:
     """Delete a reference that a case may have made."""
-    known = httpx.get(f"{server}/v1/references").json()["data"]
+    known = httpx.get(f"{server}/v1/references", timeout=60).json()["data"]
     if name != REFERENCE and name in [reference["name"] for reference in known]:
-        httpx.delete(f"{server}/v1/references/{name}").raise_for_status()
+        httpx.delete(f"{server}/v1/references/{name}", timeout=60).raise_for_status()
 
 
 def check_completion(answer: dict[str, Any]) -> None:

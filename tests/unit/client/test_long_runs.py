@@ -15,6 +15,7 @@ import httpx
 import pytest
 from fake_scoremode import INFO, answer, error, serve
 
+from local_server import reserved_port
 from scoremode import journal, pool
 from scoremode.cli import main
 
@@ -303,7 +304,7 @@ def test_an_output_that_is_no_file_is_refused(capsys):
     assert capsys.readouterr().err == "ppl-client: error: cannot write /dev/null: it is no file\n"
 
 
-def test_a_server_that_is_restarted_is_waited_for(output, unbroken, capsys):
+def test_a_server_that_is_restarted_is_waited_for(output, unbroken, capsys, caplog):
     server = Server(allowed=5)
     restarted = threading.Event()
     over = threading.Event()
@@ -311,21 +312,20 @@ def test_a_server_that_is_restarted_is_waited_for(output, unbroken, capsys):
     def restart():
         with served(server, port):
             wait_until(lambda: len(server.scored) == 5)
-        time.sleep(1)
+        wait_until(lambda: "waiting for" in caplog.text)
         restarted.set()
         with served(Server(), port):
             over.wait(60)
 
-    with serve(answer) as free:
-        port = httpx.URL(free).port
-    thread = threading.Thread(target=restart)
-    thread.start()
-    try:
-        url = f"http://127.0.0.1:{port}"
-        assert main(["--url", url, *OPTIONS, "--concurrency", "2", "--output", str(output)]) == 0
-    finally:
-        over.set()
-        thread.join()
+    with reserved_port() as port:
+        thread = threading.Thread(target=restart)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{port}"
+            assert main(["--url", url, *OPTIONS, "--concurrency", "2", "--output", str(output)]) == 0
+        finally:
+            over.set()
+            thread.join()
     assert restarted.is_set()
     assert figures(output) == unbroken
     waiting, going_on = capsys.readouterr().err.splitlines()

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fake_scoremode import INFO, copy_of, error, events, result_event, serve, window_event
 
+from local_server import reserved_port
 from scoremode import (
     APIStatusError,
     NotFoundError,
@@ -192,10 +193,10 @@ def test_a_connection_that_a_real_server_drops_is_tried_again(call, waits):
 
 
 def test_a_refused_connection_says_where(call, waits):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(TransportError, match=url):
-        call(url, "info", client={"max_retries": 1})
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(TransportError, match=url):
+            call(url, "info", client={"max_retries": 1})
     assert len(waits) == 1
 
 

@@ -94,8 +94,9 @@ def test_another_hosts_clock_is_not_compared_with_ours(metrics: Metrics, registr
 
 
 def test_without_stats_running_is_the_whole_time(metrics: Metrics, registry: CollectorRegistry):
-    metrics.count(output(), NUM_SCORED, time.monotonic() - 10)
-    assert shown(registry)[f"{RUNNING}_sum"] == pytest.approx(10, abs=0.5)
+    arrival = time.monotonic() - 10
+    metrics.count(output(), NUM_SCORED, arrival)
+    assert 10 <= shown(registry)[f"{RUNNING}_sum"] <= time.monotonic() - arrival
 
 
 async def test_the_engine_hears_of_a_caller_that_leaves():
@@ -123,13 +124,15 @@ def test_several_processes_add_up(tmp_path):
             metrics.count(SimpleNamespace(metrics=None), 7, time.monotonic() - 2)
     """
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    begun = time.monotonic()
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    longest = 2 + time.monotonic() - begun
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     together = shown(registry)
     assert together[TOKENS] == 2 * 3 * 7
     assert together[f"{RUNNING}_count"] == 6
-    assert together[f"{RUNNING}_sum"] == pytest.approx(12, abs=1)
+    assert 6 * 2 <= together[f"{RUNNING}_sum"] <= 6 * longest
     assert together[WORKING] == 1234
 
 

@@ -1,7 +1,5 @@
 """`ScoreBatch` as an actor of Ray Data calls it; tests/e2e/test_ray.py has Ray around it."""
 
-import socket
-
 import httpx
 import numpy as np
 import pyarrow as pa
@@ -9,6 +7,7 @@ import pytest
 from document_server import DocumentServer, nlls
 from fake_scoremode import INFO, answer, copy_of, error, serve
 
+from local_server import reserved_port
 from scoremode import CorpusError, TransportError
 from scoremode.corpus import documents
 from scoremode.ray import ScoreBatch
@@ -73,17 +72,16 @@ def test_requests_that_fail_are_a_column_and_the_others_are_kept(make, monkeypat
 
 def test_a_server_that_comes_back_is_used_again(make):
     table = pa.table({"text": ["hello"]})
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with serve(DocumentServer(), port) as url:
-        score = make(url)
-        assert score(table).column("error").to_pylist() == [None]
-    for _ in range(2):
-        scored = score(table)
-        assert scored.column("nll").to_pylist() == [None]
-        assert "no answer from" in scored.column("error").to_pylist()[0]
-    with serve(DocumentServer(), port):
-        assert score(table).column("nll").to_pylist() == [sum(nlls("hello"))]
+    with reserved_port() as port:
+        with serve(DocumentServer(), port) as url:
+            score = make(url)
+            assert score(table).column("error").to_pylist() == [None]
+        for _ in range(2):
+            scored = score(table)
+            assert scored.column("nll").to_pylist() == [None]
+            assert "no answer from" in scored.column("error").to_pylist()[0]
+        with serve(DocumentServer(), port):
+            assert score(table).column("nll").to_pylist() == [sum(nlls("hello"))]
 
 
 def test_one_of_two_servers_may_be_lost(make):
@@ -96,18 +94,18 @@ def test_one_of_two_servers_may_be_lost(make):
 def test_a_server_that_was_given_up_is_used_again_when_it_answers(make):
     """The one that stays is gone by then: what is scored is scored by the other."""
     table = pa.table({"text": ["hello"]})
-    with serve(DocumentServer()) as staying:
-        with serve(DocumentServer()) as leaving:
-            score = make(leaving, staying)
-        assert score(table).column("error").to_pylist() == [None]
-        port = int(leaving.rpartition(":")[2])
-        other = DocumentServer()
-        with serve(other, port):
-            for _ in range(4):
-                assert score(table).column("error").to_pylist() == [None]
-            assert other.num_scored > 0
-    with serve(DocumentServer(), port):
-        assert score(table).column("error").to_pylist() == [None]
+    with reserved_port() as port:
+        with serve(DocumentServer()) as staying:
+            with serve(DocumentServer(), port) as leaving:
+                score = make(leaving, staying)
+            assert score(table).column("error").to_pylist() == [None]
+            other = DocumentServer()
+            with serve(other, port):
+                for _ in range(4):
+                    assert score(table).column("error").to_pylist() == [None]
+                assert other.num_scored > 0
+        with serve(DocumentServer(), port):
+            assert score(table).column("error").to_pylist() == [None]
 
 
 def test_a_server_that_comes_back_as_another_is_not_used_again(make):
@@ -116,11 +114,11 @@ def test_a_server_that_comes_back_as_another_is_not_used_again(make):
             return httpx.Response(200, json={**INFO, "dtype": "bfloat16"})
         raise AssertionError("asked for scores")
 
-    with serve(DocumentServer()) as staying:
-        with serve(DocumentServer()) as leaving:
+    with reserved_port() as port, serve(DocumentServer()) as staying:
+        with serve(DocumentServer(), port) as leaving:
             score = make(leaving, staying)
         check(score(pa.table({"text": TEXTS})))
-        with serve(another, int(leaving.rpartition(":")[2])):
+        with serve(another, port):
             check(score(pa.table({"text": TEXTS})))
 
 

@@ -18,9 +18,11 @@ class NeverDone:
     """A scorer, and a handler of completions, that are cancelled before they answer."""
 
     def __init__(self) -> None:
+        self.begun = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     async def create_completion(self, *args: Any, **options: Any) -> None:
+        self.begun.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -41,12 +43,14 @@ class NeverDone:
 async def test_a_client_that_disconnects_ends_its_request(route: str, body: bytes):
     app, never_done = light_app(), NeverDone()
     app.state.scoremode.scorer = app.state.scoremode.completions = never_done
-    received = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+    requests = [{"type": "http.request", "body": body}]
     sent = []
 
     async def receive() -> dict[str, Any]:
-        await asyncio.sleep(0.01)
-        return received.pop(0)
+        if requests:
+            return requests.pop()
+        await never_done.begun.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)

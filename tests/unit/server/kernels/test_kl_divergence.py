@@ -278,7 +278,7 @@ class Ranks:
         self.world_size = world_size
         self.calls = [0] * world_size
         self._lock = threading.Lock()
-        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._barrier = threading.Barrier(world_size)
         self._given: list[torch.Tensor] = [torch.empty(0)] * world_size
 
     def run(self, work: Callable[["Rank"], Comparison]) -> list[Comparison]:
