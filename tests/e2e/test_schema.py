@@ -47,6 +47,9 @@ SCORING = {
     "max_tokens": {"type": "integer", "minimum": 0, "maximum": 1},
 }
 
+BOUNDS = {"temperature": (0, 2), "truncate_prompt_tokens": (1, 100), "prompt_logprobs": (0, 20)}
+"""Of fields that may be any number by vLLM's document."""
+
 Bend = Callable[[Any], Any]
 
 
@@ -150,7 +153,7 @@ def run(
 
 def bent(body: Any, vocab_size: int) -> Any:
     """The request made short, not empty, for the served model and its tokens, with fields that go together."""
-    body = {name: value for name, value in body.items() if name != "model"}
+    body = for_the_model(body)
     for name in ("texts", "continuations"):
         if not body.get(name):
             body.pop(name, None)
@@ -159,11 +162,22 @@ def bent(body: Any, vocab_size: int) -> Any:
     for name in ("prompt", "texts", "continuations"):
         if name in body:
             body[name] = shortened(body[name], vocab_size)
-    for name in ("context_length", "stride", "max_tokens"):
+    for name, least in (("context_length", 2), ("stride", 2), ("max_tokens", LONGEST_TOKENS)):
         if "echo" not in body and body.get(name):
-            body[name] = 2 + int(body[name]) % LONGEST_WINDOW
+            body[name] = least + int(body[name]) % LONGEST_WINDOW
+    for name, (least, most) in BOUNDS.items():
+        if body.get(name) is not None:
+            body[name] = least + abs(body[name]) % (most - least)
     if body.get("prompt") and body.get("texts"):
         del body["texts"]
+    if body.get("method") and not body.get("context_length"):
+        # Some methods score whole windows alone, and a text is short.
+        body["context_length"] = 2
+    if body.get("method") and body.get("prompt"):
+        more = "one two three four five six " if isinstance(body["prompt"], str) else [5] * LONGEST_WINDOW
+        body["prompt"] = more + body["prompt"]
+    if body.get("continuations"):
+        body.pop("logprobs_from", None)
     if body.get("stride") and (body.get("method", "sliding") not in ("sliding", "overlapping")):
         del body["stride"]
     if body.get("stride"):
@@ -171,9 +185,18 @@ def bent(body: Any, vocab_size: int) -> Any:
     return body
 
 
+def for_the_model(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields, of the served model. By JSON Schema 5.0 is an integer too."""
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in body.items()
+        if name != "model"
+    }
+
+
 def bent_kld(body: Any) -> Any:
     """The request for the reference that there is, with windows of it."""
-    body = {name: value for name, value in body.items() if name != "model"} | {"reference": REFERENCE}
+    body = for_the_model(body) | {"reference": REFERENCE}
     if body.get("windows"):
         first, last = (int(index) % NUM_WINDOWS for index in body["windows"])
         body["windows"] = [min(first, last), max(first, last) + 1]
