@@ -7,6 +7,7 @@ vLLM profiles. There is no extension point.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from scoremode_server.kernels.working_memory import (
 )
 from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, logits_shape
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
-from scoremode_server.vllm_patches.windows import Projections, Window
+from scoremode_server.vllm_patches.windows import Projections
 
 
 def patch(budget_bytes: int, windows: ScoredWindows) -> None:
@@ -42,11 +43,13 @@ def patch(budget_bytes: int, windows: ScoredWindows) -> None:
 
 
 def reserve(runner: Any, hidden_states: torch.Tensor, budget_bytes: int, windows: ScoredWindows) -> None:
-    rows = min(_chunk_rows(runner, RESERVED_TOP, budget_bytes), runner.max_num_tokens)
+    projections = ChunkedProjections(runner, budget_bytes)
+    rows = min(projections.chunk_rows(RESERVED_TOP), runner.max_num_tokens)
     # A step still holds the logits that it sampled from when it comes to prompt logprobs.
     sampled_logits = runner.model.compute_logits(hidden_states)
-    _score_chunk(runner, *dummy_rows(hidden_states, rows), RESERVED_TOP)
-    windows.reserve(runner, hidden_states, ChunkedProjections(runner, budget_bytes))
+    states, targets = dummy_rows(hidden_states, rows)
+    projections.score(targets, states, RESERVED_TOP)
+    windows.reserve(runner, hidden_states, projections)
     del sampled_logits
 
 
@@ -60,6 +63,25 @@ class ChunkedProjections(Projections):
         self._budget_bytes = budget_bytes
         self.project = runner.model.compute_logits
 
+    def chunk_rows(self, num_top: int) -> int:
+        """Rows of a chunk of prompt logprobs."""
+        return rows_per_chunk(self._budget_bytes, row_bytes_v1(logits_shape(self._runner), num_top))
+
+    def chunks(self, targets: torch.Tensor, hidden_states: torch.Tensor, num_top: int) -> Iterator[LogprobsTensors]:
+        """Rows [rows, num_top + 1] as vLLM computes them, a chunk at a time; its tensors of the size of the vocabulary
+        are gone when it is yielded."""
+        rows = self.chunk_rows(num_top)
+        for wanted, states in zip(targets.split(rows), hidden_states.split(rows), strict=True):
+            yield self._runner.sampler.gather_logprobs(self._scores(states), num_top, wanted)
+
+    def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] float32, in the server's logprobs mode. Prompt tokens are not sampled, so that processed
+        and raw are the same."""
+        logits = self.project(hidden_states)
+        if self._runner.model_config.logprobs_mode in ("raw_logits", "processed_logits"):
+            return logits.to(torch.float32)
+        return self._runner.sampler.compute_logprobs(logits)
+
     def score(
         self,
         targets: torch.Tensor,
@@ -69,9 +91,11 @@ class ChunkedProjections(Projections):
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, ...]:
         """See `Projections`. By PyTorch in float64 on a CPU; plain logprobs as vLLM computes them."""
-        num_columns = num_top + (0 if candidates is None else candidates.shape[1])
         if candidates is None and temperature == 1.0:
-            return self._score_as_vllm(targets, hidden_states, num_top)
+            chunks = list(self.chunks(targets, hidden_states, num_top))
+            whole = LogprobsTensors.cat(chunks) if len(chunks) > 1 else chunks[0]
+            return whole.logprob_token_ids, whole.logprobs, whole.selected_token_ranks
+        num_columns = num_top + (0 if candidates is None else candidates.shape[1])
         shape = logits_shape(self._runner)
         rows = rows_per_chunk(max(1, self._budget_bytes - block_bytes(shape)), row_bytes_v1(shape, num_columns))
         return fused_logprobs.compute(
@@ -83,19 +107,6 @@ class ChunkedProjections(Projections):
             candidates=candidates,
             temperature=temperature,
         )
-
-    def _score_as_vllm(
-        self, targets: torch.Tensor, hidden_states: torch.Tensor, num_top: int
-    ) -> tuple[torch.Tensor, ...]:
-        chunk_rows = _chunk_rows(self._runner, num_top, self._budget_bytes)
-        chunks = [
-            _score_chunk(
-                self._runner, hidden_states[start : start + chunk_rows], targets[start : start + chunk_rows], num_top
-            )
-            for start in range(0, len(targets), chunk_rows)
-        ]
-        whole = LogprobsTensors.cat(chunks) if len(chunks) > 1 else chunks[0]
-        return whole.logprob_token_ids, whole.logprobs, whole.selected_token_ranks
 
     def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
         """Rows of both sides' logits that are held at a time."""
@@ -113,6 +124,7 @@ def prompt_logprobs(
 ) -> dict[str, LogprobsTensors]:
     """Compute the rows that this step has of every prompt; return the prompts that are complete with them."""
     complete = {}
+    projections = ChunkedProjections(runner, budget_bytes)
     windows.keep_only(runner.requests)
     for request_id, num_top in runner.num_prompt_logprobs.items():
         num_tokens = num_scheduled_tokens.get(request_id)
@@ -123,17 +135,26 @@ def prompt_logprobs(
         if request.prompt_token_ids is None:
             # Given as embeddings, it has no tokens to score.
             continue
-        window = _window(runner, windows, request_id, request)
+        start = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
+        states, first = hidden_states[start : start + num_tokens], request.num_computed_tokens
+        window, params = windows.get(request_id), request.sampling_params
+        if (window is None or first < window.end) and params and params.extra_args:
+            # Begun, or begun again after it was preempted, if it is marked.
+            writes = get_tp_group().rank_in_group == 0
+            window = windows.add(request_id, params, writes=writes, device=runner.device)
         if window is not None:
-            rows = _step_window(runner, window, request_id, hidden_states, num_tokens, budget_bytes)
-            if rows is not None:
-                complete[request_id] = rows
+            token_ids = async_tensor_h2d(request.prompt_token_ids, device=runner.device)
+            finished = window.step(first, states, token_ids, len(token_ids), projections)
+            if finished is not None:
+                complete[request_id] = finished.to_cpu_nonblocking()
                 windows.remove(request_id)
             continue
         result = _result(request, num_top)
-        first = request.num_computed_tokens
         remaining = len(request.prompt_token_ids) - 1 - first
-        _fill(runner, request_id, result, hidden_states, min(num_tokens, remaining), num_top, budget_bytes)
+        rows = min(num_tokens, remaining)
+        if rows > 0:
+            targets = async_tensor_h2d(request.prompt_token_ids[first + 1 : first + 1 + rows], device=runner.device)
+            _write(result, first, projections.chunks(targets, states[:rows], num_top))
         # With the tokens equal to the rows the prompt is complete as well, but only the next step samples, and vLLM
         # expects prompt logprobs together with a sampled token.
         if num_tokens > remaining:
@@ -147,33 +168,6 @@ def prompt_logprobs(
     return complete
 
 
-def _window(runner: Any, windows: ScoredWindows, request_id: str, request: Any) -> Window | None:
-    window = windows.get(request_id)
-    if window is not None and request.num_computed_tokens >= window.end:
-        return window
-    if not (request.sampling_params and request.sampling_params.extra_args):
-        # Marks are there.
-        return None
-    # Begun, or begun again after it was preempted.
-    writes = get_tp_group().rank_in_group == 0
-    return windows.add(request_id, request.sampling_params, writes=writes, device=runner.device)
-
-
-def _step_window(
-    runner: Any, window: Window, request_id: str, hidden_states: torch.Tensor, num_tokens: int, budget_bytes: int
-) -> LogprobsTensors | None:
-    request = runner.requests[request_id]
-    offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
-    rows = window.step(
-        request.num_computed_tokens,
-        hidden_states[offset : offset + num_tokens],
-        async_tensor_h2d(request.prompt_token_ids, device=runner.device),
-        len(request.prompt_token_ids),
-        ChunkedProjections(runner, budget_bytes),
-    )
-    return None if rows is None else rows.to_cpu_nonblocking()
-
-
 def _result(request: Any, num_top: int) -> LogprobsTensors:
     """Tensors for all rows of a prompt, on the host; NaN where no step has computed a row."""
     if request.in_progress_prompt_logprobs_cpu is None:
@@ -184,49 +178,10 @@ def _result(request: Any, num_top: int) -> LogprobsTensors:
     return request.in_progress_prompt_logprobs_cpu
 
 
-def _fill(
-    runner: Any,
-    request_id: str,
-    result: LogprobsTensors,
-    hidden_states: torch.Tensor,
-    rows: int,
-    num_top: int,
-    budget_bytes: int,
-) -> None:
-    """Write `rows` rows, those that follow the prompt's computed tokens. `hidden_states` [tokens, hidden] are of all
-    requests in the step."""
-    if rows <= 0:
-        return
-    request = runner.requests[request_id]
-    offset = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]].item()
-    first = request.num_computed_tokens
-    targets = async_tensor_h2d(request.prompt_token_ids[first + 1 : first + 1 + rows], device=runner.device)
-    chunk_rows = _chunk_rows(runner, num_top, budget_bytes)
-    for start in range(0, rows, chunk_rows):
-        end = min(start + chunk_rows, rows)
-        token_ids, logprobs, ranks, *_ = _score_chunk(
-            runner, hidden_states[offset + start : offset + end], targets[start:end], num_top
-        )
-        written = slice(first + start, first + end)
+def _write(result: LogprobsTensors, first: int, chunks: Iterable[LogprobsTensors]) -> None:
+    """Write rows that follow one another from the row `first` on."""
+    for token_ids, logprobs, ranks, *_ in chunks:
+        written = slice(first, first := first + len(ranks))
         result.logprob_token_ids[written].copy_(token_ids, non_blocking=True)
         result.logprobs[written].copy_(logprobs, non_blocking=True)
         result.selected_token_ranks[written].copy_(ranks, non_blocking=True)
-
-
-def _score_chunk(runner: Any, hidden_states: torch.Tensor, targets: torch.Tensor, num_top: int) -> LogprobsTensors:
-    """Rows of hidden states [rows, hidden] and target tokens [rows] -> [rows, num_top + 1]; its tensors of the size of
-    the vocabulary are gone when it returns."""
-    return runner.sampler.gather_logprobs(_scores(runner, hidden_states), num_top, targets)
-
-
-def _scores(runner: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """[rows, vocabulary] float32, in the server's logprobs mode. Prompt tokens are not sampled, so that processed and
-    raw are the same."""
-    logits = runner.model.compute_logits(hidden_states)
-    if runner.model_config.logprobs_mode in ("raw_logits", "processed_logits"):
-        return logits.to(torch.float32)
-    return runner.sampler.compute_logprobs(logits)
-
-
-def _chunk_rows(runner: Any, num_top: int, budget_bytes: int) -> int:
-    return rows_per_chunk(budget_bytes, row_bytes_v1(logits_shape(runner), num_top))
