@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import fsum
 from typing import Any
 
@@ -12,35 +12,36 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
-from scoremode.metrics import count_words, exp, text_metrics
+from scoremode.metrics import count_words, exp, perplexity, text_metrics
 from scoremode.protocol import PerplexityRequest, PerplexityResponse, PerplexityWindow, ServerInfo, Usage
-from scoremode.windows import WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
-from scoremode_server.api.request_ids import request_id_of
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
-from scoremode_server.scoring.perplexity import PerplexityRun, PlannedWindow
-from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.scorer import ScoredSequence, ScoreSettings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """Tokens of one text, and the text that they are of; None where only token ids were given."""
+    """Tokens of one text, the text that they are of, None where only token ids were given, and its windows."""
 
     token_ids: list[int]
     text: str | None
+    windows: list[Window] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
-    """A checked request, ready to run."""
+    """A checked request, and what came of it so far."""
 
     request: PerplexityRequest
     request_id: str
@@ -50,7 +51,15 @@ class Job:
     context_length: int
     stride: int
     documents: list[Document]
-    run: PerplexityRun
+    num_cached_tokens: int = 0
+    """Of the windows so far, those that were not computed for this request."""
+    nlls: list[np.ndarray] = field(default_factory=list)
+    """Of each window so far, [num_scored] float64 in nats."""
+
+    @property
+    def windows(self) -> list[Window]:
+        """Of all documents."""
+        return [window for document in self.documents for window in document.windows]
 
     @property
     def num_tokens(self) -> int:
@@ -129,10 +138,10 @@ async def prepare(request: PerplexityRequest, raw_request: Request, state: Score
         num_windows = sum(len(document.token_ids) // stride + 1 for document in documents)
         state.limits.check_num_windows(num_windows, stride)
         # In a thread: a long text with a short stride has windows by the ten thousand.
-        windows = await asyncio.to_thread(_plan, request, documents, context_length, stride, state.info)
+        documents = await asyncio.to_thread(_cut, request, documents, context_length, stride, state.info)
     except WindowError as error:
         raise RequestError(str(error), error.field) from None
-    if not windows:
+    if not any(document.windows for document in documents):
         raise RequestError(
             f"no token can be scored: {_field(request)} has {sum(len(document.token_ids) for document in documents)} "
             f"tokens, too few for method {request.method!r} with context_length {context_length}",
@@ -140,32 +149,24 @@ async def prepare(request: PerplexityRequest, raw_request: Request, state: Score
         )
     return Job(
         request=request,
-        request_id=f"ppl-{request_id_of(raw_request)}",
+        request_id=f"ppl-{raw_request.state.request_id}",
         model_name=model.name,
         owner=state.owner(raw_request),
         options=await state.models.engine_options(raw_request, model),
         context_length=context_length,
         stride=stride,
         documents=documents,
-        run=PerplexityRun(windows),
     )
 
 
-def _plan(
+def _cut(
     request: PerplexityRequest, documents: list[Document], context_length: int, stride: int, info: ServerInfo
-) -> list[PlannedWindow]:
-    """The windows of documents that share no context."""
+) -> list[Document]:
+    """Documents, which share no context, with their windows."""
+    head = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
     return [
-        PlannedWindow(document.token_ids, window)
+        replace(document, windows=cut_windows(len(document.token_ids), request.method, context_length, stride, **head))
         for document in documents
-        for window in cut_windows(
-            len(document.token_ids),
-            request.method,
-            context_length,
-            stride,
-            prefix_token_id=info.prefix_token_id,
-            bos_token_id=info.chunk_token_id,
-        )
     ]
 
 
@@ -217,14 +218,25 @@ async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.
             owner=job.owner,
             options=job.options,
         )
-        async with aclosing(job.run.scored_windows(state.scorer, settings)) as windows:
-            async for nlls in windows:
-                yield nlls
+        async with aclosing(state.scorer.scores(_sequences(job, queue), settings)) as answers:
+            async for answer in answers:
+                job.num_cached_tokens += answer.num_cached_tokens
+                job.nlls.append(-json_logprobs(answer.rows.logprobs[:, 0]))
+                yield job.nlls[-1]
+
+
+def _sequences(job: Job, queue: RequestQueue) -> Iterator[ScoredSequence]:
+    """The windows, each counted in when it is begun."""
+    for document in job.documents:
+        for window in document.windows:
+            token_ids = window.token_ids(document.token_ids)
+            queue.add(1, len(token_ids))
+            yield ScoredSequence(token_ids, window.first_scored)
 
 
 async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the result."""
-    progress = Progress(len(job.run.windows))
+    progress = Progress(len(job.windows))
     async with aclosing(_scored_windows(job, state)) as windows:
         async for nlls in windows:
             yield progress.add(nlls).model_dump()
@@ -233,14 +245,14 @@ async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str,
 
 def _response(job: Job) -> PerplexityResponse:
     """The result of a finished run."""
-    result = job.run.result()
+    result, windows = perplexity(np.concatenate(job.nlls).tolist()), job.windows
     num_tokens, num_bytes, num_words = job.num_tokens, job.num_bytes, job.num_words
     of_text: dict[str, Any] = {"bits_per_byte": None, "word_perplexity": None}
     if num_bytes is not None and num_words is not None:
         of_text = asdict(
             text_metrics(result, job.request.method, num_tokens=num_tokens, num_bytes=num_bytes, num_words=num_words)
         )
-    fed = sum(planned.window.num_tokens for planned in job.run.windows)
+    fed = sum(window.num_tokens for window in windows)
     return PerplexityResponse(
         id=job.request_id,
         created=int(time.time()),
@@ -251,8 +263,8 @@ def _response(job: Job) -> PerplexityResponse:
         **asdict(result),
         **of_text,
         num_tokens=num_tokens,
-        num_windows=len(job.run.windows),
+        num_windows=len(windows),
         num_bytes=num_bytes,
         num_words=num_words,
-        usage=Usage(prompt_tokens=fed, cached_tokens=job.run.num_cached_tokens, total_tokens=fed),
+        usage=Usage(prompt_tokens=fed, cached_tokens=job.num_cached_tokens, total_tokens=fed),
     )

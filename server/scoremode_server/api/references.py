@@ -6,12 +6,10 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.protocol import PerplexityWindow, Reference, ReferenceDeleted, ReferenceList, ReferenceRequest
-from scoremode.windows import Window
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
@@ -93,10 +91,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
 
 def _plan(job: Job) -> tuple[StoredText, TextPlan]:
     """What is kept of the text and its windows."""
-    of_document: dict[int, list[Window]] = {id(document.token_ids): [] for document in job.documents}
-    for planned in job.run.windows:
-        of_document[id(planned.document)].append(planned.window)
-    text = StoredText.of([(document.token_ids, of_document[id(document.token_ids)]) for document in job.documents])
+    text = StoredText.of([(document.token_ids, document.windows) for document in job.documents])
     method = job.request.method
     plan = TextPlan(
         fingerprint=text_fingerprint(text.token_ids, text.windows, method),
@@ -105,7 +100,7 @@ def _plan(job: Job) -> tuple[StoredText, TextPlan]:
         stride=job.stride,
         num_tokens=len(text.token_ids),
         num_windows=len(text.windows),
-        num_scored=sum(planned.window.num_scored for planned in job.run.windows),
+        num_scored=sum(window.num_scored for window in job.windows),
         num_bytes=job.num_bytes,
         num_words=job.num_words,
     )
@@ -118,18 +113,17 @@ async def _recorded_windows(
     """Progress with each window that was not there before. At the end the reference has its perplexity. The files of a
     complete one are read too, so that asking again mends what was damaged."""
     recorder = references_of(state).recorder
-    nlls: list[np.ndarray] = []
-    progress = Progress(len(job.run.windows))
+    progress = Progress(len(job.windows))
     async with state.admission.request("/v1/references", job.request_id) as queue:
         settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
         async with aclosing(recorder.record(reference, settings)) as windows:
             async for window in windows:
-                nlls.append(window.nlls)
+                job.nlls.append(window.nlls)
                 so_far = progress.add(window.nlls)
                 if window.is_new:
                     yield so_far
         # Still within the request, so that a server that stops waits for it.
-        await recorder.finish(reference, nlls)
+        await recorder.finish(reference, job.nlls)
 
 
 async def _contents(
