@@ -27,7 +27,7 @@ from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.comparer import Comparer
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_identity import model_identity
-from scoremode_server.scoring.model_size import ModelSize, model_size
+from scoremode_server.scoring.model_size import num_parameters, weight_bytes
 from scoremode_server.scoring.recorder import Recorder
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer, check_engine
@@ -118,7 +118,6 @@ async def make_state(
     generates = getattr(state, "serving_tokens", None)
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.model_config, client.renderer.tokenizer)
-    size = await asyncio.to_thread(model_size, client.model_config, client.vllm_config.load_config)
     guard_marks(client)
     # Without our methods in its workers, an engine has nothing to offer here.
     extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
@@ -130,7 +129,7 @@ async def make_state(
         generate=None if generates is None else ScoringGenerate(generates, engine, writer),
         models=models,
         limits=limits,
-        info=await _server_info(client, limits, tokenizer, models, identity.fingerprint, size),
+        info=await _server_info(client, limits, tokenizer, models, identity.fingerprint),
         admission=engine.admission,
         references=None if root is None else ReferenceParts.of(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
@@ -159,8 +158,8 @@ async def _server_info(
     tokenizer: Tokenizer,
     models: ServedModels,
     fingerprint: str,
-    size: ModelSize,
 ) -> ServerInfo:
+    model = client.model_config
     return ServerInfo(
         scoremode_version=importlib.metadata.version("scoremode"),
         vllm_version=vllm.__version__,
@@ -172,11 +171,11 @@ async def _server_info(
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
-        dtype=str(client.model_config.dtype).removeprefix("torch."),
-        quantization=client.model_config.quantization,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
         fingerprint=fingerprint,
-        weight_bytes=size.weight_bytes,
-        num_parameters=size.num_parameters,
+        weight_bytes=await asyncio.to_thread(weight_bytes, model, client.vllm_config.load_config),
+        num_parameters=await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
     )
 
 

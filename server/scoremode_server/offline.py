@@ -8,7 +8,7 @@ from vllm import LLM, TokensPrompt
 from vllm.outputs import RequestOutput
 
 from scoremode_server.prefix_cache.run import score_params
-from scoremode_server.rows import NO_RANK, Rows, missing_row, read_rows
+from scoremode_server.rows import NO_RANK, Rows, check_finished, missing_row, read_rows
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import check_engine
 from scoremode_server.scoring.tokenizer import as_prompts
@@ -52,6 +52,7 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
     Raises:
         EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
     """
+    check_finished(output)
     rows, num_lacking = read_rows(token_ids, len(token_ids) - 1, top_logprobs + 1, output)
     if num_lacking:
         raise missing_row(num_lacking)

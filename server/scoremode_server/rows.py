@@ -153,11 +153,7 @@ def read_rows(
 
     Returns:
         Rows of the tokens but the first, [n - 1], and how many of them, from the first on, are not to be trusted.
-
-    Raises:
-        UnfinishedError: the engine ended the request early.
     """
-    check_finished(output)
     actual = np.asarray(token_ids, np.int32)
     num_rows = len(actual) - 1
     rows = Rows.empty(num_rows, num_columns)
@@ -185,10 +181,8 @@ def read_prompt_columns(output: RequestOutput) -> Columns:
     """What the engine computed for a prompt, whatever its columns are.
 
     Raises:
-        UnfinishedError: the engine ended the request early.
         EngineOutputError: there is nothing.
     """
-    check_finished(output)
     if not isinstance(output.prompt_logprobs, PromptLogprobs):
         raise EngineOutputError("the engine ended a request without logprobs")
     return output.prompt_logprobs.columns(1)

@@ -105,27 +105,18 @@ def server_settings(arguments: Namespace) -> ServerSettings:
     """The settings of a server.
 
     Raises:
-        ValueError: the environment has one that is none.
+        ValueError: the environment's bytes for the cache are no size.
     """
     given = {name: value for name, value in vars(arguments).items() if name in ServerSettings.__dataclass_fields__}
-    return ServerSettings(**given | {"score_cache_bytes": score_cache_bytes(arguments)})
+    if given.get("score_cache_bytes") is None:
+        # A server that stock `vllm serve` started has no flag for it.
+        given["score_cache_bytes"] = _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
+    return ServerSettings(**given)
 
 
 def serves_page(arguments: Namespace) -> bool:
     """Whether there is a page at `/scoremode`: unless `--no-page` says otherwise, which stock `vllm serve` cannot."""
     return not getattr(arguments, "no_page", False)
-
-
-def score_cache_bytes(arguments: Namespace) -> int:
-    """Bytes for the logprob cache. A server that stock `vllm serve` started has no flag for it, only the environment.
-
-    Raises:
-        ValueError: the environment's value is no size.
-    """
-    given: int | None = getattr(arguments, "score_cache_bytes", None)
-    if given is not None:
-        return given
-    return _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
 
 
 def logprob_bytes() -> int:

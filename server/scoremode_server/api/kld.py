@@ -18,7 +18,6 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
 from scoremode_server.api.references import references_of
-from scoremode_server.api.request_ids import request_id_of
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
@@ -97,7 +96,7 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
             )
     return Job(
         request=request,
-        request_id=f"kld-{request_id_of(raw_request)}",
+        request_id=f"kld-{raw_request.state.request_id}",
         model_name=model.name,
         options=await state.models.engine_options(raw_request, model),
         reference=reference,
@@ -134,7 +133,7 @@ async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
         floor = NoiseFloor(
             mean=kld["mean"], p99=kld["p99"], max=kld["max"], num_scored=num_scored, created=int(time.time())
         )
-        await references_of(state).stored.keep_floor(job.reference, floor)
+        await references_of(state).stored.save(job.reference, {"noise_floor": floor})
     num_tokens = int(job.reference.text.num_tokens[job.first : job.last].sum())
     return {
         "id": job.request_id,

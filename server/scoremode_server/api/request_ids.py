@@ -2,7 +2,6 @@
 
 import secrets
 
-from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -45,9 +44,3 @@ class RequestIds:
 
 def _is_usable(request_id: str) -> bool:
     return 0 < len(request_id) <= LONGEST and request_id.isascii() and request_id.isprintable()
-
-
-def request_id_of(request: Request) -> str:
-    """The id of a request."""
-    request_id: str = request.state.request_id
-    return request_id

@@ -16,7 +16,6 @@ from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.request_ids import request_id_of
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.app import scoremode_state
@@ -62,7 +61,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     num_values = [_num_values(request, sequence) for sequence in sequences]
     state.limits.check_num_values(num_values, request.encoding_format)
-    request_id = f"score-{request_id_of(raw_request)}"
+    request_id = f"score-{raw_request.state.request_id}"
     async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),

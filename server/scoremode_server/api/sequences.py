@@ -93,8 +93,7 @@ def _with_candidates(
         return sequences
     if not given or isinstance(given[0], int):
         limits.check_num_candidates(len(given))
-        shared = _table(given, 1)
-        limits.check_candidates(shared)
+        shared = _table(given, 1, limits)
         return [replace(sequence, candidates=shared) for sequence in sequences]
     if request.continuations is not None:
         raise RequestError(
@@ -117,12 +116,10 @@ def _with_own(sequence: RequestedSequence, lists: Any, limits: Limits) -> Reques
             "candidate_token_ids",
         )
     limits.check_num_candidates(max(map(len, lists)))
-    table = _table(lists, 2)
-    limits.check_candidates(table)
-    return replace(sequence, candidates=table)
+    return replace(sequence, candidates=_table(lists, 2, limits))
 
 
-def _table(lists: Any, num_dimensions: int) -> np.ndarray:
+def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
     """Candidates as int32, one or more a position."""
     try:
         table = np.array(lists, np.int32)
@@ -132,6 +129,7 @@ def _table(lists: Any, num_dimensions: int) -> np.ndarray:
         raise RequestError(
             "candidate_token_ids must be one or more token ids, as many at each position", "candidate_token_ids"
         )
+    limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")
     return table
 
 

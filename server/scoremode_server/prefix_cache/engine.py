@@ -95,11 +95,8 @@ class ScoringEngine:
             EngineOutputError: the engine ended the request early, or without them.
         """
         arrival = time.monotonic()
-
-        def read(output: RequestOutput) -> tuple[RequestOutput, Columns]:
-            return output, read_prompt_columns(output)
-
-        output, columns = await in_engine(self._engine, request, read)
+        output = await in_engine(self._engine, request)
+        columns = read_prompt_columns(output)
         self._metrics.count(output, len(request.token_ids) - 1, arrival)
         if request.queue is not None:
             request.queue.done(len(request.token_ids), 0)

@@ -6,10 +6,10 @@ as the model's context fits.
 """
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -20,13 +20,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
 from scoremode_server.prefix_cache.admission import RequestQueue
-from scoremode_server.rows import Rows, missing_row, read_rows
+from scoremode_server.rows import Rows, check_finished, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 from scoremode_server.vllm_patches.scored_windows import ScoredMark
 from scoremode_server.vllm_patches.window_params import WindowParams
-
-T = TypeVar("T")
 
 
 def engine_id(request_id: str) -> str:
@@ -202,26 +200,20 @@ async def run_engine(
         EngineOutputError: the engine ended the request early.
         RequestError: the engine has died, or the server stops (503).
     """
-
-    def read(output: RequestOutput) -> Run:
-        first_row = None if request.mark is None else request.mark.first - 1
-        return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
-
-    return await in_engine(
-        engine, request, read, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
-    )
+    output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)
+    first_row = None if request.mark is None else request.mark.first - 1
+    return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
 
 
 async def in_engine(
     engine: EngineClient,
     request: RowsRequest,
-    read: Callable[[RequestOutput], T],
     *,
     reads_prefix_cache: bool = False,
     num_known: int = 0,
     suffix: str = "",
-) -> T:
-    """What `read` makes of the engine's output for a request; else as `run_engine`."""
+) -> RequestOutput:
+    """The engine's finished output for a request; else as `run_engine`."""
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id = request.request_id + suffix
@@ -234,7 +226,8 @@ async def in_engine(
                 output = part
         if output is None:
             raise EngineOutputError("the engine ended a request without an output")
-        return read(output)
+        check_finished(output)
+        return output
     except EngineDeadError:
         raise engine_has_died() from None
     except UnfinishedError:

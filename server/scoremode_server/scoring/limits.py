@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import numpy as np
 from vllm.config import ModelConfig
 
 from scoremode.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
@@ -129,14 +128,6 @@ class Limits:
                 f"candidate_token_ids has {num_candidates} tokens for a position, and {MAX_CANDIDATES} are the most",
                 "candidate_token_ids",
             )
-
-    def check_candidates(self, candidates: np.ndarray) -> None:
-        """Refuse chosen tokens that the model has no logit for. [m] or [n, m].
-
-        Raises:
-            RequestError: the id, and the size of the vocabulary.
-        """
-        self.check_vocabulary([int(candidates.min()), int(candidates.max())], "candidate_token_ids")
 
     def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
         """Refuse a request whose answer would have too many logprobs, for all sequences together or for one.

@@ -1,9 +1,9 @@
-"""How large the served model is: the bytes of its weight files, and the number of its weights."""
+"""How large the served model is: the bytes of its weight files, and the number of its weights. Nothing is downloaded,
+and no weight is read."""
 
 import copy
 import json
 import logging
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,6 @@ _PATTERNS = {
 }
 """By `--load-format`, the files that are read; `auto` is one of the two."""
 _INDEX_FILES = {_OF_ALL_FILES: "model.safetensors.index.json", _OF_MISTRAL: "consolidated.safetensors.index.json"}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Each None where it cannot be known."""
-
-    weight_bytes: int | None
-    """Of the weight files that the server loads."""
-    num_parameters: int | None
-    """Weights of the model before any quantization, tied ones once."""
-
-
-def model_size(model: ModelConfig, load: LoadConfig) -> ModelSize:
-    """The size of the model of a server. Nothing is downloaded, and no weight is read."""
-    return ModelSize(weight_bytes(model, load), num_parameters(model.hf_config, model.trust_remote_code))
 
 
 def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from scoremode.protocol import NoiseFloor, Reference
+from scoremode.protocol import Reference
 from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import (
     NoReferenceError,
@@ -83,14 +83,6 @@ class References:
             raise RequestError(str(error), "name", HTTPStatus.NOT_FOUND) from None
         except OSError as error:
             raise self.unwritable(name, error) from None
-
-    async def keep_floor(self, reference: StoredReference, floor: NoiseFloor) -> None:
-        """Keep the noise floor of a reference.
-
-        Raises:
-            RequestError: as for `save`.
-        """
-        await self.save(reference, {"noise_floor": floor})
 
     async def save(self, reference: StoredReference, changes: dict[str, Any]) -> None:
         """Change the manifest that is on disk now.

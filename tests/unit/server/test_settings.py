@@ -12,7 +12,6 @@ from scoremode_server.settings import (
     add_arguments,
     allowed_plugins,
     logprob_bytes,
-    score_cache_bytes,
     server_settings,
 )
 
@@ -32,23 +31,23 @@ def parsed(*arguments: str) -> Namespace:
 
 
 def test_512_mib_unless_something_else_is_said():
-    assert score_cache_bytes(parsed()) == 512 * MIB
+    assert server_settings(parsed()).score_cache_bytes == 512 * MIB
     # Stock `vllm serve` has no such flag.
-    assert score_cache_bytes(Namespace()) == 512 * MIB
+    assert server_settings(Namespace()).score_cache_bytes == 512 * MIB
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("0", 0), ("1000", 1000), ("3K", 3072), ("16M", 16 * MIB), ("16m", 16 * MIB), ("2G", 2048 * MIB)]
 )
 def test_flag_and_environment_take_the_same_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int):
-    assert score_cache_bytes(parsed("--score-cache-bytes", text)) == size
+    assert server_settings(parsed("--score-cache-bytes", text)).score_cache_bytes == size
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
-    assert score_cache_bytes(parsed()) == size
+    assert server_settings(parsed()).score_cache_bytes == size
 
 
 def test_the_flag_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, "1G")
-    assert score_cache_bytes(parsed("--score-cache-bytes", "0")) == 0
+    assert server_settings(parsed("--score-cache-bytes", "0")).score_cache_bytes == 0
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1.5G", "12X", "1 G"])
@@ -60,7 +59,7 @@ def test_what_is_no_size_is_an_error_that_names_where_it_stands(
     assert "--score-cache-bytes" in capsys.readouterr().err
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
     with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
-        score_cache_bytes(parsed())
+        server_settings(parsed())
 
 
 def test_the_longest_body_of_a_request_has_a_flag_only():

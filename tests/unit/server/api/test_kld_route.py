@@ -350,7 +350,7 @@ async def test_a_floor_is_not_kept_with_another_reference_of_the_name(root: Path
         await client.delete("/v1/references/base")
         new = await record(client, prompt=TOKENS[10:])
         with pytest.raises(Exception, match="another has its name now"):
-            await references.keep_floor(old, None)
+            await references.save(old, {"noise_floor": None})
         assert (await client.get("/v1/references/base")).json() == new
 
 

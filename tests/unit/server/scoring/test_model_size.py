@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import Gemma2ForCausalLM, LlamaConfig
 from vllm.config import LoadConfig, ModelConfig
 
-from scoremode_server.scoring.model_size import model_size, num_parameters, weight_bytes
+from scoremode_server.scoring.model_size import num_parameters, weight_bytes
 from tests.models import int8_model, random_gemma, random_llama
 
 
@@ -47,16 +47,18 @@ def of_folder(folder: Path, load_format: str = "auto") -> int | None:
 
 
 def test_a_served_model_has_the_weights_and_the_bytes_of_its_file(llama: Path):
-    size = model_size(ModelConfig(model=str(llama)), LoadConfig())
-    assert size.num_parameters == elements(llama)
-    assert size.weight_bytes == file_bytes(llama / "model.safetensors")
+    model = ModelConfig(model=str(llama))
+    assert num_parameters(model.hf_config, False) == elements(llama)
+    assert weight_bytes(model, LoadConfig()) == file_bytes(llama / "model.safetensors")
 
 
 def test_a_quantized_copy_has_as_many_weights_in_fewer_bytes(llama: Path, tmp_path: Path):
     copy = int8_model(llama, tmp_path / "int8")
-    size = model_size(ModelConfig(model=str(copy)), LoadConfig())
-    assert size.num_parameters == elements(llama) < elements(copy), "the copy's file has scales beside the weights"
-    assert size.weight_bytes == file_bytes(copy / "model.safetensors") < file_bytes(llama / "model.safetensors")
+    model = ModelConfig(model=str(copy))
+    num_weights = num_parameters(model.hf_config, False)
+    assert num_weights == elements(llama) < elements(copy), "the copy's file has scales beside the weights"
+    num_bytes = weight_bytes(model, LoadConfig())
+    assert num_bytes == file_bytes(copy / "model.safetensors") < file_bytes(llama / "model.safetensors")
 
 
 def test_tied_weights_count_once(tmp_path: Path):
