@@ -62,6 +62,11 @@ class Job:
         return [window for document in self.documents for window in document.windows]
 
     @property
+    def num_windows(self) -> int:
+        """Of all documents."""
+        return sum(len(document.windows) for document in self.documents)
+
+    @property
     def num_tokens(self) -> int:
         """Of all documents."""
         return sum(len(document.token_ids) for document in self.documents)
@@ -163,11 +168,18 @@ def _cut(
     request: PerplexityRequest, documents: list[Document], context_length: int, stride: int, info: ServerInfo
 ) -> list[Document]:
     """Documents, which share no context, with their windows."""
-    head = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
-    return [
-        replace(document, windows=cut_windows(len(document.token_ids), request.method, context_length, stride, **head))
-        for document in documents
-    ]
+
+    def cut(num_tokens: int) -> list[Window]:
+        return cut_windows(
+            num_tokens,
+            request.method,
+            context_length,
+            stride,
+            prefix_token_id=info.prefix_token_id,
+            bos_token_id=info.chunk_token_id,
+        )
+
+    return [replace(document, windows=cut(len(document.token_ids))) for document in documents]
 
 
 def _field(request: PerplexityRequest) -> str:
@@ -236,7 +248,7 @@ def _sequences(job: Job, queue: RequestQueue) -> Iterator[ScoredSequence]:
 
 async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the result."""
-    progress = Progress(len(job.windows))
+    progress = Progress(job.num_windows)
     async with aclosing(_scored_windows(job, state)) as windows:
         async for nlls in windows:
             yield progress.add(nlls).model_dump()
@@ -245,14 +257,14 @@ async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str,
 
 def _response(job: Job) -> PerplexityResponse:
     """The result of a finished run."""
-    result, windows = perplexity(np.concatenate(job.nlls).tolist()), job.windows
+    result = perplexity(np.concatenate(job.nlls).tolist())
     num_tokens, num_bytes, num_words = job.num_tokens, job.num_bytes, job.num_words
     of_text: dict[str, Any] = {"bits_per_byte": None, "word_perplexity": None}
     if num_bytes is not None and num_words is not None:
         of_text = asdict(
             text_metrics(result, job.request.method, num_tokens=num_tokens, num_bytes=num_bytes, num_words=num_words)
         )
-    fed = sum(window.num_tokens for window in windows)
+    fed = sum(window.num_tokens for window in job.windows)
     return PerplexityResponse(
         id=job.request_id,
         created=int(time.time()),
@@ -263,7 +275,7 @@ def _response(job: Job) -> PerplexityResponse:
         **asdict(result),
         **of_text,
         num_tokens=num_tokens,
-        num_windows=len(windows),
+        num_windows=job.num_windows,
         num_bytes=num_bytes,
         num_words=num_words,
         usage=Usage(prompt_tokens=fed, cached_tokens=job.num_cached_tokens, total_tokens=fed),

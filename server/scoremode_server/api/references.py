@@ -113,7 +113,7 @@ async def _recorded_windows(
     """Progress with each window that was not there before. At the end the reference has its perplexity. The files of a
     complete one are read too, so that asking again mends what was damaged."""
     recorder = references_of(state).recorder
-    progress = Progress(len(job.windows))
+    progress = Progress(job.num_windows)
     async with state.admission.request("/v1/references", job.request_id) as queue:
         settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
         async with aclosing(recorder.record(reference, settings)) as windows:
