@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from scoremode import ScoreClient
+from tests.e2e.metrics import metrics_of
 
 # vLLM's are those after its last step, when what comes next may not have reached it: they read 0 while it is at work.
 RUNNING = re.compile(
@@ -19,7 +20,7 @@ RUNNING = re.compile(
 
 
 def requests_in_engine(server: str) -> float:
-    return sum(map(float, RUNNING.findall(httpx.get(f"{server}/metrics", timeout=60).text)))
+    return sum(map(float, RUNNING.findall(metrics_of(server))))
 
 
 def wait_for(server: str, busy: bool, seconds: float) -> bool:

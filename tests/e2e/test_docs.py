@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.command_line import TIMEOUT_SECONDS
+from tests.e2e.metrics import metrics_of
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -96,5 +97,5 @@ def test_alerts_ask_for_metrics_that_there_are(server: str):
     assert len(set(names)) > 5
     # Requests are not shown before there was one.
     httpx.get(f"{server}/v1/models", timeout=60).raise_for_status()
-    metrics = httpx.get(f"{server}/metrics", timeout=60).text
+    metrics = metrics_of(server)
     assert [name for name in names if f"\n{name}" not in metrics] == []

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.metrics import metrics_of
 from tests.e2e.test_cancellation import requests_in_engine, wait_for
 
 LONGEST_HEALTH_SECONDS = 5
@@ -18,7 +19,7 @@ LONGEST_HEALTH_SECONDS = 5
 
 def gauges(server: str) -> tuple[float, float]:
     """(waiting, running) sequences of scoring requests."""
-    lines = httpx.get(f"{server}/metrics", timeout=60).text.splitlines()
+    lines = metrics_of(server).splitlines()
     waiting, running = (
         next(float(line.split()[-1]) for line in lines if line.startswith(f"scoremode_{name}_sequences "))
         for name in ("waiting", "running")

@@ -6,13 +6,14 @@ import httpx
 import pytest
 
 from scoremode import ScoreClient
+from tests.e2e.metrics import metrics_of
 
 LOGPROB_BYTES = 256 * 1024**2
 
 
 def metric(server: str, name: str) -> float:
     """One of our metrics without labels."""
-    metrics = httpx.get(f"{server}/metrics", timeout=60).text
+    metrics = metrics_of(server)
     (value,) = re.findall(rf"^scoremode_{name} ([0-9.e+-]+)$", metrics, re.MULTILINE)
     return float(value)
 

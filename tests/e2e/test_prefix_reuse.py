@@ -16,6 +16,7 @@ import pytest
 import lm_eval_tasks
 from scoremode import AsyncScoreClient, ScoreClient
 from tests import oracle
+from tests.e2e.metrics import metrics_of
 from tests.e2e.test_lm_eval import TASK, answers, evaluate
 from tests.shared_servers import BLOCK_SIZE
 
@@ -27,12 +28,12 @@ NUM_QUESTIONS = 25
 
 def computed_tokens(server: str) -> float:
     """Prompt tokens that the engine has computed so far, by vLLM's count."""
-    return sum(map(float, COMPUTED.findall(httpx.get(f"{server}/metrics", timeout=60).text)))
+    return sum(map(float, COMPUTED.findall(metrics_of(server))))
 
 
 def metric(server: str, name: str) -> float:
     pattern = rf"^scoremode_score_cache_{name}(?:\{{.*\}})? ([0-9.e+]+)$"
-    found = re.findall(pattern, httpx.get(f"{server}/metrics", timeout=60).text, re.MULTILINE)
+    found = re.findall(pattern, metrics_of(server), re.MULTILINE)
     return sum(map(float, found))
 
 

@@ -101,7 +101,7 @@ def test_no_budget_is_off():
     assert not RowStore(SIZE, 0).enabled
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     st.integers(1, 5 * cost(block(0))),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.integers(1, 6)), max_size=40),
