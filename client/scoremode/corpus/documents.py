@@ -32,9 +32,12 @@ REQUESTS_IN_FLIGHT = 32
 """At each server: with requests of this size more than an engine is handed at once, and less than it keeps waiting."""
 
 _REQUEST_TOKENS = 8_192
-_LIKELY_TOO_LONG = 3
-"""Bytes for each token of the context, above which a document is tokenized before it is scored. Below that it is sent
-as text, which costs it nothing; the server refuses the request if it is too long after all."""
+_FEWEST_BYTES = 3
+"""A token, of what a document that fits the context is taken to have. One with more bytes than the context so has is
+tokenized before it is scored, which takes a second request. Any other is sent as text; the server refuses the request
+if it is too long after all."""
+_MARGIN = 0.8
+"""Of the bytes a token that the documents scored so far had, which count where they are more."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 
@@ -116,6 +119,9 @@ class DocumentScorer:
         self._pool = pool
         self._per_token = per_token
         self._has_left_out = False
+        self._num_bytes = 0
+        """Of the documents that are scored."""
+        self._num_tokens = 0
 
     async def score(self, documents: Sequence[Document | Unscored]) -> list[Scored | Unscored]:
         """Score documents, those that fit the context together, in one request.
@@ -124,22 +130,31 @@ class DocumentScorer:
             ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
         """
         asked = [document for document in documents if isinstance(document, Document)]
+        limit = self._likely_context_bytes()
         short, long = await together(
             [
-                self._score_texts([document for document in asked if not self._is_likely_too_long(document)]),
-                self._score_long([document for document in asked if self._is_likely_too_long(document)]),
+                self._score_texts([document for document in asked if document.num_bytes <= limit]),
+                self._score_long([document for document in asked if document.num_bytes > limit]),
             ]
         )
+        self._count(short + long)
         next_short, next_long = iter(short), iter(long)
         return [
             document
             if isinstance(document, Unscored)
-            else next(next_long if self._is_likely_too_long(document) else next_short)
+            else next(next_long if document.num_bytes > limit else next_short)
             for document in documents
         ]
 
-    def _is_likely_too_long(self, document: Document) -> bool:
-        return document.num_bytes > _LIKELY_TOO_LONG * self.context_length
+    def _likely_context_bytes(self) -> float:
+        """Bytes of a text that likely fits the context."""
+        so_far = self._num_bytes / self._num_tokens if self._num_tokens else 0
+        return self.context_length * max(_FEWEST_BYTES, _MARGIN * so_far)
+
+    def _count(self, results: Sequence[Scored | Unscored]) -> None:
+        scored = [result for result in results if isinstance(result, Scored)]
+        self._num_bytes += sum(result.num_bytes for result in scored)
+        self._num_tokens += sum(result.num_tokens for result in scored)
 
     async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
         return await together(map(self._tokenize_and_score, documents))

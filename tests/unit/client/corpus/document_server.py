@@ -30,6 +30,8 @@ class DocumentServer:
 
     def __init__(self, refused: Iterable[str] = ()) -> None:
         self.requests: list[dict] = []
+        self.num_tokenized = 0
+        """Texts that were to be tokenized alone."""
         self.num_scored = 0
         """Documents and windows."""
         self._refused = set(refused)
@@ -39,6 +41,7 @@ class DocumentServer:
             return answer(request)
         body = json.loads(request.content)
         if request.url.path == "/tokenize":
+            self.num_tokenized += 1
             return copy_of(error(400, "broken")) if body["prompt"] in self._refused else answer(request)
         self.requests.append(body)
         return self.score(body)

@@ -1,6 +1,7 @@
 """What a document's figures are, short or long, and what becomes of one that a server refuses."""
 
 import math
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -20,12 +21,16 @@ def document(text):
     return Document(text, len(text.encode()))
 
 
-async def score(handler, *texts, retry_for=None, **settings):
+@asynccontextmanager
+async def scorer_of(handler, retry_for=None, **settings):
     transport = httpx.MockTransport(handler)
     async with AsyncScoreClient("http://a", transport=transport, max_retries=0, retry_for=retry_for) as client:
-        pool = await Pool.connect([client], 2)
-        documents = [text if isinstance(text, Unscored) else document(text) for text in texts]
-        return await DocumentScorer(pool, **settings).score(documents)
+        yield DocumentScorer(await Pool.connect([client], 2), **settings)
+
+
+async def score(handler, *texts, **settings):
+    async with scorer_of(handler, **settings) as scorer:
+        return await scorer.score([text if isinstance(text, Unscored) else document(text) for text in texts])
 
 
 async def test_figures_worked_out_by_hand():
@@ -71,6 +76,22 @@ async def test_every_token_of_a_longer_document_is_scored_once_in_rolling_window
 async def test_windows_may_be_shorter_than_the_model_allows(text):
     [scored] = await score(DocumentServer(), text, context_length=10, per_token=True)
     assert (-scored.logprobs).tolist() == nlls(text, 10) != nlls(text)
+
+
+async def test_where_tokens_have_many_bytes_a_document_of_many_is_sent_as_text():
+    """Here ten bytes stand for each of the server's tokens. Of a context 80 % is taken to fit, 504 bytes."""
+    server, fits = DocumentServer(), "x" * 40
+    async with scorer_of(server) as scorer:
+        first = await scorer.score([Document(fits, 400)])
+        assert server.num_tokenized == 1
+        assert await scorer.score([Document(fits, 400)]) == first
+        assert server.num_tokenized == 1
+        # It is too long after all.
+        [refused] = await scorer.score([Document("x" * 70, 500)])
+        assert (refused.num_tokens, refused.nll) == (70, sum(nlls("x" * 70)))
+        assert server.num_tokenized == 2
+        await scorer.score([Document(fits, 600)])
+        assert server.num_tokenized == 3
 
 
 async def test_documents_without_text_have_a_reason_and_cost_no_request():
