@@ -8,7 +8,7 @@ import sys
 import pytest
 from vllm.platforms import current_platform
 
-from scoremode_server.cli import MMAP_THRESHOLD_VARIABLE, keep_tensors_off_the_heap
+from scoremode_server.cli import MMAP_THRESHOLD_VARIABLE, keep_tensors_off_the_heap, tokenizer_threads
 
 
 @pytest.mark.processes
@@ -55,3 +55,9 @@ def test_a_threshold_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MMAP_THRESHOLD_VARIABLE, "4194304")
     keep_tensors_off_the_heap()
     assert os.environ[MMAP_THRESHOLD_VARIABLE] == "4194304"
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])
+def test_texts_are_encoded_by_some_of_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert tokenizer_threads() == threads
