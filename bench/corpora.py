@@ -1,10 +1,11 @@
 """`ppl-client corpus` from jsonl.zst to parquet, as a share of prefill-only requests of the same token lengths.
 
-    python bench/corpora.py TOKENIZER LOGS [--shapes 8b 1b] [--documents N] [--turns N] [--api-servers N]
+    python bench/corpora.py TOKENIZER LOGS [--shapes 8b 1b] [--documents N] [--prefill-documents N] [--api-servers N]
 
-Documents have 64 to 2,000 tokens, evenly. A server of each shape is measured by itself: prefill and corpus take turns,
-and each turn has documents of its own, so that no prefix cache serves one from another. A run of the command counts
-from its start as a process. TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the servers' logs.
+Documents have 64 to 2,000 tokens, evenly. A server of each shape is measured by itself: half of the prefill before the
+corpus and half after it, each with documents of its own, so that no prefix cache serves one from another. A run of the
+command counts from its start as a process. TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the
+servers' logs.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,7 +53,10 @@ def make_documents(tokenizer: Tokenizer, count: int, seed: int) -> tuple[list[st
 def run_prefill(url: str, model: str, token_ids: Sequence[Sequence[int]]) -> load.Rate:
     """One request a document, which generates one token."""
     bodies = [{"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0} for ids in token_ids]
-    return asyncio.run(load.send_all(f"{url}/v1/completions", bodies))
+    rate = asyncio.run(load.send_all(f"{url}/v1/completions", bodies))
+    if rate.failed:
+        raise RuntimeError(f"{rate.failed} requests for prefill failed")
+    return rate
 
 
 def run_corpus(url: str, texts: Sequence[str], folder: Path, options: Sequence[str]) -> tuple[int, float]:
@@ -70,25 +76,43 @@ def run_corpus(url: str, texts: Sequence[str], folder: Path, options: Sequence[s
     return sum(scored), seconds
 
 
-def measure(url: str, model: str, tokenizer: Tokenizer, options: argparse.Namespace) -> None:
-    """Print each turn, and the ratio of the best of both."""
-    best = {"prefill": 0.0, "corpus": 0.0}
-    warm_up = make_documents(tokenizer, 256, seed=0)
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What a server is given: texts for the corpus, token ids for prefill, before it and after; no document twice."""
+
+    warm_up: tuple[list[str], list[list[int]]]
+    texts: list[str]
+    before: list[list[int]]
+    after: list[list[int]]
+
+
+def make_all(tokenizer: Tokenizer, num_corpus: int, num_prefill: int) -> Documents:
+    """Each part from a seed of its own."""
+    return Documents(
+        warm_up=make_documents(tokenizer, 256, seed=0),
+        texts=make_documents(tokenizer, num_corpus, seed=1)[0],
+        before=make_documents(tokenizer, num_prefill // 2, seed=2)[1],
+        after=make_documents(tokenizer, num_prefill - num_prefill // 2, seed=3)[1],
+    )
+
+
+def measure(url: str, model: str, documents: Documents, corpus_options: Sequence[str]) -> None:
+    """Print the rates, and the corpus' share of that of prefill.
+
+    Raises:
+        RuntimeError: a request for prefill failed, or a document was not scored.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        run_prefill(url, model, warm_up[1])
-        run_corpus(url, warm_up[0], Path(folder), options.corpus_options)
-        for turn in range(options.turns):
-            texts, _ = make_documents(tokenizer, options.documents, seed=2 * turn + 1)
-            _, other_ids = make_documents(tokenizer, options.documents, seed=2 * turn + 2)
-            rate = run_prefill(url, model, other_ids)
-            print(f"    prefill: {rate}", flush=True)
-            num_tokens, seconds = run_corpus(url, texts, Path(folder), options.corpus_options)
-            print(f"    corpus: {num_tokens / seconds:,.0f} tok/s, {num_tokens:,} tokens, {seconds:.2f} s", flush=True)
-            best = {
-                "prefill": max(best["prefill"], rate.tokens_per_second),
-                "corpus": max(best["corpus"], num_tokens / seconds),
-            }
-    print(f"  corpus / prefill: {best['corpus'] / best['prefill']:.3f}", flush=True)
+        run_prefill(url, model, documents.warm_up[1])
+        run_corpus(url, documents.warm_up[0], Path(folder), corpus_options)
+        before = run_prefill(url, model, documents.before)
+        print(f"    prefill: {before}", flush=True)
+        num_tokens, seconds = run_corpus(url, documents.texts, Path(folder), corpus_options)
+        print(f"    corpus: {num_tokens / seconds:,.0f} tok/s, {num_tokens:,} tokens, {seconds:.2f} s", flush=True)
+        after = run_prefill(url, model, documents.after)
+        print(f"    prefill: {after}", flush=True)
+    prefill = (before.tokens + after.tokens) / (before.seconds + after.seconds)
+    print(f"  corpus / prefill: {num_tokens / seconds / prefill:.3f}", flush=True)
 
 
 def main() -> None:
@@ -98,18 +122,21 @@ def main() -> None:
     parser.add_argument("logs", type=Path)
     parser.add_argument("--shapes", nargs="+", default=["8b", "1b"])
     parser.add_argument("--documents", type=int, default=20_000)
-    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--prefill-documents", type=int, default=20_000)
     parser.add_argument("--api-servers", type=int, default=1)
     parser.add_argument("--corpus-options", nargs=argparse.REMAINDER, default=[], help="of ppl-client corpus; last")
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
     settings = Settings(("--api-server-count", str(options.api_servers)) if options.api_servers > 1 else ())
-    # One at a time: another engine on the same GPU would take a part of it.
-    for shape in options.shapes:
-        with started([shape], {"scoremode": settings}, options.tokenizer, options.logs) as urls:
-            print(shape, flush=True)
-            measure(urls[shape, "scoremode"], shape, tokenizer, options)
+    with ThreadPoolExecutor(1) as pool:
+        # While the first server starts.
+        documents = pool.submit(make_all, tokenizer, options.documents, options.prefill_documents)
+        # One at a time: another engine on the same GPU would take a part of it.
+        for shape in options.shapes:
+            with started([shape], {"scoremode": settings}, options.tokenizer, options.logs) as urls:
+                print(shape, flush=True)
+                measure(urls[shape, "scoremode"], shape, documents.result(), options.corpus_options)
 
 
 if __name__ == "__main__":
