@@ -100,7 +100,9 @@ def test_the_cpus_blocks_take_what_is_said(vocab: int):
 
 def peak_bytes(run: Callable[[], None]) -> int:
     """Of what PyTorch allocates on the CPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    # PyTorch 2.11 warns without `acc_events`.
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
