@@ -178,6 +178,14 @@ def bent(body: Any, vocab_size: int) -> Any:
         body["prompt"] = more + body["prompt"]
     if body.get("continuations"):
         body.pop("logprobs_from", None)
+    if body.get("logprobs_from") is not None:
+        # Of several positions, one for each prompt, most would be too many or too few.
+        body["logprobs_from"] = 0 if isinstance(body["logprobs_from"], list) else abs(body["logprobs_from"]) % 2
+    if (candidates := body.get("candidate_token_ids")) is not None:
+        lists = [each if isinstance(each, list) else [each] for each in candidates]
+        body["candidate_token_ids"] = shortened([token for tokens in lists for token in tokens], vocab_size)
+    if "" in (body.get("stop"), *(body["stop"] if isinstance(body.get("stop"), list) else ())):
+        del body["stop"]
     if body.get("stride") and (body.get("method", "sliding") not in ("sliding", "overlapping")):
         del body["stride"]
     if body.get("stride"):
