@@ -1,8 +1,10 @@
 """vLLM's app, as it is built for a server, with our middleware around vLLM's own. No engine is there to answer."""
 
+import logging
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -24,15 +26,26 @@ def app() -> Iterator[FastAPI]:
         patch.setenv("VLLM_API_KEY", KEY)
         # What the general plugin patches would stay patched for the tests after these.
         patch.setattr("scoremode_server.vllm_patches.install.install", lambda: None)
-        app = app_without_engine(
-            "--enable-request-id-headers", "--enable-tokenizer-info-endpoint", "--enable-offline-docs"
-        )
+        with log_levels_kept():
+            app = app_without_engine(
+                "--enable-request-id-headers", "--enable-tokenizer-info-endpoint", "--enable-offline-docs"
+            )
 
         @app.get("/fails")
         async def fail() -> None:
             raise RuntimeError("the handler failed")
 
         yield app
+
+
+@contextmanager
+def log_levels_kept() -> Iterator[None]:
+    """vLLM's routes for SageMaker set the root logger, and its handlers, to ERROR."""
+    root = logging.getLogger()
+    levels = [(each, each.level) for each in (root, *root.handlers)]
+    yield
+    for each, level in levels:
+        each.setLevel(level)
 
 
 async def ask(app: FastAPI, path: str, method: str = "GET", **headers: str) -> httpx.Response:
