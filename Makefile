@@ -24,9 +24,12 @@ serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max
 	@test -n "$(MODEL)" || { echo 'usage: make serve MODEL=path-or-name [ARGS="vllm serve flags"]' >&2; exit 2; }
 	$(if $(filter cpu,$(ENGINE)),VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind}) $(BIN)/scoremode serve $(MODEL) $(ARGS)
 
+# Two processes, and a core for each.
+IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
 # Without the tests that start processes of their own: Triton's interpreter, ranks, servers and clients that are killed.
 check: lint ## For every save: style, types and unit tests
-	$(BIN)/python -m pytest --numprocesses 2 -m "not slow and not processes" tests/unit
+	$(IN_PARALLEL) -m "not slow and not processes" tests/unit
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
@@ -35,7 +38,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/lint-imports
 
 test: $(INSTALLED) ## Run every test, real engines included, and see what unit tests cover
-	$(BIN)/python -m pytest tests/unit --numprocesses 2 --cov
+	$(IN_PARALLEL) tests/standalone tests/unit --cov
 	$(BIN)/python -m pytest tests/engine tests/e2e
 
 test-slow: $(INSTALLED) ## Run what is too long for every run: large models, and thousands of seeds

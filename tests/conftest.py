@@ -1,4 +1,4 @@
-"""Models, texts and servers that tests share, made once a session.
+"""Models, texts and servers that tests share, made once a session, and a browser.
 
 The real model and its INT8 copy stay in the demo cache. What makes models is imported where one is made: it takes seven
 seconds, and every process of a test run reads this file.
@@ -6,6 +6,7 @@ seconds, and every process of a test run reads this file.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from pyarrow import parquet
@@ -13,6 +14,9 @@ from pyarrow import parquet
 from demo_model import cache_root, demo_model, made_once
 from rounded_model import rounded_model
 from tests.shared_servers import Servers, needed
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 WIKITEXT = Path(__file__).resolve().parents[2] / "shared/data/wikitext/wikitext-2-raw-v1/test-00000-of-00001.parquet"
 
@@ -91,3 +95,16 @@ def wikitext() -> str:
 
         return models.pydoc_text()
     return "\n\n".join(parquet.read_table(WIKITEXT)["text"].to_pylist())
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A headless Chromium, for one module only: while it runs, no test can run an asyncio loop."""
+    from tests.browser import EXECUTABLES, installed_chromium, running_browser
+
+    executable = installed_chromium()
+    if executable is None:
+        left_out = f"needs a browser, and none of {', '.join(EXECUTABLES)} is installed: apt-get install chromium"
+        pytest.skip(left_out)
+    with running_browser(executable) as browser:
+        yield browser

@@ -1,12 +1,12 @@
 """Real servers for the tests, each started once in a session, while tests run that do not need it yet.
 
 An engine takes half a minute to start, most of it on one core: three processes import vLLM one after another.
-`tests/conftest.py` begins the starts when the session begins, one at a time in a thread, in the order in which the
+`tests/conftest.py` begins the starts when the session begins, two at a time in threads, in the order in which the
 collected tests need the servers. Tests that need none run meanwhile. A test waits for its own server only. A
 server that does not come up fails each test that needs it, with its log.
 
-Servers of one module alone begin to start with the tests of the module before, and are stopped with their own: memory
-is short for all of them at once.
+Servers of one module alone begin to start with the tests of the second module before, and are stopped with their own:
+memory is short for all of them at once.
 """
 
 import os
@@ -46,6 +46,9 @@ class Server:
     references: str = ""
     """The name of the folder of its references, which it shares with others that name it; none if empty."""
 
+
+STARTS_AT_ONCE = 2
+"""A start takes one core."""
 
 SERVERS = {
     # vLLM's own server with the plugin and an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
@@ -110,7 +113,7 @@ SERVERS_OF_A_MODULE = {
 
 
 class Servers:
-    """The servers of a session, one start at a time.
+    """The servers of a session, two starts at a time.
 
     Args:
         folder: Makes an empty folder, for a server's log or for references.
@@ -124,14 +127,14 @@ class Servers:
         # Tests change the process's own while servers are started.
         self._inherited = dict(os.environ)
         self._references: dict[str, Path] = {}
-        self._starts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="starts")
+        self._starts = ThreadPoolExecutor(max_workers=STARTS_AT_ONCE, thread_name_prefix="starts")
         self._ends = ThreadPoolExecutor(thread_name_prefix="ends")
         self._running: dict[str, ExitStack] = {}
         self._processes: dict[str, Future[ServerProcess]] = {}
         self._ended: dict[str, Future[None]] = {}
 
     def begin(self, name: str) -> None:
-        """Start a server as soon as those before it are up; a second call does nothing."""
+        """Start a server as soon as all but one of those before it are up; a second call does nothing."""
         if name not in self._processes:
             server = (SERVERS | SERVERS_OF_A_MODULE)[name]
             self._running[name] = ExitStack()

@@ -1,27 +1,22 @@
-"""The servers of `tests/shared_servers.py` as fixtures: the URL of each, ready for requests, and a client of it.
-
-And a browser, where one is installed.
-"""
+"""The servers of `tests/shared_servers.py` as fixtures: the URL of each, ready for requests, and a client of it."""
 
 from collections.abc import Iterator
 from itertools import chain
 
 import pytest
-from playwright.sync_api import Browser
 
 from scoremode import ScoreClient
-from tests.browser import EXECUTABLES, installed_chromium, running_browser
 from tests.shared_servers import API_KEY, SERVERS_OF_A_MODULE, Servers, needed
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _servers_of_a_module(request: pytest.FixtureRequest, servers: Servers) -> Iterator[None]:
-    """Those that the next one alone needs begin to start while the tests of this one run; its own end with it."""
+    """Those that the next two alone need begin to start while the tests of this one run; its own end with it."""
     tests = request.session.items
     modules = list(dict.fromkeys(test.path for test in tests))
-    this_and_next = modules[modules.index(request.path) :][:2]
+    this_and_two_more = modules[modules.index(request.path) :][:3]
     own, *of_next = (
-        needed((test for test in tests if test.path == path), SERVERS_OF_A_MODULE) for path in this_and_next
+        needed((test for test in tests if test.path == path), SERVERS_OF_A_MODULE) for path in this_and_two_more
     )
     for name in chain(own, *of_next):
         servers.begin(name)
@@ -68,14 +63,3 @@ def bos_client(plugin_server: str) -> Iterator[ScoreClient]:
 def int8_client(int8_server: str) -> Iterator[ScoreClient]:
     with ScoreClient(int8_server, timeout=300) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A headless Chromium, for one module only: while it runs, no test can run an asyncio loop."""
-    executable = installed_chromium()
-    if executable is None:
-        left_out = f"needs a browser, and none of {', '.join(EXECUTABLES)} is installed: apt-get install chromium"
-        pytest.skip(left_out)
-    with running_browser(executable) as browser:
-        yield browser
