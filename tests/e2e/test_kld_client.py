@@ -18,8 +18,8 @@ from tests.command_line import ppl_client
 from tests.e2e.gate import gated
 
 NAME = "command-line"
-TEXT = ("--dataset", "pydoc", "--max-tokens", "512", "--method", "disjoint", "--context-length", "64")
-NUM_WINDOWS = 7
+TEXT = ("--dataset", "pydoc", "--max-tokens", "384", "--method", "disjoint", "--context-length", "64")
+NUM_WINDOWS = 5
 
 
 def compared(server: str, folder: Path, *more: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:

@@ -22,7 +22,7 @@ from tests.shared_servers import BLOCK_SIZE
 
 TOLERANCE = 1e-4
 COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute"\} ([0-9.e+]+)$', re.MULTILINE)
-NUM_QUESTIONS = 25
+NUM_QUESTIONS = 10
 """So many that the examples, which are computed once, weigh little."""
 
 
