@@ -1,6 +1,6 @@
 """Real servers for the tests, each started once in a session, while tests run that do not need it yet.
 
-An engine takes half a minute to start, most of it on one core: three processes import vLLM one after another.
+A server takes half a minute to start, most of it on one core: two or three processes import vLLM one after another.
 `tests/conftest.py` begins the starts when the session begins, two at a time in threads, in the order in which the
 collected tests need the servers. Tests that need none run meanwhile. A test waits for its own server only. A
 server that does not come up fails each test that needs it, with its log.
@@ -50,6 +50,12 @@ class Server:
 STARTS_AT_ONCE = 2
 """A start takes one core."""
 
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
+"""glibc's settings for an engine that gives no memory back. With those of `scoremode serve`, which takes pages from the
+kernel anew for each step's logits, it has two thirds of the speed (docs/benchmarks.md)."""
+A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+"""As vLLM's CPU platform has it by default, and a server on several GPUs; see `CPU_ENVIRONMENT`."""
+
 SERVERS = {
     # vLLM's own server with the plugin and an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
     "plugin_server": Server(
@@ -61,7 +67,7 @@ SERVERS = {
             *("--num-gpu-blocks-override", "2048"),
         ),
         (*_STOCK_BESIDE, "vllm", "--model"),
-        {"VLLM_PLUGINS": "scoremode"},
+        {"VLLM_PLUGINS": "scoremode", **A_WORKER_BY_ITSELF},
     ),
     # `scoremode serve` on a real model, with what trainers need: top 100, and vLLM's generate route.
     "server": Server(
@@ -94,6 +100,7 @@ _TO_END = Server(
         # A GiB of KV cache, for each of two, is more than such a small model can fill.
         *("--num-gpu-blocks-override", "2048"),
     ),
+    environment=A_WORKER_BY_ITSELF,
     references="faults",
 )
 
@@ -183,7 +190,7 @@ class Servers:
             *references,
             log=self._folder() / "server.log",
             command=server.command,
-            environment=server.environment,
+            environment=KEEP_MEMORY | server.environment,
             inherited=self._inherited,
         )
 
