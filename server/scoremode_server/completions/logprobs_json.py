@@ -156,7 +156,8 @@ class LogprobsWriter:
         rows = rows[start:end]
         values = _as_json(json_logprobs(rows.logprobs))
         repeats = _repeats(rows.token_ids)
-        completed = self._strings.json_within(token_ids, start + 1, rows.token_ids)
+        within = self._pieces.fill(rows.token_ids.ravel())
+        completed = self._strings.json_within(token_ids, start + 1, rows.token_ids, within) if within else []
         return Written(
             self._full(rows, values, repeats, completed),
             None if style.num_top is None else self._openai(rows, values, repeats, completed, style),
@@ -215,9 +216,9 @@ class LogprobsWriter:
 def openai_logprobs(pieces: Iterable[Written]) -> bytes:
     """OpenAI's `logprobs`, of the prompt and of what was sampled after it."""
     parts = [piece.openai for piece in pieces if piece.openai is not None]
-    offsets = np.cumsum(np.concatenate([[0], *[part.lengths for part in parts]]))[:-1]
+    lengths = np.concatenate([part.lengths for part in parts])
     return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
-        orjson.dumps(offsets, option=orjson.OPT_SERIALIZE_NUMPY),
+        orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY),
         b",".join([part.logprobs for part in parts]),
         b",".join([part.names for part in parts]),
         b",".join([part.top for part in parts]),
@@ -263,7 +264,7 @@ def _repeats(ids: np.ndarray) -> list[int]:
     """Places in ids [rows, actual token and top k], row after row, where one of the top k is the row's actual token."""
     found: np.ndarray = ids == ids[:, :1]
     found[:, 0] = False
-    places: list[int] = np.flatnonzero(found).tolist()
+    places: list[int] = found.ravel().nonzero()[0].tolist()
     return places
 
 

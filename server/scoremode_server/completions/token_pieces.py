@@ -7,6 +7,10 @@ import numpy as np
 import orjson
 
 from scoremode_server.scoring.token_strings import TokenStrings
+from scoremode_server.vllm_patches.output_processor import INCOMPLETE
+
+_UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
+"""What is known of a token: nothing yet, or where it ends."""
 
 
 class TokenPieces:
@@ -16,36 +20,46 @@ class TokenPieces:
         self._strings = strings
         self._tables = [np.zeros(0, object) for _ in range(3)]
         self._lengths = np.zeros(0, np.int64)
-        """Characters of each text; -1 where the table does not have the token."""
+        """Characters of each text."""
+        self._kinds = np.zeros(0, np.uint8)
+
+    def fill(self, token_ids: np.ndarray) -> list[int]:
+        """Make sure that the table has these tokens [n], as all other methods expect. The places of those that end
+        within a character."""
+        size = int(token_ids.max(initial=0)) + 1
+        if size > len(self._kinds):
+            self._make_room(size)
+        kinds = self._kinds[token_ids]
+        # Most tokens are whole, and searching bytes for others takes less than a reduction of a short array.
+        if _UNKNOWN in kinds.tobytes():
+            self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
+            kinds = self._kinds[token_ids]
+        places: list[int] = []
+        if _WITHIN_CHARACTER in kinds.tobytes():
+            places = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
+        return places
 
     def around(self, token_ids: np.ndarray) -> tuple[list[bytes], list[bytes]]:
         """What stands before the logprob of each of `token_ids` [n], and after its rank if its text is that of the
         token alone."""
-        self._fill(token_ids)
         before, after, _ = self._tables
         return before[token_ids].tolist(), after[token_ids].tolist()
 
     def texts(self, token_ids: np.ndarray) -> list[bytes]:
         """The text of each of `token_ids` [n] as JSON, alone."""
-        self._fill(token_ids)
         texts: list[bytes] = self._tables[2][token_ids].tolist()
         return texts
 
     def lengths(self, token_ids: np.ndarray) -> np.ndarray:
         """Characters of the text of each of `token_ids` [n], alone."""
-        self._fill(token_ids)
         lengths: np.ndarray = self._lengths[token_ids]
         return lengths
 
-    def _fill(self, token_ids: np.ndarray) -> None:
-        size = int(token_ids.max(initial=0)) + 1
-        if size > len(self._lengths):
-            more = size - len(self._lengths)
-            self._tables = [np.append(table, np.zeros(more, object)) for table in self._tables]
-            self._lengths = np.append(self._lengths, np.full(more, -1))
-        missing = token_ids[self._lengths[token_ids] < 0]
-        if missing.size:
-            self._add(np.unique(missing).tolist())
+    def _make_room(self, size: int) -> None:
+        more = size - len(self._kinds)
+        self._tables = [np.append(table, np.zeros(more, object)) for table in self._tables]
+        self._lengths = np.append(self._lengths, np.zeros(more, np.int64))
+        self._kinds = np.append(self._kinds, np.full(more, _UNKNOWN, np.uint8))
 
     def _add(self, token_ids: Sequence[int]) -> None:
         before, after, texts = self._tables
@@ -54,6 +68,7 @@ class TokenPieces:
             after[token_id] = after_rank(text)
             texts[token_id] = text.encode()
             self._lengths[token_id] = num_characters(text)
+            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(f'{INCOMPLETE}"') else _WHOLE
 
 
 @lru_cache(maxsize=2**14)

@@ -24,10 +24,6 @@ class TokenStrings:
         self._get_tokenizer = get_tokenizer
         self._texts: dict[int, str] = {}
         self._json: dict[int, str] = {}
-        self._known = np.zeros(0, bool)
-        """Whether the table has a token, by its id."""
-        self._incomplete = np.zeros(0, bool)
-        """Whether a token ends within a character, by its id."""
         self._first: dict[int, str] = {}
         self._completed = lru_cache(maxsize=2**16)(self._complete)
 
@@ -42,12 +38,9 @@ class TokenStrings:
             return
         # Not a difference of sets, which would walk through the whole table.
         missing = [token_id for token_id in wanted if token_id not in self._json]
-        self._make_room(max(missing) + 1)
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
             self._texts[token_id] = text
             self._json[token_id] = orjson.dumps(text).decode()
-            self._incomplete[token_id] = text.endswith(INCOMPLETE)
-            self._known[token_id] = True
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, alone."""
@@ -59,18 +52,18 @@ class TokenStrings:
         self.fill(token_ids)
         return [self._json[token_id] for token_id in token_ids]
 
-    def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
-        """Tokens that end within a character, of ids [rows, columns] that may stand at positions `start` and on of a
-        prompt: the place of each, row after row, and what it completes with those before it, as JSON, or nothing."""
-        token_ids = ids.ravel()
-        self._fill_array(token_ids)
-        places = np.flatnonzero(self._incomplete[token_ids])
-        rows = places // ids.shape[1]
-        contexts = {row: self._context(prompt, start + row) for row in np.unique(rows).tolist()}
+    def json_within(
+        self, prompt: Sequence[int], start: int, ids: np.ndarray, places: Sequence[int]
+    ) -> list[tuple[int, str]]:
+        """Of ids [rows, columns] that may stand at positions `start` and on of a prompt, each token at one of these
+        places, row after row, which ends within a character: its place, and what it completes with those before it, as
+        JSON, or nothing."""
+        num_columns = ids.shape[1]
+        contexts = {row: self._context(prompt, start + row) for row in {place // num_columns for place in places}}
         # What follows a whole character completes none.
         return [
-            (place, self._completed(token_id, context) if (context := contexts[row]) else '""')
-            for place, row, token_id in zip(places.tolist(), rows.tolist(), token_ids[places].tolist(), strict=True)
+            (place, self._completed(token_id, context) if (context := contexts[place // num_columns]) else '""')
+            for place, token_id in zip(places, ids.ravel()[places].tolist(), strict=True)
         ]
 
     def _context(self, prompt: Sequence[int], position: int) -> tuple[int, ...]:
@@ -82,17 +75,6 @@ class TokenStrings:
             if text and not text.endswith(INCOMPLETE):
                 return tuple(context[index:])
         return tuple(context)
-
-    def _fill_array(self, token_ids: np.ndarray) -> None:
-        self._make_room(int(token_ids.max(initial=0)) + 1)
-        missing = token_ids[~self._known[token_ids]]
-        if missing.size:
-            self.fill(missing.tolist())
-
-    def _make_room(self, size: int) -> None:
-        if size > len(self._known):
-            more = np.zeros(size - len(self._known), bool)
-            self._known, self._incomplete = np.append(self._known, more), np.append(self._incomplete, more)
 
     def first_of_a_prompt(self, token_id: int) -> str:
         """Text as JSON of a prompt's first token, which vLLM decodes by itself, as a text would start with it."""

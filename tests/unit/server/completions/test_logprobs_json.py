@@ -173,9 +173,6 @@ class Letters:
     def json_of(self, token_ids: Sequence[int]) -> list[str]:
         return [f'"{chr(ord("a") + token_id)}"' for token_id in token_ids]
 
-    def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
-        return []
-
     def first_of_a_prompt(self, token_id: int) -> str:
         return self.json_of([token_id])[0]
 

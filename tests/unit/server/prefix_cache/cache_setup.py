@@ -84,9 +84,6 @@ class Names:
     def json_of(self, token_ids: Sequence[int]) -> list[str]:
         return [f'"{token_id}"' for token_id in token_ids]
 
-    def json_within(self, prompt: Sequence[int], start: int, ids: np.ndarray) -> list[tuple[int, str]]:
-        return []
-
     def first_of_a_prompt(self, token_id: int) -> str:
         return f'"{token_id}"'
 
