@@ -11,7 +11,7 @@ the token adds, and here only the prompt's end.
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
@@ -38,8 +38,10 @@ class ScoringParams(SamplingParams):
 
     @classmethod
     def of(cls, params: SamplingParams) -> Self:
-        """The same parameters."""
-        return cls(**{name: getattr(params, name) for name in params.__struct_fields__})
+        """The same parameters, which were checked when they were made."""
+        marked = copy(params)
+        marked.__class__ = cls
+        return cast("Self", marked)
 
 
 def is_scoring(state: Any) -> bool:
