@@ -51,8 +51,12 @@ class PromptTexts:
         context = tuple(token_ids[max(0, start - CONTEXT_TOKENS) : start])
         before = self._context_text(context)
         both = self._decode([*context, *token_ids[start:]])
-        if before.endswith(INCOMPLETE) or not both.startswith(before):
-            # A character, or something that the tokenizer tidies up, lies across the place.
+        # Its first tokens may be the end of a character.
+        reads_alike = text.endswith(before.lstrip(INCOMPLETE))
+        if before.endswith(INCOMPLETE) or not (reads_alike and both.startswith(before)):
+            # A character, or something that the tokenizer tidies up, lies across the place. Or the context reads
+            # otherwise after what comes before it: SentencePiece's decoder gives up on a whole run of bytes, however
+            # long, if one of them fits no character.
             return self._decode(token_ids)
         return text + both[len(before) :]
 

@@ -33,6 +33,15 @@ def test_texts_are_those_of_whole_prompts(request, model):
         assert texts.text(prompt, hashes[: rng.randint(0, len(hashes))]) == tokenizer.decode(prompt)
 
 
+def test_bytes_after_one_that_fits_nothing(byte_fallback_model):
+    """SentencePiece's decoder gives up on a whole run of bytes, however long, if one of them fits no character."""
+    tokenizer = AutoTokenizer.from_pretrained(byte_fallback_model)
+    texts = PromptTexts(lambda: tokenizer, SIZE)
+    run = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in b"\x80\x80" + "é".encode() * 20])
+    for num_blocks in range(len(run) // SIZE):
+        assert texts.text(run, block_hashes(run)[:num_blocks]) == tokenizer.decode(run)
+
+
 class CountingTokenizer:
     """Decodes a token to a letter, and counts the tokens that it was given."""
 
