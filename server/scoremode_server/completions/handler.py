@@ -22,7 +22,14 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.outputs import CompletionOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, Written, openai_logprobs, prompt_logprobs
+from scoremode_server.completions.logprobs_json import (
+    LogprobsWriter,
+    OpenAI,
+    Style,
+    Written,
+    openai_logprobs,
+    prompt_logprobs,
+)
 from scoremode_server.completions.prompt_texts import PromptTexts
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import EngineOutputError, UnfinishedError
@@ -204,7 +211,7 @@ class ScoringCompletions:
         if as_token_ids is None:
             as_token_ids = self._stock.return_tokens_as_token_ids
         style = Style(request.logprobs, bool(as_token_ids))
-        sampled: list[list[Written]] = [
+        sampled: list[list[OpenAI]] = [
             [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
             for answer in answers
             for completion in answer.output.outputs
@@ -212,7 +219,7 @@ class ScoringCompletions:
         return self._in_gaps(answers, iter(sampled), style, echoes=bool(request.echo))
 
     def _in_gaps(
-        self, answers: list[Answer], sampled: Iterator[list[Written]], style: Style, *, echoes: bool
+        self, answers: list[Answer], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
         in_openai = echoes and style.num_top is not None
         of_prompts = style if in_openai else Style(None, as_token_ids=False)
@@ -228,7 +235,7 @@ class ScoringCompletions:
                     yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)
                 yield prompt_logprobs(next(copies))
 
-    def _of_sampled(self, completion: CompletionOutput, style: Style) -> Written:
+    def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
         """The one token that was sampled."""
         assert style.num_top is not None
         columns = read_columns(completion.logprobs, style.num_top + 1)
@@ -237,13 +244,14 @@ class ScoringCompletions:
         return self._writer.sampled(columns, style)
 
 
-def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[Written]) -> Iterator[bytes]:
+def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> Iterator[bytes]:
     """OpenAI's logprobs after an empty part for each piece of the prompt's, in which others may have their turn."""
-    written: list[Written] = []
+    parts: list[OpenAI] = []
     for piece in of_prompt:
-        written.append(piece)
+        if piece.openai is not None:
+            parts.append(piece.openai)
         yield b""
-    yield openai_logprobs(written + of_sampled)
+    yield openai_logprobs(parts + of_sampled)
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:

@@ -6,6 +6,7 @@ what a benchmark asks for.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -69,6 +70,16 @@ class Written:
         return of_full + len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
 
 
+class Entries(NamedTuple):
+    """What is written of rows [n, columns], row after row. A place is an index into all entries."""
+
+    logprobs: list[bytes]
+    repeats: list[int]
+    """Places of those of the top k that are their row's actual token."""
+    completed: list[tuple[int, str]]
+    """Places of tokens that end within a character, and their texts as JSON."""
+
+
 Key = tuple[bytes, int, Style]
 """The hash of the last block of a piece's rows, their number of columns, how they are written."""
 
@@ -121,12 +132,13 @@ class LogprobsWriter:
         for first in range(start * self._block_size, len(rows), most_rows):
             yield self._write(token_ids, rows, first, min(first + most_rows, len(rows)), style)
 
-    def sampled(self, columns: Columns, style: Style) -> Written:
-        """Logprobs of a token that was sampled after a prompt: one row.
+    def sampled(self, columns: Columns, style: Style) -> OpenAI:
+        """OpenAI's logprobs of a token that was sampled after a prompt: one row.
 
         vLLM completes characters with tokens of the same part only, so the prompt does not matter to it.
         """
-        return self._write((), Rows.of(*columns), 0, 1, style)
+        rows = Rows.of(*columns)
+        return self._openai(rows, self._entries((), rows, 0), style)
 
     def _first(self, token_id: int, style: Style) -> Written:
         if style.num_top is None:
@@ -154,45 +166,39 @@ class LogprobsWriter:
         """The rows from `start` to `end`, at least one. Where the actual token is among the top k it stands once, with
         the rank that it has there."""
         rows = rows[start:end]
-        values = _as_json(json_logprobs(rows.logprobs))
-        repeats = _repeats(rows.token_ids)
+        entries = self._entries(token_ids, rows, start)
+        return Written(self._full(rows, entries), None if style.num_top is None else self._openai(rows, entries, style))
+
+    def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
+        """What is written of rows of a prompt, of which the first is row `start`."""
         within = self._pieces.fill(rows.token_ids.ravel())
-        completed = self._strings.json_within(token_ids, start + 1, rows.token_ids, within) if within else []
-        return Written(
-            self._full(rows, values, repeats, completed),
-            None if style.num_top is None else self._openai(rows, values, repeats, completed, style),
+        return Entries(
+            _as_json(json_logprobs(rows.logprobs)),
+            _repeats(rows.token_ids),
+            self._strings.json_within(token_ids, start + 1, rows.token_ids, within) if within else [],
         )
 
-    def _full(
-        self, rows: Rows, values: list[bytes], repeats: Sequence[int], completed: Iterable[tuple[int, str]]
-    ) -> bytes:
+    def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. For each entry there are four pieces: its token's id, the logprob, the rank and the
         token's text."""
         ids, num_columns = rows.token_ids, rows.num_columns
         before, after = self._pieces.around(ids.ravel())
-        for place, text in completed:
+        for place, text in entries.completed:
             after[place] = after_rank(text)
         pieces = [b""] * (4 * ids.size)
         pieces[0::4] = before
-        pieces[1::4] = values
+        pieces[1::4] = entries.logprobs
         pieces[2::4] = [_rank(rank) for rank in range(num_columns)] * len(rows)
         pieces[3::4] = after
         pieces[0 :: 4 * num_columns] = [b'},{"%d":{"logprob":' % token_id for token_id in ids[:, 0].tolist()]
         pieces[2 :: 4 * num_columns] = map(_rank, rows.ranks.tolist())
-        for place in repeats:
+        for place in entries.repeats:
             column = place % num_columns
             pieces[4 * (place - column) + 2] = _rank(column)
             pieces[4 * place : 4 * place + 4] = [b""] * 4
         return b"".join(pieces).removeprefix(b"},") + b"}"
 
-    def _openai(
-        self,
-        rows: Rows,
-        values: list[bytes],
-        repeats: Sequence[int],
-        completed: Iterable[tuple[int, str]],
-        style: Style,
-    ) -> OpenAI:
+    def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
         ids, num_columns = rows.token_ids.ravel(), rows.num_columns
         actual = ids[::num_columns]
@@ -201,21 +207,20 @@ class LogprobsWriter:
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
         else:
             names, lengths = self._pieces.texts(ids), self._pieces.lengths(actual)
-            for place, text in completed:
+            for place, text in entries.completed:
                 names[place] = text.encode()
                 if place % num_columns == 0:
                     lengths[place // num_columns] = num_characters(text)
         return OpenAI(
             b",".join(names[::num_columns]),
-            b",".join(values[::num_columns]),
-            _top(names, values, repeats, num_columns, style.num_top),
+            b",".join(entries.logprobs[::num_columns]),
+            _top(names, entries, num_columns, style.num_top),
             lengths,
         )
 
 
-def openai_logprobs(pieces: Iterable[Written]) -> bytes:
+def openai_logprobs(parts: Sequence[OpenAI]) -> bytes:
     """OpenAI's `logprobs`, of the prompt and of what was sampled after it."""
-    parts = [piece.openai for piece in pieces if piece.openai is not None]
     lengths = np.concatenate([part.lengths for part in parts])
     return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
         orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY),
@@ -243,18 +248,18 @@ def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[i
             yield start
 
 
-def _top(names: list[bytes], values: list[bytes], repeats: Sequence[int], num_columns: int, num_top: int) -> bytes:
+def _top(names: list[bytes], entries: Entries, num_columns: int, num_top: int) -> bytes:
     """OpenAI's `top_logprobs`: at each position the first of the tokens, the actual one and `num_top` others, if there
     are so many. For each entry there are three pieces."""
-    left_out = repeats
+    left_out = entries.repeats
     if num_columns > num_top + 1:
         shown = np.ones((len(names) // num_columns, num_columns), bool)
-        shown.flat[list(repeats)] = False
+        shown.flat[entries.repeats] = False
         left_out = np.flatnonzero(~shown | (shown.cumsum(axis=1) > num_top + 1)).tolist()
     pieces = [b","] * (3 * len(names))
     pieces[0 :: 3 * num_columns] = [b"},{"] * (len(names) // num_columns)
     pieces[1::3] = names
-    pieces[2::3] = map(b":%b".__mod__, values)
+    pieces[2::3] = map(b":%b".__mod__, entries.logprobs)
     for place in left_out:
         pieces[3 * place : 3 * place + 3] = [b""] * 3
     return b"".join(pieces).removeprefix(b"},") + b"}"

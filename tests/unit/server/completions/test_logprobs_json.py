@@ -50,7 +50,8 @@ def written(
 ) -> tuple[bytes, bytes]:
     hashes = block_hashes(prompt[1:])[:num_blocks]
     pieces = list(writer.prompt(prompt, rows(prompt, width), hashes, -(-num_blocks // 2), style))
-    return b"".join(prompt_logprobs(pieces)), openai_logprobs(pieces) if style.num_top is not None else b""
+    full = b"".join(prompt_logprobs(pieces))
+    return full, b"" if style.num_top is None else openai_logprobs([piece.openai for piece in pieces])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_what_is_written_of_two_rows():
         '"8":{"logprob":-2.0,"rank":2,"decoded_token":"i"}},{"6":{"logprob":-0.25,"rank":1,"decoded_token":"g"},'
         '"5":{"logprob":-3.0,"rank":2,"decoded_token":"f"}}]'
     )
-    assert openai_logprobs(pieces).decode() == (
+    assert openai_logprobs([piece.openai for piece in pieces]).decode() == (
         '{"text_offset":[0,1,2],"token_logprobs":[null,-1.5,-0.25],"tokens":["f","h","g"],'
         '"top_logprobs":[null,{"h":-1.5,"j":-0.5},{"g":-0.25,"f":-3.0}]}'
     )
