@@ -10,8 +10,9 @@ from scoremode_server.vllm_patches.output_processor import INCOMPLETE
 
 KEPT_CHARACTERS = 16 * 1024**2
 
-CONTEXT_TOKENS = 16
-"""Tokens before a place that decide how the text goes on there."""
+CONTEXT_TOKENS = 8
+"""Tokens before a place that decide how the text goes on there: a character has at most four bytes, so that four tokens
+can be part of it, and one token before decides about a space."""
 
 _ENTRY_CHARACTERS = 256
 """What a kept text costs beside its characters."""
