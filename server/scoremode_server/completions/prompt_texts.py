@@ -52,7 +52,7 @@ class PromptTexts:
         context = tuple(token_ids[max(0, start - CONTEXT_TOKENS) : start])
         before = self._context_text(context)
         both = self._decode([*context, *token_ids[start:]])
-        # Its first tokens may be the end of a character.
+        # The context's first tokens may be the end of a character.
         reads_alike = text.endswith(before.lstrip(INCOMPLETE))
         if before.endswith(INCOMPLETE) or not (reads_alike and both.startswith(before)):
             # A character, or something that the tokenizer tidies up, lies across the place. Or the context reads
