@@ -29,7 +29,7 @@ libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Mallinfo2
 bytearray(24 << 20)
 tensor = bytearray(8 << 20)
-stays = bytearray(100_000)
+stays = bytearray(1 << 20)
 del tensor
 info = libc.mallinfo2()
 print(info.free - info.top)

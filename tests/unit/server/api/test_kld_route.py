@@ -22,7 +22,7 @@ from tests.unit.server.api.reference_requests import (
     client_of,
     error_of,
     events,
-    nothing_waits,
+    is_idle,
     record,
 )
 from tests.unit.server.prefix_cache.fake_engine import MAX_TOP
@@ -79,7 +79,7 @@ async def compared(root: Path, noise: float = 0.0, **changes: Any) -> dict[str, 
     async with client_of(app := app_of(ReferenceEngine(root, noise), fingerprint=f"noise {noise}")) as client:
         answer = await client.post(KLD, json={**BODY, **changes})
     assert answer.status_code == 200, answer.text
-    assert nothing_waits(app)
+    assert is_idle(app)
     return answer.json()
 
 
@@ -247,7 +247,7 @@ async def test_what_was_damaged_is_named(root: Path, harm: Callable[[Path], None
     assert message.startswith(f"reference 'base' is damaged: {name}")
     error = events(streamed)[-1]["error"] if streamed.status_code == 200 else streamed.json()["error"]
     assert error["message"] == message
-    assert nothing_waits(app)
+    assert is_idle(app)
 
 
 async def test_windows_that_are_whole_can_be_compared_beside_a_damaged_one(root: Path):
@@ -263,7 +263,7 @@ async def test_nan_of_the_served_model_is_no_fault_of_the_reference(root: Path):
     assert status == 500
     # Of a window's 16 tokens the ninth is the first target.
     assert message.endswith("for the token at position 10")
-    assert nothing_waits(app)
+    assert is_idle(app)
 
 
 async def test_infinite_divergences_are_null(root: Path):
@@ -339,7 +339,7 @@ async def test_a_reference_that_is_deleted_meanwhile(root: Path, again: bool):
         if again
         else (404, "there is no reference 'base'")
     )
-    assert nothing_waits(app)
+    assert is_idle(app)
 
 
 async def test_a_floor_is_not_kept_with_another_reference_of_the_name(root: Path):
@@ -372,10 +372,10 @@ async def test_a_client_that_leaves_ends_its_comparison(root: Path):
     scope = {"type": "http", "method": "POST", "path": KLD, "query_string": b""}
     serving = asyncio.create_task(app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send))
     await engine.has_any.wait()
-    assert not nothing_waits(app)
+    assert not is_idle(app)
     leave.set()
     await serving
-    while not nothing_waits(app):  # noqa: ASYNC110
+    while not is_idle(app):  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert engine.aborted
     assert not engine.computed

@@ -23,7 +23,7 @@ from tests.unit.server.api.reference_requests import (
     client_of,
     error_of,
     events,
-    nothing_waits,
+    is_idle,
     record,
 )
 from tests.unit.server.references.reference_setup import files
@@ -42,7 +42,7 @@ def shards(engine: ReferenceEngine) -> dict[str, bytes]:
 async def test_a_recording_is_the_models_own(engine: ReferenceEngine):
     async with client_of(app := app_of(engine)) as client:
         recorded = await record(client)
-    assert nothing_waits(app)
+    assert is_idle(app)
     assert sorted(engine.computed) == [("record", index) for index in range(NUM_WINDOWS)]
     reference = engine.directory.open("base")
     nlls = []
@@ -239,7 +239,7 @@ async def test_nan_of_the_model_ends_the_recording_and_is_not_kept(engine: Refer
         status, _, message = error_of(await client.post("/v1/references", json=BODY))
         assert status == 500
         assert "position 3" in message
-        assert nothing_waits(app)
+        assert is_idle(app)
         engine.nan_at = None
         assert (await record(client))["complete"]
 
@@ -260,7 +260,7 @@ async def test_a_full_disk_is_told(engine: ReferenceEngine, monkeypatch: pytest.
         message = events(answer)[-1]["error"]["message"] if stream else error_of(answer)[2]
         assert "reference 'base' could not be written: [Errno 28] No space left on device" in message
         assert answer.status_code == (200 if stream else 507)
-        assert nothing_waits(app)
+        assert is_idle(app)
         assert not (await client.get("/v1/references/base")).json()["complete"]
         monkeypatch.undo()
         assert (await record(client))["complete"]
@@ -282,7 +282,7 @@ async def test_two_who_record_the_same_get_the_same(engine: ReferenceEngine):
     async with client_of(app := app_of(engine)) as client:
         first, second = await asyncio.gather(record(client), record(client))
     assert first == second
-    assert nothing_waits(app)
+    assert is_idle(app)
 
 
 async def test_a_reference_that_is_deleted_while_it_is_recorded(engine: ReferenceEngine):
@@ -295,7 +295,7 @@ async def test_a_reference_that_is_deleted_while_it_is_recorded(engine: Referenc
         status, _, message = error_of(await recording)
     assert status in (404, 409, 507)
     assert "base" in message
-    assert nothing_waits(app)
+    assert is_idle(app)
     assert engine.directory.open("base").manifest.text.num_tokens == len(TOKENS) - 10
 
 
@@ -318,4 +318,4 @@ async def test_windows_are_counted_in_as_they_are_begun(engine: ReferenceEngine)
         assert 3 * 16 <= admission.num_tokens <= 4 * 16
         engine.held.set()
         assert (await recording).status_code == 200
-    assert nothing_waits(app)
+    assert is_idle(app)
