@@ -21,24 +21,20 @@ def instructions(name: str) -> list[tuple[str, str]]:
     return [(word, " ".join(rest.split())) for word, _, rest in (line.partition(" ") for line in joined.splitlines())]
 
 
-@pytest.fixture(params=["Dockerfile", "Dockerfile.cpu"])
-def image(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
-    return instructions(request.param)
+def only(image: list[tuple[str, str]], wanted: str) -> str:
+    """The arguments of the one instruction of that name."""
+    (found,) = (rest for word, rest in image if word == wanted)
+    return found
 
 
-def test_every_cache_is_on_the_volume(image: list[tuple[str, str]]):
-    environment = {
-        name: value for word, rest in image if word == "ENV" for name, value in re.findall(r"(\w+)=(\S+)", rest)
-    }
-    (volume,) = (rest for word, rest in image if word == "VOLUME")
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_ordinary_user_owns_the_volume_and_every_cache_is_on_it(name: str):
+    image = instructions(name)
+    user, volume = only(image, "USER"), only(image, "VOLUME")
+    environment = dict(pair for word, rest in image if word == "ENV" for pair in re.findall(r"(\w+)=(\S+)", rest))
     assert environment.keys() >= CACHES
-    assert all(PurePosixPath(environment[name]).is_relative_to(volume) for name in CACHES)
+    assert all(PurePosixPath(environment[cache]).is_relative_to(volume) for cache in CACHES)
     assert ("WORKDIR", volume) in image
-
-
-def test_the_user_is_an_ordinary_one_and_owns_the_volume(image: list[tuple[str, str]]):
-    (user,) = (rest for word, rest in image if word == "USER")
-    (volume,) = (rest for word, rest in image if word == "VOLUME")
     made = next(index for index, (word, rest) in enumerate(image) if word == "RUN" and "useradd" in rest)
     assert re.search(rf"--uid [1-9]\d* {user}\b", image[made][1])
     assert f"chown -R {user} {volume}" in image[made][1]
@@ -50,19 +46,17 @@ def test_compose_mounts_what_the_image_writes_to():
     service = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["scoremode"]
     assert service["read_only"]
     assert service["tmpfs"] == ["/tmp"]
-    (volume,) = (rest for word, rest in instructions("Dockerfile") if word == "VOLUME")
+    volume = only(instructions("Dockerfile"), "VOLUME")
     assert [mount.partition(":")[2] for mount in service["volumes"]] == [volume]
 
 
 def test_the_deployment_on_kubernetes_fits_the_image():
     blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE | re.DOTALL)
-    deployment = yaml.safe_load(blocks[0])
-    pod = deployment["spec"]["template"]["spec"]
+    pod = yaml.safe_load(blocks[0])["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     image = instructions("Dockerfile")
-    (volume,) = (rest for word, rest in image if word == "VOLUME")
     assert container["securityContext"]["readOnlyRootFilesystem"]
-    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {volume, "/tmp", "/dev/shm"}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {only(image, "VOLUME"), "/tmp", "/dev/shm"}
     assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
     assert any(f"--uid {pod['securityContext']['runAsUser']} " in rest for word, rest in image if word == "RUN")
     drain = int(container["args"][container["args"].index("--shutdown-timeout") + 1])

@@ -23,9 +23,7 @@ from scoremode_server.settings import ServerSettings
         (5, 1, EngineSize(tokens=6 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
     ],
 )
-def test_an_engine_is_handed_a_steps_worth_beyond_what_is_in_flight(
-    num_in_flight: int, num_engines: int, expected: EngineSize
-):
+def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight: int, num_engines: int, expected: EngineSize):
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8),
         parallel_config=SimpleNamespace(data_parallel_size=num_engines),
@@ -37,7 +35,7 @@ def test_an_engine_is_handed_a_steps_worth_beyond_what_is_in_flight(
     assert engine_size(config, given) == replace(expected, max_scoring_tokens=100, request_timeout=3)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def restored() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
@@ -45,17 +43,13 @@ def restored() -> Iterator[None]:
     envs.disable_envs_cache()
 
 
-def test_garbage_is_looked_for_less_often_and_still_found():
+@pytest.mark.usefixtures("restored")
+def test_garbage_is_collected_less_often_and_the_environment_read_once(monkeypatch: pytest.MonkeyPatch):
     _, *older = gc.get_threshold()
-    prepare_process()
-    assert gc.isenabled()
-    assert gc.get_threshold() == (GC_THRESHOLD, *older)
-
-
-def test_vllms_environment_is_read_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
-    prepare_process()
-    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "4")
-    assert envs.VLLM_LOG_STATS_INTERVAL == 3
-    prepare_process()
-    assert envs.VLLM_LOG_STATS_INTERVAL == 3
+    for _ in range(2):
+        prepare_process()
+        assert gc.isenabled()
+        assert gc.get_threshold() == (GC_THRESHOLD, *older)
+        assert envs.VLLM_LOG_STATS_INTERVAL == 3
+        monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "4")

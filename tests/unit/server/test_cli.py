@@ -13,7 +13,7 @@ from scoremode_server.cli import MMAP_THRESHOLD_VARIABLE, keep_tensors_off_the_h
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["--help"], 0), ([], 2), (["score"], 2)])
-def test_exit_status(arguments: list[str], status: int):
+def test_unknown_commands_have_an_exit_status(arguments: list[str], status: int):
     command = [sys.executable, "-c", "from scoremode_server.cli import main; main()", *arguments]
     assert subprocess.run(command, capture_output=True).returncode == status
 
@@ -34,7 +34,7 @@ del tensor
 info = libc.mallinfo2()
 print(info.free - info.top)
 """
-"""What a process's heap has in holes, in bytes, after something large was freed below something that stays."""
+"""Prints the bytes of holes in a process's heap after a large block was freed below one that stays."""
 
 
 @pytest.mark.processes
@@ -49,15 +49,12 @@ def test_tensors_leave_no_holes_in_the_heap_of_an_engine(monkeypatch: pytest.Mon
     assert holes() > 4 * 1024**2
     keep_tensors_off_the_heap()
     assert holes() < 1024**2
-
-
-def test_a_threshold_of_the_environment_stays(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MMAP_THRESHOLD_VARIABLE, "4194304")
     keep_tensors_off_the_heap()
     assert os.environ[MMAP_THRESHOLD_VARIABLE] == "4194304"
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])
-def test_texts_are_encoded_by_some_of_the_cores(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int):
+def test_one_core_in_four_encodes_texts(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert tokenizer_threads() == threads

@@ -1,7 +1,8 @@
-"""Memory for cached logprobs and for computing them, by flag and by environment; and which plugins vLLM may load."""
+"""Settings by flag and by environment, and which plugins vLLM may load."""
 
 import importlib.metadata
 from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from scoremode_server.settings import (
     allowed_plugins,
     logprob_bytes,
     server_settings,
+    serves_page,
 )
 
 MIB = 1024**2
@@ -30,72 +32,56 @@ def parsed(*arguments: str) -> Namespace:
     return parser.parse_args(arguments)
 
 
-def test_512_mib_unless_something_else_is_said():
-    assert server_settings(parsed()).score_cache_bytes == 512 * MIB
-    # Stock `vllm serve` has no such flag.
-    assert server_settings(Namespace()).score_cache_bytes == 512 * MIB
+# Stock `vllm serve` has no such flags.
+@pytest.mark.parametrize("arguments", [parsed(), Namespace()], ids=["scoremode serve", "vllm serve"])
+def test_without_flags_and_variables_there_are_defaults(arguments: Namespace):
+    assert server_settings(arguments).score_cache_bytes == 512 * MIB
+    assert server_settings(arguments).max_request_bytes == MAX_REQUEST_BYTES
+    assert serves_page(arguments)
+    assert logprob_bytes() == 256 * MIB
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("0", 0), ("1000", 1000), ("3K", 3072), ("16M", 16 * MIB), ("16m", 16 * MIB), ("2G", 2048 * MIB)]
 )
-def test_flag_and_environment_take_the_same_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int):
-    assert server_settings(parsed("--score-cache-bytes", text)).score_cache_bytes == size
+def test_flags_and_variables_accept_the_same_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int):
+    given = server_settings(parsed("--score-cache-bytes", text, "--max-request-bytes", text))
+    assert given.score_cache_bytes == given.max_request_bytes == size
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
     assert server_settings(parsed()).score_cache_bytes == size
-
-
-def test_the_flag_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(SCORE_CACHE_VARIABLE, "1G")
-    assert server_settings(parsed("--score-cache-bytes", "0")).score_cache_bytes == 0
+    assert server_settings(parsed("--score-cache-bytes", "7")).score_cache_bytes == 7
+    monkeypatch.setenv(LOGPROB_VARIABLE, text)
+    assert size == 0 or logprob_bytes() == size
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1.5G", "12X", "1 G"])
-def test_what_is_no_size_is_an_error_that_names_where_it_stands(
+def test_an_error_names_the_flag_or_variable_of_an_invalid_size(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
 ):
     with pytest.raises(SystemExit):
         parsed(f"--score-cache-bytes={text}")
     assert "--score-cache-bytes" in capsys.readouterr().err
-    monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
-    with pytest.raises(ValueError, match=SCORE_CACHE_VARIABLE):
-        server_settings(parsed())
+    for variable, read in (
+        (SCORE_CACHE_VARIABLE, lambda: server_settings(parsed())),
+        (LOGPROB_VARIABLE, logprob_bytes),
+    ):
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(ValueError, match=variable):
+            read()
 
 
-def test_the_longest_body_of_a_request_has_a_flag_only():
-    assert server_settings(parsed("--max-request-bytes", "3K")).max_request_bytes == 3072
-    assert server_settings(parsed()).max_request_bytes == MAX_REQUEST_BYTES
-    # Stock `vllm serve` has no such flag.
-    assert server_settings(Namespace()).max_request_bytes == MAX_REQUEST_BYTES
-
-
-def test_working_memory_for_prompt_logprobs_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
-    assert logprob_bytes() == 256 * MIB
-    monkeypatch.setenv(LOGPROB_VARIABLE, "1048576")
-    assert logprob_bytes() == MIB
-    monkeypatch.setenv(LOGPROB_VARIABLE, "64M")
-    assert logprob_bytes() == 64 * MIB
-
-
-@pytest.mark.parametrize("setting", ["many", "-1", "", "0"])
-def test_working_memory_that_is_no_number_of_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, setting: str):
-    monkeypatch.setenv(LOGPROB_VARIABLE, setting)
+def test_prompt_logprobs_need_some_memory_and_the_page_has_a_flag(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(LOGPROB_VARIABLE, "0")
     with pytest.raises(ValueError, match=LOGPROB_VARIABLE):
         logprob_bytes()
+    assert not serves_page(parsed("--no-page"))
 
 
-class Point:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def test_scoremode_is_added_to_the_plugins_that_were_named():
+def test_scoremode_is_added_to_the_plugins_that_load_already(monkeypatch: pytest.MonkeyPatch):
     assert allowed_plugins("lora,stats") == "lora,stats,scoremode"
     assert allowed_plugins("scoremode,lora") == "scoremode,lora"
     assert allowed_plugins("") == "scoremode"
-
-
-def test_plugins_that_load_by_default_still_do(monkeypatch: pytest.MonkeyPatch):
-    installed = {"vllm.general_plugins": [Point("lora"), Point("scoremode")], "vllm.platform_plugins": [Point("tpu")]}
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: installed.get(group, []))
+    names = {"vllm.general_plugins": ["lora", "scoremode"], "vllm.platform_plugins": ["tpu"]}
+    points = {group: [SimpleNamespace(name=name) for name in each] for group, each in names.items()}
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.get(group, []))
     assert allowed_plugins(None) == "lora,scoremode,tpu"

@@ -1,6 +1,6 @@
 """What the server may import from vLLM, and where.
 
-Private parts of vLLM are for `vllm_patches`, and for `completions`, which extends vLLM's handler. All other modules
+Private parts of vLLM are for `vllm_patches`, and for `completions`, which extends vLLM's handlers. All other modules
 keep to the list below. Ruff checks that no other module uses a private attribute (SLF001).
 """
 
@@ -8,7 +8,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import vllm
 
 from scoremode_server.vllm_patches.source import Sources
@@ -16,38 +15,21 @@ from scoremode_server.vllm_patches.source import Sources
 SERVER = Path(__file__).parents[3] / "server" / "scoremode_server"
 EXEMPT = ("vllm_patches", "completions")
 
-PUBLIC = {
-    # What vLLM documents for users of the engine, and the types of its parts.
-    "vllm",
-    "vllm.config",
-    "vllm.engine.protocol",
-    "vllm.envs",
-    "vllm.inputs",
-    "vllm.logger",
-    "vllm.logprobs",
-    "vllm.outputs",
-    "vllm.platforms",
-    "vllm.renderers",
-    "vllm.renderers.base",
-    "vllm.sampling_params",
-    "vllm.tokenizers",
-    "vllm.tokenizers.detokenizer_utils",
-    "vllm.utils",
-    "vllm.utils.argparse_utils",
-    "vllm.v1.engine.exceptions",
+ENTRYPOINTS = {
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
-    "vllm.entrypoints.openai.completion.api_router",
-    "vllm.entrypoints.openai.completion.protocol",
-    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
-    "vllm.entrypoints.scale_out.token_in_token_out.protocol",
-    "vllm.entrypoints.serve",
-    "vllm.entrypoints.serve.engine.protocol",
-    "vllm.entrypoints.serve.utils.api_utils",
-    "vllm.entrypoints.serve.utils.orca_metrics",
+    *("openai.completion.api_router", "openai.completion.protocol", "serve", "serve.engine.protocol"),
+    *("scale_out.token_in_token_out.api_router", "scale_out.token_in_token_out.protocol"),
+    *("serve.utils.api_utils", "serve.utils.orca_metrics"),
     # What `scoremode serve` runs.
-    "vllm.entrypoints.cli.serve",
-    "vllm.entrypoints.common.startup",
+    *("cli.serve", "common.startup"),
 }
+PARTS = {
+    # What vLLM documents for users of the engine, and the types of its parts.
+    *("config", "engine.protocol", "envs", "inputs", "logger", "logprobs", "outputs", "platforms", "renderers"),
+    *("renderers.base", "sampling_params", "tokenizers", "tokenizers.detokenizer_utils", "utils"),
+    *("utils.argparse_utils", "v1.engine.exceptions"),
+}
+PUBLIC = {"vllm", *(f"vllm.{name}" for name in PARTS), *(f"vllm.entrypoints.{name}" for name in ENTRYPOINTS)}
 
 sources = Sources(Path(vllm.__file__).parents[1])
 
@@ -65,34 +47,17 @@ def modules_imported(tree: ast.Module) -> Iterator[str]:
         yield from (name for name in found if name.partition(".")[0] == "vllm")
 
 
-def imported_by_path() -> dict[str, set[str]]:
-    """Path in the package -> modules of vLLM, for every module that has to keep to the list."""
+def test_only_public_modules_of_vllm_are_imported_and_all_of_the_list():
+    code = "import vllm.a as b, numpy\nfrom . import vllm\ndef f():\n    from vllm.v1 import outputs\n"
+    code += "    from vllm import SamplingParams, envs\n    from vllm.v1.outputs import LogprobsTensors"
+    assert sorted(modules_imported(ast.parse(code))) == [
+        *("vllm", "vllm.a", "vllm.envs", "vllm.v1.outputs", "vllm.v1.outputs")
+    ]
     paths = {file.relative_to(SERVER): file for file in SERVER.rglob("*.py")}
-    return {
-        str(path): set(modules_imported(ast.parse(file.read_text())))
+    imported = {
+        path: set(modules_imported(ast.parse(file.read_text())))
         for path, file in paths.items()
         if path.parts[0] not in EXEMPT
     }
-
-
-@pytest.mark.parametrize(
-    ("code", "modules"),
-    [
-        ("import vllm.v1.outputs as o", ["vllm.v1.outputs"]),
-        ("from vllm.v1.outputs import LogprobsTensors", ["vllm.v1.outputs"]),
-        ("from vllm import SamplingParams, envs", ["vllm", "vllm.envs"]),
-        ("def f():\n    from vllm.v1 import outputs", ["vllm.v1.outputs"]),
-        ("import numpy\nfrom . import vllm", []),
-    ],
-)
-def test_imports_are_found_in_any_form(code: str, modules: list[str]):
-    assert list(modules_imported(ast.parse(code))) == modules
-
-
-def test_only_public_modules_of_vllm_are_imported():
-    outside = {path: found for path, modules in imported_by_path().items() if (found := modules - PUBLIC)}
-    assert not outside
-
-
-def test_the_list_has_no_module_that_nobody_imports():
-    assert set().union(*imported_by_path().values()) >= PUBLIC
+    assert not {path: found for path, modules in imported.items() if (found := modules - PUBLIC)}
+    assert set().union(*imported.values()) == PUBLIC

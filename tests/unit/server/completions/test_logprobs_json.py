@@ -59,7 +59,7 @@ def written(
     [(1 << 20, 16_384), (8000, 16_384), (1 << 20, 20)],
     ids=["room for all", "room for few", "small pieces"],
 )
-def test_pieces_make_up_what_is_written_at_once(strings, monkeypatch, kept_bytes, piece_entries):
+def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch, kept_bytes, piece_entries):
     """Prompts that branch at random, in several styles and widths, with any number of blocks from the cache."""
     monkeypatch.setattr(logprobs_json, "KEPT_BYTES", kept_bytes)
     monkeypatch.setattr(logprobs_json, "PIECE_ENTRIES", piece_entries)
@@ -82,21 +82,11 @@ def test_pieces_make_up_what_is_written_at_once(strings, monkeypatch, kept_bytes
     assert writer._kept
 
 
-def test_what_prompts_begin_with_is_written_once_more_and_then_kept(strings, monkeypatch):
-    """The first prompt does not know where the second parts from it; the second does, and the third has it."""
-    writer = LogprobsWriter(strings, SIZE)
-    assert rows_written(writer, monkeypatch, width=2) == [49, 49, 9, 1]
-
-
-def test_rows_of_many_columns_are_not_kept(strings, monkeypatch):
-    writer = LogprobsWriter(strings, SIZE)
-    assert rows_written(writer, monkeypatch, width=33) == [49, 49, 49, 49]
-    assert not writer._kept
-
-
-def rows_written(writer: LogprobsWriter, monkeypatch: pytest.MonkeyPatch, width: int) -> list[int]:
-    """For four prompts of 50 tokens that share 41, of which the cache has ever more."""
-    num_rows = []
+@pytest.mark.parametrize(("width", "num_written"), [(2, [49, 49, 9, 1]), (33, [49, 49, 49, 49])])
+def test_common_prefixes_are_kept_unless_their_rows_are_wide(strings, monkeypatch, width, num_written):
+    """Four prompts of 50 tokens share 41, of which the cache has ever more. The first does not know where the second
+    differs from it; the second does, and the third reuses what was written."""
+    writer, num_rows = LogprobsWriter(strings, SIZE), []
     write = writer._write
 
     def counting(token_ids, rows, start, end, style):
@@ -104,16 +94,16 @@ def rows_written(writer: LogprobsWriter, monkeypatch: pytest.MonkeyPatch, width:
         return write(token_ids, rows, start, end, style)
 
     monkeypatch.setattr(writer, "_write", counting)
-    shared = list(range(5, 46))
     for num_cached, end in [(0, 1), (10, 2), (10, 3), (12, 3)]:
         num_rows.append(0)
-        prompt = shared + [end] * 9
+        prompt = [*range(5, 46), *[end] * 9]
         list(writer.prompt(prompt, rows(prompt, width), block_hashes(prompt[1:]), num_cached, STYLES[0]))
-    return num_rows
+    assert num_rows == num_written
+    assert bool(writer._kept) == (width < 33)
 
 
-def test_a_piece_is_written_when_it_is_asked_for(strings, monkeypatch):
-    """So that the event loop can do something else between two of them, and no answer is in memory as a whole."""
+def test_each_piece_is_written_only_when_it_is_needed(strings, monkeypatch):
+    """So the event loop runs other tasks between two of them, and no answer is in memory as a whole."""
     monkeypatch.setattr(logprobs_json, "PIECE_ENTRIES", 30)
     writer = LogprobsWriter(strings, SIZE)
     prompt = list(range(5, 55))
@@ -124,7 +114,7 @@ def test_a_piece_is_written_when_it_is_asked_for(strings, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["random_model", "byte_fallback_model"])
-def test_prompt_logprobs_are_those_of_vllms_own_objects(request, model):
+def test_prompt_logprobs_equal_those_of_vllms_own_objects(request, model):
     """Tokens of any kind, bytes among them: byte-level ones, and those of SentencePiece's kind."""
     tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue(model))
     writer = LogprobsWriter(TokenStrings(lambda: tokenizer), SIZE)
@@ -152,10 +142,10 @@ def of_vllm(tokenizer, rows: Rows, width: int) -> list[list[tuple[str, dict[str,
     ]
 
 
-def test_what_is_written_of_two_rows():
-    """The second's actual token is the likeliest; of OpenAI's `top_logprobs` there are the actual one and one more."""
+def test_two_rows_are_written_as_vllm_writes_them():
+    """The second's actual token is also the top one, whose rank it gets; OpenAI's `top_logprobs` has one more."""
     ids = np.array([[7, 9, 8], [6, 6, 5]])
-    of_two = Rows.of(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 1]))
+    of_two = Rows.of(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
     pieces = list(LogprobsWriter(Letters(), SIZE).prompt([5, 7, 6], of_two, [], 0, STYLES[0]))
     assert b"".join(prompt_logprobs(pieces)).decode() == (
         '[null,{"7":{"logprob":-1.5,"rank":40,"decoded_token":"h"},"9":{"logprob":-0.5,"rank":1,"decoded_token":"j"},'
@@ -176,14 +166,3 @@ class Letters:
 
     def first_of_a_prompt(self, token_id: int) -> str:
         return self.json_of([token_id])[0]
-
-
-def test_an_actual_token_among_the_likeliest_stands_once_with_its_place_there(strings):
-    of_one = Rows.of(np.array([[7, 9, 7, 8]]), np.array([[-1.5, -0.5, -1.5, -2.0]], np.float32), np.array([40]))
-    pieces = LogprobsWriter(strings, SIZE).prompt([5, 7], of_one, [], 0, STYLES[0])
-    (_, row) = json.loads(b"".join(prompt_logprobs(pieces)))
-    assert {token: (entry["logprob"], entry["rank"]) for token, entry in row.items()} == {
-        "7": (-1.5, 2),
-        "9": (-0.5, 1),
-        "8": (-2.0, 3),
-    }

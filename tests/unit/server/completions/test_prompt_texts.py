@@ -1,4 +1,4 @@
-"""The text of a prompt, put together from prefixes: it is what the tokenizer says of the whole."""
+"""The text of a prompt, joined from prefixes, is what the tokenizer decodes from the whole."""
 
 import random
 from hashlib import blake2b
@@ -19,7 +19,7 @@ def block_hashes(token_ids: list[int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("model", TOKENIZERS)
-def test_texts_are_those_of_whole_prompts(request, model):
+def test_joined_texts_equal_those_of_whole_prompts(request, model):
     """Prompts that branch at random, of any tokens: parts of characters, special tokens, spaces."""
     tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue(model))
     texts = PromptTexts(lambda: tokenizer, SIZE)
@@ -33,7 +33,7 @@ def test_texts_are_those_of_whole_prompts(request, model):
         assert texts.text(prompt, hashes[: rng.randint(0, len(hashes))]) == tokenizer.decode(prompt)
 
 
-def test_bytes_after_one_that_fits_nothing(byte_fallback_model):
+def test_bytes_after_an_invalid_byte_are_decoded_as_the_tokenizer_does(byte_fallback_model):
     """SentencePiece's decoder gives up on a whole run of bytes, however long, if one of them fits no character."""
     tokenizer = AutoTokenizer.from_pretrained(byte_fallback_model)
     texts = PromptTexts(lambda: tokenizer, SIZE)
@@ -53,7 +53,7 @@ class CountingTokenizer:
         return "".join(chr(97 + token_id) for token_id in token_ids)
 
 
-def test_a_prefix_is_decoded_once():
+def test_a_common_prefix_is_decoded_once():
     tokenizer = CountingTokenizer()
     texts = PromptTexts(lambda: tokenizer, SIZE)
     prefix = [position % 26 for position in range(400)]
@@ -62,7 +62,7 @@ def test_a_prefix_is_decoded_once():
     assert tokenizer.num_decoded < 600
 
 
-def test_texts_that_were_not_used_for_longest_are_forgotten(monkeypatch):
+def test_the_least_recently_used_texts_are_dropped(monkeypatch):
     monkeypatch.setattr("scoremode_server.completions.prompt_texts.KEPT_CHARACTERS", 3 * 300)
     tokenizer = CountingTokenizer()
     texts = PromptTexts(lambda: tokenizer, SIZE)

@@ -1,45 +1,45 @@
-"""Bodies of completions are read as vLLM's model reads them, but prompts as what they are."""
+"""Bodies are read as vLLM's models read them, but token ids as what they are."""
 
 import json
 import re
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
 
+from scoremode_server.completions import generate
+from scoremode_server.completions.generate import read_generate_request
 from scoremode_server.completions.requests import CompletionReader, is_scoring
 from scoremode_server.errors import RequestError
 
-PLAIN = {
-    "model": "m",
-    "prompt": [5, 6, 7],
-    "echo": True,
-    "logprobs": 1,
-    "max_tokens": 1,
-    "temperature": 0,
-    "seed": 1234,
-}
+SETTINGS = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+PLAIN = {"model": "m", "prompt": [5, 6, 7], **SETTINGS}
+GENERATE = {"model": "m", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
+MIXED = [5, "6"] * 20_000
+"""vLLM's models would take it, but slowly."""
 
 
 def read(body: Any) -> CompletionRequest:
     return CompletionReader().read(json.dumps(body).encode())
 
 
+def read_generate(body: Any) -> GenerateRequest:
+    return read_generate_request(json.dumps(body).encode())
+
+
+def fields_of(request: BaseModel) -> dict[str, Any]:
+    return request.model_dump(exclude={"request_id"})
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {},
-        {"prompt": [[5, 6], [7]]},
-        {"prompt": "text"},
-        {"prompt": ["text", ""]},
-        {"prompt": []},
-        {"prompt": [[]]},
-        {"prompt": [5, 2**70]},
-        # What vLLM's model makes token ids of.
-        {"prompt": [5, 6.0]},
-        {"prompt": [5, True]},
+        *({"prompt": prompt} for prompt in ([[5, 6], [7]], "text", ["text", ""], [], [[]], [5, 2**70])),
+        # vLLM's model makes token ids of these.
+        *({"prompt": prompt} for prompt in ([5, 6.0], [5, True])),
         {"prompt": None, "prompt_embeds": "QUJD"},
         {"max_tokens": 0, "logprobs": 0},
         {"max_tokens": 16, "stop": ["e"], "logit_bias": {"5": 1.5}},
@@ -49,17 +49,23 @@ def read(body: Any) -> CompletionRequest:
         {"unknown": 1},
     ],
 )
-def test_a_body_is_read_as_vllms_model_reads_it(change):
+def test_completions_are_read_as_vllms_model_reads_them(change: dict[str, Any]):
     body = PLAIN | change
     request, expected = read(body), CompletionRequest.model_validate(body)
-    assert request.model_dump(exclude={"request_id"}) == expected.model_dump(exclude={"request_id"})
+    assert fields_of(request) == fields_of(expected)
     assert request.request_id == body.get("request_id", request.request_id)
     assert is_scoring(request) == is_scoring(expected)
+
+
+@pytest.mark.parametrize("change", [{}, {"token_ids": [5, "6"]}, {"token_ids": [5.0, True]}, {"priority": 1}], ids=str)
+def test_generate_requests_are_read_as_vllms_model_reads_them(change: dict[str, Any]):
+    assert fields_of(read_generate(GENERATE | change)) == fields_of(GenerateRequest.model_validate(GENERATE | change))
 
 
 @pytest.mark.parametrize(
     ("settings", "scores"),
     [
+        (SETTINGS, True),
         ({"prompt_logprobs": 100, "max_tokens": 1, "temperature": 1.0}, True),
         ({"prompt_logprobs": 0, "max_tokens": 1, "return_token_ids": True}, True),
         ({"prompt_logprobs": 2, "max_tokens": 1, "logprobs": 5}, True),
@@ -76,39 +82,63 @@ def test_a_body_is_read_as_vllms_model_reads_it(change):
         ({"max_tokens": 1}, False),
     ],
 )
-def test_what_trainers_ask_for_scores(settings: dict[str, Any], scores: bool):
+def test_completions_that_score_are_recognized(settings: dict[str, Any], scores: bool):
     assert is_scoring(read({"model": "m", "prompt": [[5, 6], [7]]} | settings)) is scores
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
+    ("change", "scores"),
     [
-        ([5, "text"], "prompt[1] must be a token id, not a string"),
-        ([5, 6.5], "prompt[1] must be a token id, not a float"),
-        ([5, [6]], "prompt[1] must be a token id, not a list"),
-        ([5, -1], "prompt has the negative token id -1"),
-        ([[5], [-1]], "prompt[1] has the negative token id -1"),
-        # vLLM's model would take them, but slowly.
-        ([5, 6.0] * 20_000, "prompt[1] must be a token id, not a float"),
+        ({}, True),
+        ({"sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.7, "logprobs": 1}}, True),
+        ({"return_token_ids": True, "cache_salt": "s"}, True),
+        ({"sampling_params": {"max_tokens": 1}}, False),
+        ({"sampling_params": {"max_tokens": 2, "prompt_logprobs": 1}}, False),
+        # vLLM then generates as many as there is room for.
+        ({"sampling_params": {"prompt_logprobs": 1}}, False),
+        ({"sampling_params": {"max_tokens": 1, "prompt_logprobs": -1}}, False),
+        ({"sampling_params": {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}}, False),
+        ({"stream": True}, False),
+        ({"output_mode": "text"}, False),
     ],
 )
-def test_a_prompt_that_is_refused_has_one_message(prompt: Any, message: str):
-    with pytest.raises(RequestError, match=re.escape(message)):
-        read(PLAIN | {"prompt": prompt})
+def test_generate_requests_that_score_are_recognized(change: dict[str, Any], scores: bool):
+    assert generate.is_scoring(read_generate(GENERATE | change)) is scores
 
 
-def test_other_fields_are_vllms_to_refuse():
-    with pytest.raises(ValidationError, match="temperature"):
-        read(PLAIN | {"temperature": "warm"})
-
-
-def test_vllms_own_refusals_are_raised(monkeypatch):
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (PLAIN | {"prompt": [5, "text"]}, "prompt[1] must be a token id, not a string"),
+        (PLAIN | {"prompt": [5, 6.5]}, "prompt[1] must be a token id, not a float"),
+        (PLAIN | {"prompt": [5, [6]]}, "prompt[1] must be a token id, not a list"),
+        (PLAIN | {"prompt": [5, -1]}, "prompt has the negative token id -1"),
+        (PLAIN | {"prompt": [[5], [-1]]}, "prompt[1] has the negative token id -1"),
+        (PLAIN | {"prompt": MIXED}, "prompt[1] must be a token id, not a string"),
+        (PLAIN | {"temperature": "warm"}, "temperature"),
+        (PLAIN | {"prompt": [[5], [6], [7]]}, "prompt list length 3"),
+        (GENERATE | {"token_ids": [5, "six"]}, "token_ids[1] must be a token id, not a string"),
+        (GENERATE | {"token_ids": MIXED}, "token_ids[1] must be a token id, not a string"),
+        (GENERATE | {"token_ids": [5, -1]}, "must not contain negative values"),
+        (GENERATE | {"token_ids": []}, "token_ids"),
+        (GENERATE | {"token_ids": None}, "token_ids"),
+        (GENERATE | {"token_ids": [5, "6"], "sampling_params": None}, "sampling_params"),
+        (GENERATE | {"sampling_params": {"max_tokens": "one"}}, "sampling_params"),
+        (
+            GENERATE | {"token_ids": [5, "6"], "output_mode": "text", "sampling_params": {"detokenize": False}},
+            "output_mode='text' requires",
+        ),
+    ],
+)
+def test_wrong_bodies_are_refused_by_us_or_by_vllms_model(
+    monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], message: str
+):
     monkeypatch.setenv("VLLM_MAX_COMPLETION_PROMPTS", "2")
-    with pytest.raises(VLLMValidationError, match="prompt list length 3"):
-        read(PLAIN | {"prompt": [[5], [6], [7]]})
+    with pytest.raises((RequestError, ValidationError, VLLMValidationError), match=re.escape(message)):
+        (read if "prompt" in body else read_generate)(body)
 
 
-def test_requests_of_the_same_settings_share_nothing():
+def test_requests_with_the_same_settings_share_nothing():
     reader = CompletionReader()
     first, second = (reader.read(json.dumps(PLAIN | {"prompt": [token]}).encode()) for token in (5, 6))
     assert (first.prompt, second.prompt) == ([5], [6])
@@ -118,16 +148,10 @@ def test_requests_of_the_same_settings_share_nothing():
 
 
 @pytest.mark.parametrize("prompts", [([5, 6], [7, 8, 9]), ("a text", "the other"), ([[5], [6, 7]], [[8], [9]])])
-def test_settings_are_remembered_whatever_the_prompts_are(prompts: tuple[Any, Any]):
+def test_settings_are_remembered_unless_they_are_large(prompts: tuple[Any, Any]):
     reader = CompletionReader()
     for prompt in prompts:
-        assert reader.read(json.dumps({"model": "m", "prompt": prompt, "echo": True}).encode()).prompt == prompt
-    assert reader._remembered.cache_info().hits == 1
-
-
-def test_settings_are_remembered_unless_they_are_large():
-    reader = CompletionReader()
-    for user in ("a", "a", "a" * 10_000):
-        reader.read(json.dumps(PLAIN | {"user": user}).encode())
+        assert reader.read(json.dumps(PLAIN | {"prompt": prompt}).encode()).prompt == prompt
+    reader.read(json.dumps(PLAIN | {"prompt": prompts[0], "user": "a" * 10_000}).encode())
     remembered = reader._remembered.cache_info()
     assert (remembered.hits, remembered.currsize) == (1, 1)

@@ -4,40 +4,33 @@ import asyncio
 from collections.abc import Iterator
 
 import orjson
+import pytest
 
 from scoremode_server.completions import response_parts
 from scoremode_server.completions.response_parts import GAP, filled, in_turns
 from scoremode_server.scoring.turns import Turns
 
 
-def test_gaps_are_filled_in_order():
+def test_gaps_are_filled_in_order_each_when_it_is_reached():
     content = {"a": GAP, "text": "\0 \\u0000", "choices": [{"b": GAP, "c": None}, {"b": GAP}]}
-    json = b"".join(filled(content, [[b"[1", b",2]"], [b"", b"3"], [b"null"]]))
-    assert orjson.loads(json) == {
+    asked = []
+
+    def fillings() -> Iterator[list[bytes]]:
+        for filling in ([b"[1", b",2]"], [b"", b"3"], [b"null"]):
+            asked.append(filling)
+            yield filling
+
+    parts = filled(content, fillings())
+    written = [(next(parts), len(asked)) for _ in range(4)]
+    assert written == [(b'{"a":', 0), (b"[1", 1), (b",2]", 1), (b',"text":"\\u0000 \\\\u0000","choices":[{"b":', 1)]
+    assert orjson.loads(b"".join([*(part for part, _ in written), *parts])) == {
         "a": [1, 2],
         "text": "\0 \\u0000",
         "choices": [{"b": 3, "c": None}, {"b": None}],
     }
 
 
-def test_a_filling_is_asked_for_when_its_gap_is_reached():
-    asked = []
-
-    def fillings() -> Iterator[list[bytes]]:
-        for number in (1, 2):
-            asked.append(number)
-            yield [b"%d" % number]
-
-    parts = filled({"a": GAP, "b": GAP}, fillings())
-    assert [(next(parts), list(asked)) for _ in range(4)] == [
-        (b'{"a":', []),
-        (b"1", [1]),
-        (b',"b":', [1]),
-        (b"2", [1, 2]),
-    ]
-
-
-async def test_others_have_their_turn_between_parts(monkeypatch):
+async def test_other_tasks_run_between_two_parts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(response_parts, "HELD_SECONDS", -1)
     events = []
 
@@ -58,5 +51,6 @@ async def test_others_have_their_turn_between_parts(monkeypatch):
     assert events == ["other", b"a", "other", b"", "other", b"b"]
 
 
-async def test_small_parts_are_sent_as_one():
+async def test_small_parts_are_sent_as_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(response_parts, "HELD_SECONDS", 60)
     assert [part async for part in in_turns([b"a", b"b", b"c"], Turns())] == [b"abc"]
