@@ -1,0 +1,6 @@
+"""The one text of all tests, in the repository: see tests/data/README.md."""
+
+from pathlib import Path
+
+WIKITEXT = Path(__file__).with_name("data") / "wikitext.txt"
+"""84,288 characters of WikiText-2's test split."""
