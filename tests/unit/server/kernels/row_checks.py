@@ -1,30 +1,127 @@
-"""Reduced rows beside float64, and rows to reduce."""
+"""Rows to reduce, float64 to compare with, and threads in the place of ranks."""
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import torch
+
+from scoremode_server.kernels.tensor_parallel import Shard
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = 4e-6
 """A few roundings of float32 at the size of a logit."""
+PADDING = 1000.0
+"""What padding is filled with: it would win if it counted."""
 
 
-def check(logits: torch.Tensor, targets: torch.Tensor, scores: Scores) -> None:
-    """Against float64; which of equal logits are in the top k is left open, that they are different tokens is not."""
+def check(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scores: Scores,
+    candidates: torch.Tensor | None = None,
+    temperature: float = 1.0,
+) -> None:
+    """Compare with float64. Of equal logits any may be in the top k, each once."""
     tokens, logprobs, ranks = scores
     exact = logits.double()
     actual = exact.gather(1, targets[:, None])
     assert (tokens.dtype, logprobs.dtype, ranks.dtype) == (torch.int32, torch.float32, torch.int32)
-    assert torch.equal(tokens[:, 0].long(), targets)
+    named = targets[:, None] if candidates is None else torch.cat((targets[:, None], candidates), 1)
+    assert torch.equal(tokens[:, : named.shape[1]].long(), named)
     assert torch.equal(ranks.long(), (exact >= actual).sum(1))
-    top = tokens[:, 1:].long()
+    top = tokens[:, named.shape[1] :].long()
     assert torch.equal(exact.gather(1, top), exact.topk(top.shape[1]).values)
     assert all(len(set(row)) == len(row) for row in top.tolist())
-    expected = exact.log_softmax(-1).gather(1, tokens.long())
-    assert torch.allclose(logprobs.double(), expected, rtol=2e-7, atol=TOLERANCE, equal_nan=True)
+    expected = (exact / temperature).log_softmax(-1).gather(1, tokens.long())
+    tolerance = TOLERANCE / min(1.0, temperature)
+    assert torch.allclose(logprobs.double(), expected, rtol=2e-7, atol=tolerance, equal_nan=True)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    """The same numbers on every device."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return made.to(torch.get_default_device())
 
 
 def random_logits(rows: int, vocab: int, stride: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """[rows, vocab] beside columns of padding that would win if they counted."""
-    logits = torch.full((rows, stride), 1000.0)
-    logits[:, :vocab] = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4
+    """[rows, vocab], with columns of padding between the rows."""
+    logits = torch.full((rows, stride), PADDING)
+    logits[:, :vocab] = randn(rows, vocab, seed=seed) * 4
     return logits.to(dtype)[:, :vocab]
+
+
+class Ranks:
+    """Threads in the place of ranks, each at work only while it holds the lock: Triton's interpreter has one state."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.calls = [0] * world_size
+        self._lock = threading.Lock()
+        self._barrier = threading.Barrier(world_size)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * world_size
+
+    def run(self, work: Callable[["Rank"], Any]) -> list[Any]:
+        results: dict[int, Any] = {}
+
+        def one(rank: int) -> None:
+            try:
+                with self._lock:
+                    results[rank] = work(Rank(self, rank))
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [results[rank] for rank in range(self.world_size)]
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls[rank] += 1
+        self._given[rank] = tensor.clone()
+        self._meet()
+        gathered = torch.cat(self._given)
+        self._meet()
+        return gathered
+
+    def _meet(self) -> None:
+        self._lock.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._lock.acquire()
+
+
+class Rank:
+    """What is used of vLLM's group of ranks, as one of them sees it."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        self.world_size, self.rank_in_group = ranks.world_size, rank
+        self._ranks = ranks
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        assert dim == 0
+        return self._ranks.exchange(self.rank_in_group, tensor)
+
+
+def in_parts(ends: list[int], sides: list[torch.Tensor], work: Callable[..., Any]) -> tuple[list[Any], list[int]]:
+    """Call `work(shard, *sides)` with the columns up to each of `ends` on a rank of their own, padded.
+
+    Returns what each rank returned, and how often each exchanged.
+    """
+
+    def one(rank: Rank) -> Any:
+        first, end = list(pairwise([0, *ends]))[rank.rank_in_group]
+        parts = [
+            torch.cat((side[:, first:end], side.new_full((len(side), padding), PADDING)), 1)
+            for side, padding in zip(sides, (5, 9), strict=False)
+        ]
+        return work(Shard(first, end - first, rank), *parts)
+
+    ranks = Ranks(len(ends))
+    return ranks.run(one), ranks.calls

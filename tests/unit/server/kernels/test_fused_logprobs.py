@@ -1,95 +1,212 @@
-"""Chosen tokens and temperatures beside float64 formulas: from PyTorch here.
+"""Logprobs of targets, chosen tokens and the top k next to float64, at temperatures and with a vocabulary in parts."""
 
-`test_triton_kernels.py` runs this module again, in Triton's interpreter.
-"""
-
-from itertools import pairwise
+import math
 
 import pytest
 import torch
-from row_checks import DTYPES, random_logits
+from row_checks import DTYPES, Scores, check, in_parts, random_logits
 
-from scoremode_server.kernels import fused_logprobs, tensor_parallel, torch_kernels
+from scoremode_server.kernels import fused_logprobs
+from scoremode_server.kernels.fused_logprobs import MAX_TOP
+from scoremode_server.kernels.implementations import Kernels
 from scoremode_server.kernels.reduced_rows import ReducedRows
 from scoremode_server.kernels.tensor_parallel import Shard
+from scoremode_server.kernels.tiling import TILING, Tiling
 
-ROWS, VOCAB = 5, 300
-TOLERANCE = 4e-6
-"""A few roundings of float32 at the size of a logit, as in `row_checks`."""
+pytestmark = pytest.mark.usefixtures("kernels")
 
-
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [rows, vocabulary], targets [rows], candidates [rows, 4], one of which comes twice."""
-    generator = torch.Generator().manual_seed(3)
-    logits = random_logits(ROWS, VOCAB, VOCAB, dtype, seed=3)
-    candidates = torch.randint(VOCAB, (ROWS, 4), generator=generator, dtype=torch.int32)
-    candidates[:, 1] = candidates[:, 0]
-    return logits, torch.randint(VOCAB, (ROWS,), generator=generator), candidates
+TILE = TILING.lanes * TILING.width
+TRITON_ONLY = pytest.mark.parametrize("kernels", [pytest.param("triton", marks=pytest.mark.interpreter)], indirect=True)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.25, 0.7, 3.0])
+def scored(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    num_top: int,
+    limit: int = 1000,
+    shard: Shard | None = None,
+    candidates: torch.Tensor | None = None,
+    temperature: float = 1.0,
+) -> Scores:
+    """`compute` with an identity for its projection, on the device of the logits only."""
+    with torch.device("cpu"):
+        return fused_logprobs.compute(
+            targets,
+            logits,
+            lambda rows: rows,
+            num_top,
+            limit,
+            shard,
+            candidates=candidates,
+            temperature=temperature,
+        )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_top", [0, 1, 20, 256])
-def test_rows_equal_float64(dtype: torch.dtype, temperature: float, num_top: int):
-    logits, targets, candidates = inputs(dtype)
-    tokens, logprobs, ranks = fused_logprobs.compute(
-        targets, logits, lambda rows: rows, num_top, 2, candidates=candidates, temperature=temperature
-    )
-    exact = (logits.double() / temperature).log_softmax(-1)
-    assert tokens.shape == logprobs.shape == (ROWS, 1 + 4 + num_top)
-    assert torch.equal(tokens[:, 0].long(), targets)
-    assert torch.equal(tokens[:, 1:5], candidates)
-    assert torch.equal(logits.gather(1, tokens[:, 5:].long()), logits.topk(num_top).values)
-    tolerance = TOLERANCE / min(1.0, temperature)
-    assert torch.allclose(logprobs.double(), exact.gather(1, tokens.long()), rtol=2e-7, atol=tolerance)
-    assert torch.equal(ranks.long(), (logits >= logits.gather(1, targets[:, None])).sum(1))
+@pytest.mark.parametrize(
+    ("vocab", "stride"), [(1, 1), (7, 64), (129, 192), (TILE, TILE), (2 * TILE + 1, 2 * TILE + 64)]
+)
+def test_random_rows(dtype: torch.dtype, vocab: int, stride: int):
+    logits = random_logits(3, vocab, stride, dtype, seed=vocab)
+    targets = torch.tensor([0, vocab - 1, vocab // 2])
+    for num_top in {0, 1, min(20, vocab), min(MAX_TOP, vocab)}:
+        check(logits, targets, scored(logits, targets, num_top))
 
 
-def test_without_a_temperature_the_bits_are_those_of_temperature_one():
-    logits, targets, _ = inputs()
-    plain = fused_logprobs.compute(targets, logits, lambda rows: rows, 3, 2)
-    one = fused_logprobs.compute(targets, logits, lambda rows: rows, 3, 2, temperature=1.0)
-    assert all(torch.equal(*pair) for pair in zip(plain, one, strict=True))
+@pytest.mark.parametrize("temperature", [1.0, 0.25, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_chosen_tokens_and_temperatures(dtype: torch.dtype, temperature: float, num_top: int):
+    logits = random_logits(5, 300, 300, dtype, seed=3)
+    targets = torch.tensor([0, 299, 100, 31, 212])
+    candidates = (torch.tensor([[17], [250], [0], [31], [299]]) + torch.tensor([0, 0, 1, 40])).int() % 300
+    check(logits, targets, scored(logits, targets, num_top, 2, None, candidates, temperature), candidates, temperature)
 
 
 def test_excluded_candidates_and_rows_with_a_nan():
-    logits, targets, candidates = inputs()
-    logits[0, candidates[0, 2]] = -torch.inf
-    logits[1, 7] = torch.nan
-    targets[0] = (candidates[0, 2] + 1) % VOCAB
-    _, logprobs, _ = fused_logprobs.compute(
-        targets, logits, lambda rows: rows, 0, 9, candidates=candidates, temperature=0.5
-    )
-    assert logprobs[0, 3] == -torch.inf
-    assert logprobs[0, 0].isfinite()
+    logits, candidates = random_logits(3, 300, 300, torch.float32, seed=3), torch.tensor([[5, 6]] * 3).int()
+    logits[0, 6] = -math.inf
+    logits[1, 7] = math.nan
+    logprobs = scored(logits, torch.tensor([7, 8, 9]), 0, 9, None, candidates, 0.5)[1]
+    assert logprobs.isfinite().tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert logprobs[0, 2] == -math.inf
     assert logprobs[1].isnan().all()
 
 
-def test_a_vocabulary_in_parts():
-    """Parts merge at a temperature, and each candidate is held by one of them."""
-    logits, targets, candidates = inputs()
-    ends = (0, 130, 130, VOCAB)
-    shards = [Shard(first, end - first, None) for first, end in pairwise(ends)]
-    taken = torch.stack(
-        [
-            torch_kernels.take(logits[:, shard.first :], candidates, shard.first, shard.columns)
-            for shard in shards
-            if shard.columns
-        ]
-    ).amax(0)
-    assert torch.equal(taken, logits.gather(1, candidates.long()))
-    kernels = fused_logprobs.kernels_for(torch.device("cpu"))
-    reduced = []
-    for shard in shards:
-        part = logits[:, shard.first : shard.first + shard.columns].contiguous()
-        rows = ReducedRows.empty(ROWS, 2, torch.device("cpu"))
-        whole = logits.gather(1, targets[:, None])[:, 0]
-        rows.tokens[:, 0], rows.logits[:, 0] = targets, whole
-        if not shard.columns:
-            part = logits.new_zeros((ROWS, 8))
-        kernels.reduce_rows(part, shard.first, shard.columns, rows, 0.6)
-        reduced.append(rows)
-    merged = tensor_parallel.merge(reduced, 0.6)
-    exact = (logits.double() / 0.6).log_softmax(-1)
-    found = merged.logprobs(0.6).double()
-    assert torch.allclose(found, exact.gather(1, merged.tokens.long()), rtol=2e-7, atol=TOLERANCE / 0.6)
+@TRITON_ONLY
+@pytest.mark.parametrize("tiling", [Tiling(16, 4, 1, 1), Tiling(64, 8, 2, 3), Tiling(32, 1, 1, 1)])
+def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: Kernels, tiling: Tiling):
+    logits = random_logits(5, 777, 800, torch.bfloat16, seed=3)
+    targets = torch.tensor([0, 776, 100, 31, 512])
+    for num_top in (0, 1, 9):
+        reduced = ReducedRows.empty(5, num_top, logits.device)
+        kernels.take_targets(logits, targets, 0, 777, reduced)
+        kernels.reduce_rows(logits, 0, 777, reduced, tiling=tiling)
+        check(logits, targets, (reduced.tokens, reduced.logprobs(), reduced.ranks))
+
+
+@TRITON_ONLY
+def test_columns_that_are_not_neighbors_are_refused():
+    with pytest.raises(ValueError, match="rows"):
+        scored(torch.zeros(6, 5).T, torch.zeros(5, dtype=torch.int64), 0)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_ranks_count_all_equal_logits(num_top: int):
+    values = torch.tensor([-3.0, 0.5, 2.0])
+    logits = values[(random_logits(8, 9001, 9001, torch.float32, seed=1).abs() * 9).long() % 3].bfloat16()
+    logits[0] = 1.5
+    targets = torch.arange(8) * 1100
+    scores = scored(logits, targets, num_top)
+    check(logits, targets, scores)
+    assert scores[2][0] == 9001
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_top", [1, 20])
+def test_masked_entries(dtype: torch.dtype, num_top: int):
+    vocab = TILE + 100
+    logits = random_logits(6, vocab, vocab + 28, dtype, seed=5)
+    logits[0, 10:] = -math.inf  # fewer entries than the top 20 has, and none in the last tile
+    logits[1, :-10] = -math.inf
+    logits[2, ::2] = -math.inf
+    logits[3, : TILE - 1] = -math.inf
+    logits[4] = -math.inf
+    logits[5, : TILE // 2] = torch.finfo(dtype).min
+    targets = torch.tensor([vocab - 1, 0, 4, vocab - 1, 7, 5])
+    scores = scored(logits, targets, num_top)
+    check(logits, targets, scores)
+    assert scores[1][:3, 0].tolist() == [-math.inf] * 3
+    assert scores[1][4].isnan().all()
+    assert scores[2][[0, 4]].tolist() == [vocab, vocab]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("dtype", "num_top"), [(torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 5)])
+def test_nan_and_infinity_are_never_numbers(dtype: torch.dtype, num_top: int, bad: float):
+    vocab = TILE + 9
+    logits = random_logits(8, vocab, vocab, dtype, seed=6)
+    for row, column in enumerate((0, 1, 777, TILE - 1, TILE, vocab - 1)):
+        logits[row, column] = bad
+    logits[6] = bad
+    tokens, logprobs, _ = scored(logits, torch.full((8,), 777), num_top)
+    assert logprobs[:7].isnan().all()
+    assert logprobs[7].isfinite().all()
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+
+
+def test_a_token_outside_the_vocabulary_has_no_probability():
+    logprobs = scored(random_logits(2, 300, 320, torch.float16, seed=7), torch.tensor([300, -1]), 0)[1]
+    assert logprobs.tolist() == [[-math.inf], [-math.inf]]
+
+
+def test_rows_beyond_two_to_the_thirty_one_entries():
+    """Offsets of entries do not fit in 32 bits; the memory between the rows is never touched."""
+    stride = 2**30 + 64
+    logits = torch.empty(2 * stride + 100, dtype=torch.bfloat16).as_strided((3, 100), (stride, 1))
+    logits.copy_(random_logits(3, 100, 100, torch.bfloat16, seed=8))
+    targets = torch.tensor([3, 50, 99])
+    for num_top in (1, 4):
+        check(logits, targets, scored(logits, targets, num_top))
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 8])
+def test_chunks_give_the_same_rows(limit: int):
+    sizes: list[int] = []
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return rows
+
+    logits = random_logits(8, 400, 400, torch.bfloat16, seed=9)
+    targets = torch.arange(8)
+    check(logits, targets, fused_logprobs.compute(targets, logits, project, 4, limit))
+    assert sum(sizes) == 8
+    assert max(sizes) == limit
+
+
+def test_no_rows():
+    tokens, logprobs, ranks = scored(torch.zeros(0, 400), torch.zeros(0, dtype=torch.int64), 2)
+    assert (tokens.shape, logprobs.shape, ranks.shape) == ((0, 3), (0, 3), (0,))
+
+
+ENDS = [
+    [500, 1000],
+    [334, 668, 1000],
+    [250, 500, 750, 1000],
+    [125, 250, 375, 500, 625, 750, 875, 1000],
+    [4, 4, 995, 1000],
+]
+
+
+@pytest.mark.parametrize(("num_top", "temperature"), [(1, 1.0), (20, 1.0), (2, 0.6)])
+@pytest.mark.parametrize("ends", ENDS, ids=len)
+def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_top: int, temperature: float):
+    logits = random_logits(9, 1000, 1000, torch.bfloat16, seed=len(ends))
+    logits[1, ends[0] :] = -math.inf
+    logits[2, : ends[-2]] = -math.inf
+    logits[3, 6:] = -math.inf  # fewer entries than the top 20 has
+    logits[4] = logits[4, 0]
+    logits[5] = -math.inf
+    targets = torch.tensor([0, 999, 0, 999, 500, 3, ends[0], ends[0] - 1, ends[-2]])
+    # Each held by one rank, and with a temperature alone.
+    candidates = (targets[:, None] + torch.tensor([0, 400])).int() % 1000 if temperature != 1.0 else None
+    ranks, calls = in_parts(
+        ends, [logits], lambda shard, part: scored(part, targets, num_top, 4, shard, candidates, temperature)
+    )
+    for scores in ranks:
+        check(logits, targets, scores, candidates, temperature)
+    # For each of three chunks its targets, and at the end the rows and the candidates.
+    assert calls == [4 + (candidates is not None)] * len(ends)
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 4])
+def test_nan_in_any_part_is_never_a_number(num_top: int):
+    logits = random_logits(4, 300, 300, torch.bfloat16, seed=4)
+    for row, column in enumerate((0, 150, 299)):
+        logits[row, column] = math.nan
+    targets = torch.zeros(4, dtype=torch.int64)
+    ranks, _ = in_parts([100, 200, 300], [logits], lambda shard, part: scored(part, targets, num_top, 9, shard))
+    for _, logprobs, _ in ranks:
+        assert logprobs.isnan().all(1).tolist() == [True] * 3 + [False]
+        assert logprobs[3].isfinite().all()

@@ -1,26 +1,20 @@
-"""Divergences beside float64 formulas: from PyTorch here, or from Triton on a GPU where there is one.
-
-`test_triton_kernels.py` runs this module again, in Triton's interpreter.
-"""
+"""Divergences next to float64 formulas."""
 
 import math
 import os
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_checks import DTYPES, check, random_logits
+from row_checks import DTYPES, check, in_parts, randn, random_logits
 
 from scoremode_server.kernels import kl_divergence
-from scoremode_server.kernels.kl_divergence import Comparison, LogitsFunction, Scored
+from scoremode_server.kernels.kl_divergence import Comparison, LogitsFunction
 from scoremode_server.kernels.tensor_parallel import Shard
 
-TRITON = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not TRITON else "cpu"
+pytestmark = pytest.mark.usefixtures("kernels")
+
 RELATIVE = 4e-6
 """Triton's lanes add up some hundred positive terms each in float32. A term has a few roundings, and where p is small,
 its logarithm's: 1e-6 at exp(-20)."""
@@ -28,15 +22,6 @@ ABSOLUTE = 1e-12
 """The square of a rounding of a normalizer in float32, some 1e-7: its first order cancels."""
 ACCEPTANCE = 2e-7
 """Two roundings of float32 at 1."""
-PADDING = 1000.0
-"""What padding is filled with: it would win if it counted."""
-
-
-@pytest.fixture(autouse=True)
-def _implementation(monkeypatch):
-    if TRITON:
-        kernels = kl_divergence.kernels_for(torch.device("cuda"))
-        monkeypatch.setattr(kl_divergence, "kernels_for", lambda device: kernels)
 
 
 def identity(logits: torch.Tensor) -> torch.Tensor:
@@ -44,25 +29,16 @@ def identity(logits: torch.Tensor) -> torch.Tensor:
 
 
 def compare(
-    targets: torch.Tensor,
-    logits_fn: LogitsFunction,
-    served: torch.Tensor,
-    reference_logits_fn: LogitsFunction,
-    reference: torch.Tensor,
-    *options: Any,
+    targets: torch.Tensor, served: torch.Tensor, reference: torch.Tensor, num_top: int, limit: int, shard: Shard | None
 ) -> Comparison:
-    """`kl_divergence.compare` on the device."""
-    targets, served, reference = (tensor.to(DEVICE) for tensor in (targets, served, reference))
-    found = kl_divergence.compare(targets, logits_fn, served, reference_logits_fn, reference, *options)
-    sides = (
-        Scored(side.tokens.cpu(), side.logprobs.cpu(), side.ranks.cpu()) for side in (found.served, found.reference)
-    )
-    return Comparison(found.kld.cpu(), found.reverse_kld.cpu(), found.acceptance.cpu(), *sides)
+    """`kl_divergence.compare` with logits for hidden states, on their device only."""
+    with torch.device("cpu"):
+        return kl_divergence.compare(targets, identity, served, identity, reference, num_top, limit, shard)
 
 
-def compared(served: torch.Tensor, reference: torch.Tensor, num_top: int = 1, limit: int = 1000) -> Comparison:
-    """`compare` with logits for hidden states; the targets are the first tokens."""
-    return compare(torch.arange(len(served)) % served.shape[1], identity, served, identity, reference, num_top, limit)
+def compared(served: torch.Tensor, reference: torch.Tensor, num_top: int = 1) -> Comparison:
+    """`compare` with the first tokens for targets."""
+    return compare(torch.arange(len(served)) % served.shape[1], served, reference, num_top, 1000, None)
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -104,13 +80,13 @@ def test_two_tokens_by_hand():
 
 
 @pytest.mark.parametrize(("dtype", "reference_dtype"), [(dtype, dtype) for dtype in DTYPES] + [(DTYPES[0], DTYPES[2])])
-@pytest.mark.parametrize("vocab", [1, 7, 129, 4096, 8193])
-@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("vocab", [1, 129, 4096, 8193])
+@pytest.mark.parametrize("num_top", [0, 5])
 def test_random_rows(dtype: torch.dtype, reference_dtype: torch.dtype, vocab: int, num_top: int):
     served = random_logits(4, vocab, vocab + 63, dtype, seed=1)
     reference = random_logits(4, vocab, vocab + 5, reference_dtype, seed=2)
     targets = torch.tensor([0, vocab - 1, vocab // 2, vocab // 3])
-    comparison = compare(targets, identity, served, identity, reference, min(num_top, vocab), 3)
+    comparison = compare(targets, served, reference, min(num_top, vocab), 3, None)
     assert comparison.served.tokens.shape == (4, 1 + max(1, min(num_top, vocab)))
     check_all(served, reference, comparison, targets)
 
@@ -155,7 +131,7 @@ def test_a_constant_added_to_all_logits_changes_nothing(offset: float):
     assert comparison.acceptance.tolist() == [1.0] * 3
 
 
-def test_tokens_that_one_side_excludes():
+def test_tokens_that_one_side_excludes_make_infinite_divergences():
     excluded = [-math.inf, 0.0, 0.0]
     everything = [0.0, 0.0, 0.0]
     other = [0.0, -math.inf, 0.0]
@@ -211,7 +187,7 @@ def test_fewer_tokens_than_wanted():
 
 def test_a_target_outside_the_vocabulary_has_no_probability():
     logits = random_logits(2, 300, 320, torch.float32, seed=10)
-    comparison = compare(torch.tensor([300, -1]), identity, logits, identity, logits, 1, 10)
+    comparison = compare(torch.tensor([300, -1]), logits, logits, 1, 10, None)
     assert comparison.served.logprobs[:, 0].tolist() == [-math.inf] * 2
     assert comparison.kld.tolist() == [0.0, 0.0]
 
@@ -221,7 +197,8 @@ LOGIT = st.one_of(
 )
 
 
-@settings(max_examples=30 if TRITON else 200)
+# Triton's interpreter is slow, and its compiler in the first example.
+@settings(max_examples=30 if os.environ.get("TRITON_INTERPRET") == "1" else 200, deadline=None)
 @given(st.lists(st.tuples(LOGIT, LOGIT), min_size=1, max_size=40))
 def test_any_two_rows(pairs: list[tuple[float, float]]):
     served, reference = (torch.tensor([side]) for side in zip(*pairs, strict=True))
@@ -240,29 +217,27 @@ def test_chunks_give_the_same_rows(limit: int):
     served = random_logits(8, 400, 400, torch.bfloat16, seed=11)
     reference = random_logits(8, 400, 400, torch.bfloat16, seed=12)
     targets = torch.arange(8)
-    comparison = compare(targets, project, served, project, reference, 4, limit)
+    comparison = kl_divergence.compare(targets, project, served, project, reference, 4, limit)
     assert sum(sizes) == 16
     assert max(sizes) == min(limit, 8)
     check_all(served, reference, comparison, targets)
-    whole = compare(targets, identity, served, identity, reference, 4, 8)
+    whole = compare(targets, served, reference, 4, 8, None)
     assert torch.equal(comparison.kld, whole.kld)
     assert torch.equal(comparison.reference.logprobs, whole.reference.logprobs)
 
 
 def test_hidden_sizes_may_differ():
-    generator = torch.Generator().manual_seed(13)
-    served_weight, reference_weight = (
-        torch.randn(300, 8, generator=generator),
-        torch.randn(300, 16, generator=generator),
-    )
-    served, reference = torch.randn(5, 8, generator=generator), torch.randn(5, 16, generator=generator)
+    served, reference = randn(5, 8, seed=13), randn(5, 16, seed=14)
+    served_weight, reference_weight = randn(8, 300, seed=15), randn(16, 300, seed=16)
     targets = torch.arange(5)
 
     def projection(weight: torch.Tensor) -> LogitsFunction:
-        return lambda rows: (rows.cpu() @ weight.T).to(rows.device)
+        return lambda rows: rows @ weight
 
-    comparison = compare(targets, projection(served_weight), served, projection(reference_weight), reference, 2, 9)
-    check_all(served @ served_weight.T, reference @ reference_weight.T, comparison, targets)
+    comparison = kl_divergence.compare(
+        targets, projection(served_weight), served, projection(reference_weight), reference, 2, 9
+    )
+    check_all(served @ served_weight, reference @ reference_weight, comparison, targets)
 
 
 def test_no_rows():
@@ -271,92 +246,15 @@ def test_no_rows():
     assert comparison.served.tokens.shape == (0, 3)
 
 
-class Ranks:
-    """Threads in the place of ranks, each at work only while it holds the lock: Triton's interpreter has one state."""
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.calls = [0] * world_size
-        self._lock = threading.Lock()
-        self._barrier = threading.Barrier(world_size)
-        self._given: list[torch.Tensor] = [torch.empty(0)] * world_size
-
-    def run(self, work: Callable[["Rank"], Comparison]) -> list[Comparison]:
-        results: list[Comparison | None] = [None] * self.world_size
-
-        def one(rank: int) -> None:
-            try:
-                with self._lock:
-                    results[rank] = work(Rank(self, rank))
-            except BaseException:
-                self._barrier.abort()
-                raise
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [result for result in results if result is not None]
-
-    def exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        self.calls[rank] += 1
-        self._given[rank] = tensor.clone()
-        self._meet()
-        gathered = torch.cat(self._given)
-        self._meet()
-        return gathered
-
-    def _meet(self) -> None:
-        self._lock.release()
-        try:
-            self._barrier.wait()
-        finally:
-            self._lock.acquire()
+def compare_in_parts(
+    ends: list[int], targets: torch.Tensor, sides: list[torch.Tensor], *options: int
+) -> tuple[list[Comparison], list[int]]:
+    return in_parts(ends, sides, lambda shard, *parts: compare(targets, *parts, *options, shard))
 
 
-class Rank:
-    """What is used of vLLM's group of ranks, as one of them sees it."""
-
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.world_size, self.rank_in_group = ranks.world_size, rank
-        self._ranks = ranks
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        assert dim == 0
-        return self._ranks.exchange(self.rank_in_group, tensor)
-
-
-def in_parts(
-    ends: list[int], targets: torch.Tensor, served: torch.Tensor, reference: torch.Tensor, num_top: int, limit: int
-) -> tuple[Comparison, list[int]]:
-    """Compare with the columns up to each of `ends` on a rank of their own, padded; and how often each rank exchanged.
-
-    Every rank must return the same."""
-    starts = [0, *ends[:-1]]
-
-    def part(logits: torch.Tensor, rank: int, padding: int) -> torch.Tensor:
-        held = logits[:, starts[rank] : ends[rank]]
-        return torch.cat((held, torch.full((len(held), padding), PADDING, dtype=held.dtype)), 1)
-
-    def work(rank: Rank) -> Comparison:
-        number = rank.rank_in_group
-        shard = Shard(starts[number], ends[number] - starts[number], rank)
-        parts = part(served, number, 5), part(reference, number, 9)
-        return compare(targets, identity, parts[0], identity, parts[1], num_top, limit, shard)
-
-    ranks = Ranks(len(ends))
-    first, *others = ranks.run(work)
-    assert len(others) == len(ends) - 1
-    for other in others:
-        assert torch.equal(other.kld.nan_to_num(-1), first.kld.nan_to_num(-1))
-        assert torch.equal(other.served.tokens, first.served.tokens)
-    return first, ranks.calls
-
-
-@pytest.mark.parametrize("ends", [[500, 1000], [334, 334, 1000], [125, 250, 375, 500, 625, 750, 1000, 1000]])
+@pytest.mark.parametrize("ends", [[500, 1000], [334, 334, 1000], [125, 250, 375, 500, 625, 750, 1000, 1000]], ids=len)
 @pytest.mark.parametrize("num_top", [1, 20])
-def test_a_vocabulary_in_parts(ends: list[int], num_top: int):
+def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_top: int):
     """Some with no token at all, some with nothing but -inf."""
     served = random_logits(9, 1000, 1000, torch.bfloat16, seed=14)
     reference = random_logits(9, 1000, 1000, torch.bfloat16, seed=15)
@@ -365,22 +263,23 @@ def test_a_vocabulary_in_parts(ends: list[int], num_top: int):
     reference[3, 6:] = -math.inf
     served[4] = served[4, 0]
     targets = torch.tensor([0, 999, 0, 999, 500, 3, ends[0], ends[0] - 1, 998])
-    comparison, calls = in_parts(ends, targets, served, reference, num_top, 4)
-    check_all(served, reference, comparison, targets)
+    ranks, calls = compare_in_parts(ends, targets, [served, reference], num_top, 4)
+    for comparison in ranks:
+        check_all(served, reference, comparison, targets)
     # For each of three chunks targets and reduced rows, and the sums at the end.
     assert calls == [7] * len(ends)
 
 
 def test_equal_logits_in_parts_do_not_diverge_at_all():
     logits = random_logits(3, 5000, 5000, torch.float32, seed=16)
-    comparison, _ = in_parts([1234, 5000], torch.arange(3), logits, logits, 1, 9)
-    assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
-    assert comparison.acceptance.tolist() == [1.0] * 3
+    for comparison in compare_in_parts([1234, 5000], torch.arange(3), [logits, logits], 1, 9)[0]:
+        assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
+        assert comparison.acceptance.tolist() == [1.0] * 3
 
 
 def test_nan_in_any_part_is_never_a_number():
     served, reference = (random_logits(4, 300, 300, torch.float32, seed=seed) for seed in (17, 18))
     served[0, 0] = reference[1, 150] = served[2, 299] = math.nan
-    comparison, _ = in_parts([100, 200, 300], torch.arange(4), served, reference, 1, 9)
-    for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
-        assert figures.isnan().tolist() == [True, True, True, False]
+    for comparison in compare_in_parts([100, 200, 300], torch.arange(4), [served, reference], 1, 9)[0]:
+        for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
+            assert figures.isnan().tolist() == [True, True, True, False]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from scoremode_server.kernels.fused_logprobs import chunk_rows
 from scoremode_server.kernels.kl_divergence import compare
 from scoremode_server.kernels.working_memory import (
     LogitsShape,
@@ -125,3 +126,12 @@ def peak_bytes(run: Callable[[], None]) -> int:
 )
 def test_rows_within_a_budget(budget: int, row_bytes: int, rows: int):
     assert rows_per_chunk(budget, row_bytes) == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "expected"),
+    # As few chunks as can be, of equal size in whole tiles of 128 rows: 600 and a limit of 512 are 384 and 216.
+    [(1, 512, 128), (512, 512, 512), (600, 512, 384), (1000, 512, 512), (1000, 300, 256), (500, 100, 100)],
+)
+def test_rows_of_chunks_by_hand(rows: int, limit: int, expected: int):
+    assert chunk_rows(rows, limit) == expected

@@ -1,4 +1,4 @@
-"""Windows and ordinary requests in the steps of vLLM's V2 runner. `kernels/test_triton_kernels.py` runs these."""
+"""vLLM's V2 runner, patched: windows and ordinary requests in the same steps, and what is left to vLLM."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from scoremode_server.kernels.working_memory import LogitsShape
@@ -19,22 +20,25 @@ from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, Wi
 from scoremode_server.vllm_patches.scored_windows import ScoredMark
 from tests.unit.server.references.reference_setup import HIDDEN, create
 
+MEBIBYTE = 1024**2
 VOCAB = 100
 CPU = torch.device("cpu")
-LENGTHS = {"ordinary": 12, "recorded": 9, "other": 7, "compared": 9}
+LENGTHS = {"ordinary": 12, "recorded": 9, "other": 7, "compared": 9, "plain": 3, "short": 2}
 """Tokens that are fed; of the windows there is one more, which is not."""
 FIRST = 4
 """The windows' first target."""
 STEPS = [
-    {"recorded": 9, "ordinary": 5},
+    {"recorded": 9, "ordinary": 5, "plain": 3},
     {"ordinary": 4, "compared": 2},
     # A step of windows alone, in which vLLM has nothing to do.
     {"compared": 3},
-    {"other": 7, "compared": 4, "ordinary": 3},
+    {"other": 7, "compared": 4, "ordinary": 3, "short": 2},
     # Decoding.
     {"ordinary": 1, "other": 1},
 ]
+TOPS = {"ordinary": 4, "other": 0, "short": 1}
 TOP = 2
+"""Of the windows."""
 
 
 def token_ids(num_tokens: int, starts: torch.Tensor, mapping: torch.Tensor, computed: torch.Tensor, tokens: Any) -> Any:
@@ -47,11 +51,6 @@ def token_ids(num_tokens: int, starts: torch.Tensor, mapping: torch.Tensor, comp
     return result
 
 
-def window_params(action: Any, index: int, last_token: int) -> SamplingParams:
-    mark = WindowMark(action, "base", "one", index, FIRST, 9 + 1 - FIRST, last_token, TOP)
-    return SamplingParams(prompt_logprobs=0, extra_args=mark.as_extra_args())
-
-
 @pytest.fixture
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceWindows:
     create(tmp_path)
@@ -59,10 +58,9 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceWindows
     for module in (runner_v2, windows_module):
         monkeypatch.setattr(module, "get_tp_group", lambda: alone)
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", token_ids)
+    worker_class = prompt_logprob.PromptLogprobsWorker
     for name in ("add_request", "remove_request", "compute_prompt_logprobs"):
-        monkeypatch.setattr(
-            prompt_logprob.PromptLogprobsWorker, name, getattr(prompt_logprob.PromptLogprobsWorker, name)
-        )
+        monkeypatch.setattr(worker_class, name, getattr(worker_class, name))
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))
     compute = runner_v2.PromptLogprobs(VOCAB * 4 * 2 * 6, prompt_logprob.compute_prompt_logprobs_with_chunking)
     compute.load(LogitsShape(VOCAB, 4))
@@ -74,18 +72,24 @@ def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceWindows
 class Engine:
     """As much of the V2 runner as calls prompt logprobs."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        self.weight = weight
+        self.weight = torch.randn(HIDDEN, VOCAB, generator=generator)
         self.states = {name: torch.randn(length + 1, HIDDEN, generator=generator) for name, length in LENGTHS.items()}
         self.tokens = torch.randint(VOCAB, (len(LENGTHS), 14), generator=generator).int()
         self.worker = prompt_logprob.PromptLogprobsWorker(len(LENGTHS), CPU)
         self.computed = dict.fromkeys(LENGTHS, 0)
         self.prefill = dict(LENGTHS)
 
-    def add(self, name: str, params: SamplingParams) -> None:
+    def add(self, name: str, mark: Any = None, prompt_logprobs: int | None = 0) -> None:
         self.computed[name] = 0
+        extra_args = mark and mark.as_extra_args()
+        params = SamplingParams(prompt_logprobs=prompt_logprobs, extra_args=extra_args)
         self.worker.add_request(name, list(LENGTHS).index(name), params)
+
+    def add_window(self, name: str, action: Any, index: int) -> None:
+        last_token = self.last_token(name)
+        self.add(name, WindowMark(action, "base", "one", index, FIRST, 9 + 1 - FIRST, last_token, TOP))
 
     def last_token(self, name: str) -> int:
         return 50 + list(LENGTHS).index(name)
@@ -120,87 +124,83 @@ class Engine:
             self.computed[name] += count
         return results
 
-    def logprobs(self, name: str, first: int, *last: int) -> torch.Tensor:
-        """Of the targets from a position on."""
-        length = LENGTHS[name]
-        targets = [*self.tokens[list(LENGTHS).index(name), first:length].tolist(), *last]
-        logits = self.states[name][first - 1 : first - 1 + len(targets)] @ self.weight
-        return logits.log_softmax(1).gather(1, torch.tensor(targets)[:, None])[:, 0]
+    def check(self, name: str, rows: Any, first: int, *last: int) -> None:
+        """Compare the rows of the targets from a position on with float64."""
+        length, num_top = LENGTHS[name], TOPS.get(name, 0)
+        targets = torch.tensor([*self.tokens[list(LENGTHS).index(name), first:length].tolist(), *last])[:, None]
+        exact = (self.states[name][first - 1 : first - 1 + len(targets)] @ self.weight).double().log_softmax(1)
+        of_targets = exact.gather(1, targets)
+        assert torch.equal(rows.logprob_token_ids[:, :1].long(), targets)
+        assert torch.equal(rows.selected_token_ranks.long(), (exact >= of_targets).sum(1))
+        assert torch.allclose(rows.logprobs[:, :1].double(), of_targets, atol=1e-5)
+        if last == ():
+            assert torch.allclose(rows.logprobs[:, 1:].double(), exact.topk(num_top).values, atol=1e-5)
 
 
 def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
-    generator = torch.Generator().manual_seed(8)
-    weight, reference_weight = torch.randn(2, HIDDEN, VOCAB, generator=generator)
-    slot = SimpleNamespace(
-        load=lambda reference, local: ReferenceHead(lambda hidden_states: hidden_states @ reference_weight, 4)
-    )
-    windows.slot = slot  # type: ignore[assignment]
+    engine, generator = Engine(), torch.Generator().manual_seed(8)
+    reference_weight = torch.randn(HIDDEN, VOCAB, generator=generator)
+    head = ReferenceHead(lambda hidden_states: hidden_states @ reference_weight, 4)
+    windows.slot = SimpleNamespace(load=lambda reference, local: head)  # type: ignore[assignment]
     reference = windows.root.open("base")
     kept = torch.randn(9 + 1 - FIRST, HIDDEN, generator=generator)
     reference.write_shard(1, kept, torch.zeros(len(kept)))
-    engine = Engine(weight)
-    engine.add("ordinary", SamplingParams(prompt_logprobs=TOP))
-    engine.add("other", SamplingParams(prompt_logprobs=0))
-    engine.add("recorded", window_params("record", 0, engine.last_token("recorded")))
-    engine.add("compared", window_params("compare", 1, engine.last_token("compared")))
+    for name in ("ordinary", "other", "short", "plain"):
+        engine.add(name, prompt_logprobs=TOPS.get(name))
+    engine.add_window("recorded", "record", 0)
+    engine.add_window("compared", "compare", 1)
 
     results: dict[str, Any] = {}
     for step in STEPS:
         finished = engine.step(step)
         assert not finished.keys() & results.keys()
         results |= finished
-    assert results.keys() == LENGTHS.keys()
+    assert results.keys() == LENGTHS.keys() - {"plain"}
     assert not windows._windows
     windows._threads.shutdown()
 
     # vLLM's have the rows of all prompt tokens but the first.
-    for name, columns in (("ordinary", TOP + 1), ("other", 1)):
-        assert results[name].logprobs.shape == (LENGTHS[name] - 1, columns)
-        assert torch.allclose(results[name].logprobs[:, 0], engine.logprobs(name, 1), atol=1e-5)
-    expected = engine.logprobs("recorded", FIRST, engine.last_token("recorded"))
-    assert torch.allclose(results["recorded"].logprobs[:, 0], expected, atol=1e-5)
+    for name, num_top in TOPS.items():
+        assert results[name].logprobs.shape == (LENGTHS[name] - 1, num_top + 1)
+        engine.check(name, results[name], 1)
+    for name in ("recorded", "compared"):
+        engine.check(name, results[name], FIRST, engine.last_token(name))
     hidden_states, logprobs = reference.read_shard(0)
     assert torch.equal(hidden_states, engine.states["recorded"][FIRST - 1 : 9])
-    assert torch.allclose(logprobs, expected, atol=1e-5)
-
-    served = results["compared"].logprobs[:, 0]
-    assert torch.allclose(served, engine.logprobs("compared", FIRST, engine.last_token("compared")), atol=1e-5)
+    assert torch.equal(logprobs, results["recorded"].logprobs[:, 0])
     p = (kept @ reference_weight).double().log_softmax(1)
-    q = (engine.states["compared"][FIRST - 1 : 9] @ weight).double().log_softmax(1)
+    q = (engine.states["compared"][FIRST - 1 : 9] @ engine.weight).double().log_softmax(1)
     kld = (p.exp() * (p - q)).sum(1)
     assert torch.allclose(results["compared"].logprobs[:, -3].double(), kld, atol=1e-5)
 
 
-def test_a_preempted_window_begins_again(windows: ReferenceWindows):
-    engine = Engine(torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(8)))
-    params = window_params("record", 0, engine.last_token("recorded"))
-    engine.add("recorded", params)
+def test_a_preempted_window_starts_again(windows: ReferenceWindows):
+    engine = Engine()
+    engine.add_window("recorded", "record", 0)
     assert not engine.step({"recorded": 6})
     engine.worker.remove_request("recorded")
     assert not windows._windows
-    engine.add("recorded", params)
+    engine.add_window("recorded", "record", 0)
     assert not engine.step({"recorded": 2})
     assert engine.step({"recorded": 7}).keys() == {"recorded"}
     windows._threads.shutdown()
     assert torch.equal(windows.root.open("base").read_shard(0)[0], engine.states["recorded"][FIRST - 1 : 9])
 
 
-def test_a_window_that_was_preempted_after_its_prompt_is_not_returned_again(windows: ReferenceWindows):
+def test_a_window_preempted_after_its_prompt_is_not_returned_again(windows: ReferenceWindows):
     """vLLM does not return prompt logprobs twice either."""
-    engine = Engine(torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(8)))
-    engine.add("recorded", window_params("record", 0, engine.last_token("recorded")))
+    engine = Engine()
+    engine.add_window("recorded", "record", 0)
     engine.prefill["recorded"] += 1
     assert not engine.step({"recorded": 10})
     windows._threads.shutdown()
     assert windows.root.open("base").recorded() == set()
 
 
-def test_a_request_that_asks_for_candidates_at_a_temperature(windows: ReferenceWindows):
-    engine = Engine(torch.randn(HIDDEN, VOCAB, generator=torch.Generator().manual_seed(8)))
+def test_candidates_at_a_temperature(windows: ReferenceWindows):
+    engine, length = Engine(), LENGTHS["other"]
     last_token, chosen = engine.last_token("other"), np.array([2, 40], np.int32)
-    mark = ScoredMark(FIRST, last_token, TOP, 0.5, len(chosen), chosen.tobytes())
-    engine.add("other", SamplingParams(prompt_logprobs=0, extra_args=mark.as_extra_args()))
-    length = LENGTHS["other"]
+    engine.add("other", ScoredMark(FIRST, last_token, TOP, 0.5, len(chosen), chosen.tobytes()))
     assert not engine.step({"other": 3})
     (rows,) = engine.step({"other": length - 3}).values()
     exact = ((engine.states["other"][FIRST - 1 : length] @ engine.weight).double() / 0.5).log_softmax(1)
@@ -209,3 +209,38 @@ def test_a_request_that_asks_for_candidates_at_a_temperature(windows: ReferenceW
     assert torch.allclose(rows.logprobs.double(), exact.gather(1, rows.logprob_token_ids.long()), atol=1e-5)
     assert torch.equal(rows.logprob_token_ids[:, 1:3], torch.tensor(chosen).expand(len(rows.logprobs), -1))
     assert not windows._windows
+
+
+def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for owner, name in (
+        (GPUModelRunner, "load_model"),
+        (prompt_logprob.PromptLogprobsWorker, "add_request"),
+        (prompt_logprob.PromptLogprobsWorker, "remove_request"),
+        (prompt_logprob.PromptLogprobsWorker, "compute_prompt_logprobs"),
+        (GPUModelRunner, "_dummy_sampler_run"),
+        (prompt_logprob, "CHUNK_SIZE"),
+        (prompt_logprob, "compute_prompt_logprobs_with_chunking"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    loaded = []
+    monkeypatch.setattr(GPUModelRunner, "load_model", lambda self, **options: loaded.append(self))
+    monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    runner_v2.patch(256 * MEBIBYTE, windows)
+    # `ReferenceWorker` looks for them there.
+    assert GPUModelRunner._scoremode_windows is windows
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    GPUModelRunner.load_model(runner)
+    assert loaded == [runner]
+    assert prompt_logprob.CHUNK_SIZE == 512
+    assert isinstance(prompt_logprob.compute_prompt_logprobs_with_chunking, runner_v2.PromptLogprobs)
+
+
+@pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (257, "raw_logprobs"), (0, "raw_logits")])
+def test_what_one_pass_does_not_give_is_left_to_vllm(num_top: int, mode: str):
+    compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
+    arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
+    assert compute(*arguments) == arguments

@@ -1,0 +1,35 @@
+"""The kernels under test: PyTorch's on the CPU, and Triton's.
+
+Triton's are compiled where there is CUDA. Elsewhere they need Triton's interpreter, which a process is in as a whole or
+not at all: `test_interpreter.py` starts processes that are.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from scoremode_server.kernels import fused_logprobs, kl_divergence
+from scoremode_server.kernels.implementations import Kernels, kernels_for
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = torch.cuda.is_available() and not INTERPRETED
+
+collect_ignore = ["test_interpreter.py"] if INTERPRETED or COMPILED else []
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.interpreter)])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """One implementation, and its device, on which the test makes its tensors."""
+    found = kernels_for(torch.device("cuda" if request.param == "triton" else "cpu"))
+    for module in (fused_logprobs, kl_divergence):
+        monkeypatch.setattr(module, "kernels_for", lambda device: found)
+    with torch.device("cuda" if request.param == "triton" and COMPILED else "cpu"):
+        yield found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Remove Triton's kernels from a process that cannot run them."""
+    if not (INTERPRETED or COMPILED):
+        items[:] = [item for item in items if "kernels" not in item.fixturenames or "interpreter" not in item.keywords]
