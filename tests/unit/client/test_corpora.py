@@ -13,9 +13,6 @@ import pytest
 from scoremode import CorpusError
 from scoremode.corpora import load_corpus
 
-WIKITEXT = Path(__file__).parents[4] / "shared" / "data" / "wikitext"
-WIKITEXT_SHA256 = "c598c07f3b7877bf24473c00a67f56bb26abc1b4038011ba812c962acb886404"
-
 ROWS = ["", " = Title = \n", "One line\u2028still the same.", "Ünïcode", "last"]
 ROWS_SHA256 = hashlib.sha256("\n\n".join(ROWS).encode()).hexdigest()
 
@@ -40,17 +37,10 @@ def wikitext_like(tmp_path):
     return folder
 
 
-@pytest.fixture(params=[True, False] if WIKITEXT.is_dir() else [False], ids=lambda real: "real" if real else "small")
-def wikitext(request, wikitext_like):
-    """A folder and the sha256 of its joined text; the real WikiText-2 too, where it is present."""
-    return (WIKITEXT, WIKITEXT_SHA256, 4358) if request.param else (wikitext_like, ROWS_SHA256, len(ROWS))
-
-
-def test_wikitext_from_a_folder_laid_out_like_the_hubs(wikitext):
-    folder, sha256, num_rows = wikitext
-    corpus = load_corpus(str(folder))
-    assert (corpus.name, corpus.fingerprint, corpus.num_rows) == ("wikitext", sha256, num_rows)
-    assert load_corpus(str(folder), config="wikitext-2-raw-v1").text == corpus.text
+def test_wikitext_from_a_folder_laid_out_like_the_hubs(wikitext_like):
+    corpus = load_corpus(str(wikitext_like))
+    assert (corpus.name, corpus.fingerprint, corpus.num_rows) == ("wikitext", ROWS_SHA256, len(ROWS))
+    assert load_corpus(str(wikitext_like), config="wikitext-2-raw-v1").text == corpus.text
 
 
 def test_num_samples_takes_the_first_rows(wikitext_like):

@@ -223,7 +223,7 @@ async def test_a_run_that_ended_half_way_goes_on_with_the_same_result(tmp_path, 
     assert sorted(contents(output)) == ["first.parquet", "rows.parquet"]
     # What was answered in the first run is not asked for again. The longest document is tokenized instead.
     missing = [*([] if left else TEXTS[:10]), *TEXTS][done.num_resumed :]
-    asked = {text for body in again.documents.requests for text in body.get("continuations", ())}
+    asked = {text for body in again.documents.score_requests for text in body.get("continuations", ())}
     assert asked == {*missing} - {TEXTS[50]}
     assert bool(left) == (allowed >= 5)
     assert (done.num_resumed > 0) == (allowed > 0)
@@ -291,8 +291,8 @@ async def test_a_server_that_dies_is_dropped_and_the_other_takes_over(parquet, o
     dying, other = Server(4), Server()
     await run([parquet], output, dying, other)
     assert pq.read_table(output / "rows.parquet").column("nll").to_pylist() == [sum(nlls(text)) for text in TEXTS]
-    assert len(dying.documents.requests) == 4
-    assert other.documents.requests
+    assert len(dying.documents.score_requests) == 4
+    assert other.documents.score_requests
 
 
 async def test_servers_of_different_models_are_refused(parquet, output):
@@ -345,7 +345,7 @@ async def test_what_cannot_be_scored_is_said_before_anything_is(tmp_path, output
     server = Server()
     with pytest.raises(CorpusError, match=complaint):
         await run([path], output, server, **settings)
-    assert server.documents.requests == []
+    assert server.documents.score_requests == []
 
 
 async def test_a_column_of_an_added_name_is_not_overwritten(tmp_path, output):

@@ -54,7 +54,7 @@ async def test_documents_that_fit_go_in_one_request_and_come_in_order():
     texts = ["one", "three", "two", "x" * CONTEXT]
     results = await score(server, *texts)
     assert [result.nll for result in results] == [sum(nlls(text)) for text in texts]
-    assert [body["continuations"] for body in server.requests] == [texts]
+    assert [body["continuations"] for body in server.score_requests] == [texts]
 
 
 @pytest.mark.parametrize("length", [CONTEXT + 1, 2 * CONTEXT, 3 * CONTEXT, 3 * CONTEXT + 1, 10 * CONTEXT + 5])
@@ -97,7 +97,7 @@ async def test_where_tokens_have_many_bytes_a_document_of_many_is_sent_as_text()
 async def test_documents_without_text_have_a_reason_and_cost_no_request():
     server = DocumentServer()
     assert await score(server, Unscored("there is no text")) == [Unscored("there is no text")]
-    assert server.requests == []
+    assert server.score_requests == []
 
 
 async def test_a_document_that_the_server_refuses_does_not_cost_its_neighbours():
@@ -175,7 +175,7 @@ async def test_answers_that_do_not_fit_are_said_to(broken):
 async def test_the_prefix_token_is_asked_for_as_the_server_names_it():
     server = DocumentServer()
     await score(server, "a")
-    [body] = server.requests
+    [body] = server.score_requests
     assert body["prompt"] == [[BOS]]
     assert body["encoding_format"] == "base64"
 

@@ -1,0 +1,419 @@
+"""A Scoremode server without a model: in the process of a test, on a socket, or as a command in its own process.
+
+Tokens are the bytes of a text after a BOS (256). The logprob of a token depends on the token, on the one before it and
+on its position, so that a window cut in the wrong place gives another figure; all are multiples of 1/8, which float32
+holds exactly. References and comparisons are computed from whole distributions over the 257 tokens, in float64.
+"""
+
+import argparse
+import base64
+import json
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.pool import DEFAULT_CONCURRENCY
+from scoremode.windows import cut_windows, resolve_stride
+
+BOS, MAX_MODEL_LEN, VOCAB_SIZE = 256, 64, 257
+VERSIONS = {"scoremode_version": "9.9.9", "vllm_version": "0.32.0"}
+MODEL = {**VERSIONS, "model": "bytes", "dtype": "float32", "quantization": None, "vocab_size": VOCAB_SIZE}
+LIMITS = {"max_model_len": MAX_MODEL_LEN, "max_top_logprobs": 20}
+INFO = {"object": "score.info", **MODEL, **LIMITS, "bos_token_id": BOS, "eos_token_id": None, "adds_bos": True}
+FINGERPRINT = "fingerprint of bytes"
+USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
+ALLOWED = "STAND_IN_ALLOWED"
+"""Variable of the command: a file with the number of windows that it compares before its process ends."""
+
+
+def logprob(tokens: list[int], position: int) -> float:
+    """log p(tokens[position] | tokens[:position]), in nats."""
+    return -(1 + (3 * tokens[position] + 5 * tokens[position - 1] + position) % 29) / 8
+
+
+def rank(tokens: list[int], position: int) -> int:
+    """A made-up rank, one per logprob."""
+    return round(-8 * logprob(tokens, position))
+
+
+def token_text(token: int) -> str:
+    return "<s>" if token == BOS else chr(token)
+
+
+def nlls(text: str, context_length: int = MAX_MODEL_LEN - 1) -> list[float]:
+    """NLL of every byte, in nats, in lm-eval's `rolling` windows, written a second time."""
+    tokens, values = list(text.encode()), []
+    for start in range(0, len(tokens), context_length):
+        end = min(start + context_length, len(tokens))
+        # A later window has the token before its first target, and the last one reaches back until it is full.
+        context = [BOS] if start == 0 else tokens[end - context_length - 1 : start]
+        window = [*context, *tokens[start:end]]
+        values += [-logprob(window, position) for position in range(len(context), len(window))]
+    return values
+
+
+def log_probabilities(tokens: list[int], first: int, noise: float) -> np.ndarray:
+    """ln p(. | tokens[:position]) from `first` on, float64 [n, 257], of a model `noise` away from the reference's."""
+    logits = []
+    for position in range(first, len(tokens)):
+        seed = [tokens[position - 1], position]
+        logits.append(3 * np.random.default_rng(seed).normal(size=VOCAB_SIZE))
+        logits[-1] += noise * np.random.default_rng([*seed, 1]).normal(size=VOCAB_SIZE)
+    return np.array(logits) - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def compare(tokens: list[int], first: int, noise: float) -> KldPositions:
+    """The values of the targets of one window."""
+    base, served = log_probabilities(tokens, first, 0.0), log_probabilities(tokens, first, noise)
+    p, q, targets = np.exp(base), np.exp(served), (np.arange(len(tokens) - first), np.array(tokens[first:]))
+    values = {
+        "token_ids": targets[1],
+        "kld": (p * (base - served)).sum(axis=1),
+        "reverse_kld": (q * (served - base)).sum(axis=1),
+        "acceptance": np.minimum(p, q).sum(axis=1),
+        "logprobs": served[targets],
+        "reference_logprobs": base[targets],
+        "ranks": 1 + (served > served[targets][:, None]).sum(axis=1),
+        "reference_ranks": 1 + (base > base[targets][:, None]).sum(axis=1),
+        "top_token_ids": served.argmax(axis=1),
+        "reference_top_token_ids": base.argmax(axis=1),
+        "reference_confidence": p.max(axis=1),
+    }
+    return KldPositions(**{name: values[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
+
+
+def ok(content: object) -> httpx.Response:
+    return httpx.Response(200, json=content)
+
+
+def error(status: int, message: str, **fields: object) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": message, "code": status, **fields}})
+
+
+def copy_of(response: httpx.Response) -> httpx.Response:
+    """The same answer anew: httpx binds a response to the request that it answered. A stream is not copied."""
+    if isinstance(response.stream, httpx.ByteStream):
+        return httpx.Response(response.status_code, headers=response.headers, content=response.content)
+    return response
+
+
+def events(*objects: dict) -> bytes:
+    """Server-sent events, one per object, and the mark of the end."""
+    return b"".join(b"data: " + json.dumps(item).encode() + b"\n\n" for item in objects) + b"data: [DONE]\n\n"
+
+
+class CutShort(httpx.Response, httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A stream whose connection is lost after these events."""
+
+    def __init__(self, reported: list[dict]) -> None:
+        self.start = b": the stream begins\n\n" + events(*reported).removesuffix(b"data: [DONE]\n\n")
+        super().__init__(200, stream=self)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self.start
+        raise httpx.ReadError("connection lost")
+
+    async def __aiter__(self):
+        for chunk in self:
+            yield chunk
+
+
+def window_event(index: int, num_windows: int, nlls: list[float], **so_far: float) -> dict:
+    fields = {"index": index, "num_windows": num_windows, "num_scored": len(nlls), "nll_sum": sum(nlls)}
+    return {"object": "perplexity.window", **fields, **so_far}
+
+
+def result_event(**figures: object) -> dict:
+    """A `PerplexityResponse`, made up but for the given figures."""
+    labels = {"id": "ppl-1", "object": "perplexity", "created": 0, "model": "bytes", "usage": USAGE}
+    windows = {"method": "sliding", "context_length": 4, "stride": 1, "num_windows": 2}
+    counts = {"num_tokens": 11, "num_scored": 10, "num_bytes": 10, "num_words": 3}
+    perplexity = {"perplexity": 7.5, "perplexity_stderr": 0.5, "bits_per_byte": 1.25, "word_perplexity": 99.0}
+    return {**labels, **windows, **counts, **perplexity, "nll_sum": 20.0, "nll_mean": 2.0, "nll_stderr": 0.1, **figures}
+
+
+def encoded(values: object, dtype: str) -> str:
+    return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
+
+
+def score_response(sequences: list[list[int]], return_ranks: bool = False, num_context: int = 0) -> dict:
+    """The answer to `/v1/score` with `encoding_format: base64`, for prompts or, after some context, continuations."""
+    results = []
+    for index, tokens in enumerate(sequences):
+        logprobs = [float("nan"), *(logprob(tokens, position) for position in range(1, len(tokens)))]
+        ranks = [None, *(rank(tokens, position) for position in range(1, len(tokens)))]
+        place = {"prompt_index": 0, "continuation_index": index} if num_context else {"prompt_index": index}
+        sums = {"sum_logprob": sum(logprobs[1:]), "num_scored": len(tokens) - 1}
+        arrays = {"token_ids": tokens[num_context:], "logprobs": encoded(logprobs[num_context:], "<f4")}
+        results.append({"index": index, "continuation_index": None, **place, **sums, **arrays})
+        if return_ranks:
+            results[-1]["ranks"] = ranks[num_context:]
+    return {"id": "score-1", "object": "score", "created": 0, "model": "bytes", "data": results, "usage": USAGE}
+
+
+class StoredReference:
+    """A reference as a server keeps it: its request, its windows as (token ids, first target), what is recorded."""
+
+    def __init__(self, body: dict) -> None:
+        tokens = [BOS, *body["prompt"].encode()][: body.get("max_tokens")]
+        method, length = body["method"], body.get("context_length") or MAX_MODEL_LEN
+        stride = resolve_stride(method, length, body.get("stride"))
+        windows = cut_windows(len(tokens), method, length, stride, prefix_token_id=BOS, bos_token_id=BOS)
+        self.request = {**body, "context_length": length, "stride": stride, "model": "bytes"}
+        self.num_tokens = len(tokens)
+        self.windows = [(window.token_ids(tokens), window.first_scored) for window in windows]
+        self.recorded: set[int] = set()
+        self.noise_floor: dict | None = None
+
+    def nlls(self, indices: Iterable[int]) -> list[float]:
+        return [-float(value) for index in indices for value in compare(*self.windows[index], 0.0).reference_logprobs]
+
+    def event(self, index: int) -> dict:
+        so_far = self.nlls(self.recorded)
+        running = {"total_scored": len(so_far), "perplexity": float(np.exp(np.mean(so_far)))}
+        return window_event(index, len(self.windows), self.nlls([index]), **running)
+
+    def json(self) -> dict:
+        nlls, is_complete = self.nlls(range(len(self.windows))), len(self.recorded) == len(self.windows)
+        mean = float(np.mean(nlls)) if is_complete else None
+        windows = {"num_windows": len(self.windows), "num_recorded": len(self.recorded), "complete": is_complete}
+        counts = {"num_tokens": self.num_tokens, "num_scored": len(nlls), "num_words": 2, "disk_bytes": 4096}
+        return {
+            "object": "reference",
+            **{name: self.request[name] for name in ("name", "method", "context_length", "stride")},
+            **{**MODEL, "revision": None, "fingerprint": FINGERPRINT, "created": 1_700_000_000},
+            **{**windows, **counts, "num_bytes": len(self.request["prompt"])},
+            "text_fingerprint": f"fingerprint of {self.request['prompt'][:9]}",
+            "perplexity": None if mean is None else float(np.exp(mean)),
+            "perplexity_stderr": 0.5,
+            "nll_mean": mean,
+            "noise_floor": self.noise_floor,
+        }
+
+
+@dataclass(eq=False)
+class FakeServer:
+    """Answers as a Scoremode server does, except for `/v1/perplexity`, and keeps the requests."""
+
+    references: dict[str, StoredReference] = field(default_factory=dict)
+    noise: float = 0.0
+    """How far its model is away from the reference's."""
+    allowed: int = 10**9
+    """Windows that it records per request, and compares in all, before it drops the connection."""
+    info: dict = field(default_factory=dict)
+    """INFO; changes to it where the server is made."""
+    refused: Collection[str] = ()
+    """Texts that it does not score."""
+    requests: list[tuple[str, str, dict]] = field(default_factory=list)
+    """Method, path and body of each."""
+    score_requests: list[dict] = field(default_factory=list)
+    compared: list[int] = field(default_factory=list)
+    """Windows."""
+    num_scored: int = 0
+    """Sequences."""
+    num_tokenized: int = 0
+
+    def __post_init__(self) -> None:
+        self.info = {**INFO, "fingerprint": f"noise {self.noise}" if self.noise else FINGERPRINT, **self.info}
+        self.lock = threading.Condition()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response | None:
+        body = json.loads(request.content) if request.content else {}
+        self.requests.append((request.method, request.url.path, body))
+        match request.method, request.url.path:
+            case "GET", "/v1/score":
+                return ok(self.info)
+            case "POST", "/v1/score":
+                self.score_requests.append(body)
+                return self.score(body)
+            case "POST", "/tokenize":
+                self.num_tokenized += 1
+                tokens = [BOS] * body["add_special_tokens"] + list(body["prompt"].encode())
+                return error(400, "broken") if body["prompt"] in self.refused else ok({"tokens": tokens})
+            case "POST", "/detokenize":
+                return ok({"prompt": "".join(map(token_text, body["tokens"]))})
+            case "POST", "/v1/tokens":
+                return ok({"object": "tokens", "tokens": [*map(token_text, body["token_ids"])]})
+            case "POST", "/v1/references":
+                return self.record(body)
+            case "POST", "/v1/kld":
+                return self.compare(body)
+            case "GET", "/v1/references":
+                return ok({"object": "list", "data": [stored.json() for stored in self.references.values()]})
+        folder, name = request.url.path.rsplit("/", 1)
+        if folder != "/v1/references" or name not in self.references:
+            return error(404, f"there is no reference {name!r}" if folder == "/v1/references" else "Not Found")
+        if request.method == "GET":
+            return ok(self.references[name].json())
+        del self.references[name]
+        return ok({"object": "reference.deleted", "name": name, "deleted": True})
+
+    def score(self, body: dict) -> httpx.Response | None:
+        texts = body.get("continuations")
+        sequences = body["prompt"] if texts is None else [[*body["prompt"][0], *text.encode()] for text in texts]
+        if any(text in self.refused for text in texts or ()):
+            return error(400, "broken", param="continuations")
+        if max(map(len, sequences), default=0) > MAX_MODEL_LEN:
+            return error(400, f"more tokens than the {MAX_MODEL_LEN} that the model takes")
+        self.num_scored += len(sequences)
+        num_context = 0 if texts is None else len(body["prompt"][0])
+        return ok(score_response(sequences, body.get("return_ranks", False), num_context))
+
+    def record(self, body: dict) -> httpx.Response:
+        wanted = StoredReference(body)
+        stored = self.references.setdefault(body["name"], wanted)
+        if stored.request != wanted.request:
+            return error(409, f"the reference {body['name']!r} has other content", param="name")
+        reported = []
+        missing = [index for index in range(len(stored.windows)) if index not in stored.recorded]
+        for index in missing[: self.allowed]:
+            stored.recorded.add(index)
+            reported.append(stored.event(index))
+        is_cut = len(missing) > self.allowed
+        return CutShort(reported) if is_cut else httpx.Response(200, content=events(*reported, stored.json()))
+
+    def compare(self, body: dict) -> httpx.Response | None:
+        if body["reference"] not in self.references:
+            return error(404, f"there is no reference {body['reference']!r}", param="reference")
+        stored = self.references[body["reference"]]
+        first, last = body.get("windows") or [0, len(stored.windows)]
+        with self.lock:
+            if last - first > self.allowed:
+                return None
+            self.allowed -= last - first
+            self.compared += range(first, last)
+        windows = [compare(*window, self.noise) for window in stored.windows[first:last]]
+        sizes = [len(window) for window in windows]
+        figures = statistics(KldPositions.concatenate(windows), sizes, first)
+        if body["as_noise_floor"]:
+            if self.noise:
+                return error(400, "the served model is not the reference's", param="as_noise_floor")
+            kld = {name: figures["kld"][name] for name in ("mean", "p99", "max")}
+            stored.noise_floor = {**kld, "num_scored": sum(sizes), "created": 1_700_000_001}
+        data = [_kld_window(index, window, body["top_logprobs"]) for index, window in enumerate(windows, start=first)]
+        labels = {"id": "kld-1", "object": "kld", "created": 0, "model": "bytes", "usage": USAGE}
+        compared = {"reference": body["reference"], "fingerprint": self.info["fingerprint"], "windows": [first, last]}
+        result = {**labels, **compared, "num_scored": sum(sizes), "statistics": figures}
+        # A stream has windows in the order in which they end, here another.
+        stream = events(*reversed(data), result)
+        return httpx.Response(200, content=stream) if body["stream"] else ok({**result, "data": data})
+
+
+def _kld_window(index: int, values: KldPositions, num_top: int) -> dict:
+    arrays = {name: encoded(getattr(values, name), dtype) for name, dtype in POSITION_DTYPES.items()}
+    window = {"object": "kld.window", "index": index, "num_scored": len(values), **arrays}
+    if num_top:
+        # Made up: position i has the tokens i, i + 1, ...
+        ids = np.arange(len(values))[:, None] + np.arange(num_top)
+        top = {"shape": list(ids.shape), "token_ids": encoded(ids, "<i4"), "logprobs": encoded(-ids / 8, "<f4")}
+        window |= {"top_logprobs": top, "reference_top_logprobs": {**top, "logprobs": encoded(-ids / 4, "<f4")}}
+    return window
+
+
+def answer(request: httpx.Request) -> httpx.Response | None:
+    """Answers as a `FakeServer` that is new at each request."""
+    return FakeServer()(request)
+
+
+class _HTTPServer(ThreadingHTTPServer):
+    # socketserver's queue of 5 overflows where a test connects many times at once: the kernel drops the rest, and
+    # they connect again after 1, 3, 7, 15 seconds, and so on.
+    request_queue_size = 1024
+
+    def handle_error(self, *arguments: object) -> None:
+        # Clients that are killed close their connections.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*arguments)
+
+
+@contextmanager
+def serve(handler: Callable[[httpx.Request], httpx.Response | None], port: int = 0) -> Iterator[str]:
+    """Serve `handler` on a real socket; gives the server's address. Where it answers None the connection is dropped."""
+
+    class Adapter(BaseHTTPRequestHandler):
+        def _handle(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            url = f"http://fake{self.path}"
+            response = handler(httpx.Request(self.command, url, headers=dict(self.headers), content=content))
+            if response is not None:
+                self.send_response(response.status_code)
+                self.send_header("Content-Length", str(len(response.content)))
+                self.end_headers()
+                self.wfile.write(response.content)
+
+        do_GET = do_POST = do_DELETE = _handle  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = _HTTPServer(("127.0.0.1", port), Adapter)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class StandIn(FakeServer):
+    """The server of the command: keeps references in files, and logs every request."""
+
+    def __init__(self, model: str, files: Path) -> None:
+        known = {path.parent.name: pickle.loads(path.read_bytes()) for path in files.glob("*/stored")}
+        super().__init__(known, noise=float(model.partition("=")[2] or 0))
+        allowed = Path(os.environ.get(ALLOWED, "none"))
+        self.num_until_end = int(allowed.read_text()) if allowed.is_file() else 10**9
+        self.num_asked, self.model, self.files = 0, model, files
+
+    def __call__(self, request: httpx.Request) -> httpx.Response | None:
+        # In one piece: requests are answered in threads, whose pieces of lines would mix.
+        sys.stdout.write(f"{request.method} {request.url.path}\n")
+        sys.stdout.flush()
+        response = httpx.Response(200) if request.url.path == "/health" else super().__call__(request)
+        if request.url.path == "/v1/references" or b'"as_noise_floor":true' in request.content:
+            for name, stored in self.references.items():
+                (self.files / name).mkdir(exist_ok=True)
+                (self.files / name / "stored").write_bytes(pickle.dumps(stored))
+                (self.files / name / "manifest.json").write_text('{"result": {}}')
+        return response
+
+    def compare(self, body: dict) -> httpx.Response | None:
+        with self.lock:
+            self.num_asked += 1
+            self.lock.notify_all()
+            if self.num_asked > self.num_until_end:
+                # A client that asks for one more than are in flight at once has kept an answer.
+                self.lock.wait_for(lambda: self.num_asked > DEFAULT_CONCURRENCY)
+                os._exit(7)
+        foreign = error(400, "the tokenizers differ", param="reference")
+        return foreign if self.model == "foreign" else super().compare(body)
+
+
+def main() -> None:
+    """Stand in for `scoremode serve MODEL`: `noise=0.5` is that far away from the reference's model, `broken` does not
+    start, and `foreign` has another tokenizer."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--reference-dir", type=Path)
+    options, _ = parser.parse_known_args()
+    if options.model == "broken":
+        sys.exit("out of memory, as always")
+    with serve(StandIn(options.model, options.reference_dir), options.port):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

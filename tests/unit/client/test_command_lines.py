@@ -1,0 +1,362 @@
+"""Each command line as a row: its arguments, exit status, message and new files. Then what takes more than a row."""
+
+import hashlib
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fake_server import BOS, FakeServer, compare, error, events, logprob, nlls, rank, result_event, serve, window_event
+from safetensors.numpy import load_file
+
+from scoremode import __version__
+from scoremode.cli import main
+from scoremode.kld import POSITION_DTYPES, KldPositions
+
+TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!" * 2
+TOKENS = [BOS, *TEXT.encode()]
+WINDOWS = [TOKENS[start : start + 8] for start in range(0, len(TOKENS) - 7, 8)]
+LOGPROBS = [logprob(window, position) for window in WINDOWS for position in range(1, 8)]
+PERPLEXITY = math.exp(-sum(LOGPROBS) / len(LOGPROBS))
+NOISE = 0.5
+POSITIONS = KldPositions.concatenate([compare(window, 1, NOISE) for window in WINDOWS])
+MEAN_KLD = POSITIONS.kld.astype(np.float64).mean()
+DOCUMENTS = [f"document {index}" for index in range(4)]
+DOCUMENT_NLLS = [sum(nlls(text)) for text in DOCUMENTS]
+DOCUMENTS_PERPLEXITY = math.exp(sum(DOCUMENT_NLLS) / sum(map(len, DOCUMENTS)))
+MEDIAN = median(DOCUMENT_NLLS)
+CHECKSUM = hashlib.sha256(b"one\n\ntwo").hexdigest()[:12]
+
+
+class Server(FakeServer):
+    """Has `/v1/perplexity` too, and the model `broken`, which fails."""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response | None:
+        if request.url.path != "/v1/perplexity":
+            return super().__call__(request)
+        self.requests.append(("POST", "/v1/perplexity", {}))
+        window = window_event(0, 1, [2.0] * 10, total_scored=10, perplexity=7.4)
+        return httpx.Response(200, content=events(window, result_event(perplexity=7.4)))
+
+    def score(self, body: dict[str, Any]) -> httpx.Response | None:
+        return error(500, "the engine\ndied") if body.get("model") == "broken" else super().score(body)
+
+
+def run(command: str, url: str = "") -> int | str | None:
+    """The exit status of a command line, where `TEXT` is the text and its windows, `SERVER` one that is asked quietly,
+    `IDLE` one that is not asked, and `URL` one with a progress bar."""
+    command = command.replace("TEXT", f"--text '{TEXT}' --method disjoint --context-length 8")
+    command = command.replace("SERVER", "--quiet URL").replace("IDLE", "--quiet URL").replace("URL", f"--url {url}")
+    try:
+        return main(shlex.split(command))
+    except SystemExit as ended:
+        return ended.code
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder of files that commands read, and a server's references."""
+    folder = tmp_path_factory.mktemp("made")
+    server = Server()
+    with pytest.MonkeyPatch.context() as patch, serve(server) as url:
+        patch.chdir(folder)
+        assert run("record SERVER --reference base TEXT", url) == 0
+        assert run("SERVER TEXT --output plain.json", url) == 0
+        assert run("SERVER TEXT --method sliding --output unlike.json", url) == 0
+        for name, noise in (("near", 0.1), ("far", 1.0)):
+            with serve(Server(server.references, noise=noise)) as of_noise:
+                assert run(f"kld SERVER --reference base --output {name}.json", of_noise) == 0
+    (folder / "rows.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n{"body": "three"}\n')
+    (folder / "same.txt").write_text("one\n\ntwo")
+    (folder / "old.json").write_text("an earlier result")
+    (folder / "wrong.yaml").write_text("{output: o, text: {text: a}, models: [{name: base}]}")
+    (folder / "taken.safetensors").mkdir()
+    (folder / "begun").mkdir()
+    for name in ("a", "b", "begun/a"):
+        pq.write_table(pa.table({"text": DOCUMENTS}), folder / f"{name}.parquet")
+    with serve(server) as url:
+        assert run(f"corpus SERVER {folder}/a.parquet --output {folder}/done", url) == 0
+    return folder, server.references
+
+
+@pytest.fixture
+def folder(made, tmp_path, monkeypatch) -> Path:
+    """A copy of the folder, to work in."""
+    shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def references(made) -> dict[str, Any]:
+    return dict(made[1])
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message", "new_files"),
+    [
+        ("", 2, "one of the arguments --dataset --text --text-file is required", ""),
+        ("--text a --dataset wikitext", 2, "not allowed with", ""),
+        ("--text a --num-samples 3", 2, "--num-samples needs --dataset", ""),
+        ("--text a --concurrency 0", 2, "at least 1", ""),
+        ("--text a --timeout 0", 2, "more than 0", ""),
+        ("--text a --retry-for -1", 2, "at least 0", ""),
+        ("--text a --resume", 2, "--resume needs --output", ""),
+        ("--text a --url http://a --url http://a/v1", 2, "twice", ""),
+        ("--text a --url localhost", 2, "not a server address", ""),
+        ("--text a --method guess", 2, "invalid choice", ""),
+        ("--text a --server-side --resume --output o", 2, "--resume does not work with --server-side", ""),
+        ("--text a --server-side --concurrency 2", 2, "--concurrency does not work with --server-side", ""),
+        ("--text a --server-side --url http://a --url http://b", 2, "takes one --url", ""),
+        ("--text a --reference r", 2, "unrecognized arguments: --reference", ""),
+        ("--text a kld", 2, "unrecognized arguments: kld", ""),
+        ("record --text a", 2, "the following arguments are required: --reference", ""),
+        ("record --reference r --text a --output o", 2, "unrecognized arguments: --output", ""),
+        ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
+        ("kld", 2, "the following arguments are required: --reference", ""),
+        ("kld --reference r --text a", 2, "unrecognized arguments: --text", ""),
+        ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
+        ("kld --reference r --floor --concurrency 2", 2, "--concurrency does not work with --floor", ""),
+        ("kld --reference r --floor --url http://a --url http://b", 2, "takes one --url", ""),
+        ("compare near.json", 2, "the following arguments are required: RUN.json", ""),
+        ("compare near.json ./near.json", 2, "a run is named twice", ""),
+        ("compare near.json far.json --labels A", 2, "--labels has 1 names for 2 runs", ""),
+        ("compare near.json far.json --labels A,A", 2, "--labels needs another name for every run", ""),
+        ("compare near.json far.json --markdown --csv", 2, "not allowed with", ""),
+        ("compare near.json far.json --resamples 99", 2, "at least 100", ""),
+        ("compare near.json far.json --seed -1", 2, "at least 0", ""),
+        ("sweep", 2, "the following arguments are required: PLAN", ""),
+        ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
+        ("IDLE --text ''", 1, "no text", ""),
+        ("IDLE --text-file missing.txt", 1, "No such file", ""),
+        ("IDLE --dataset ./missing", 1, "no such file or folder", ""),
+        ("IDLE TEXT --output missing/new.json", 1, "missing/new.json: No such file", ""),
+        ("IDLE TEXT --output .", 1, "cannot write", ""),
+        ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
+        ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
+        ("SERVER TEXT --model broken --retry-for 0", 1, "error: the engine died (HTTP 500)", ""),
+        ("SERVER TEXT --context-length 100 --output new.json", 1, "at most 64", ""),
+        ("SERVER TEXT --method sliding --stride 65 --output old.json", 1, "stride 65 is larger", ""),
+        ("kld SERVER --reference none", 1, "there is no reference 'none' (HTTP 404)", ""),
+        ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
+        ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
+        ("compare plain.json unlike.json", 1, "the method is disjoint in the first and sliding in the second", ""),
+        ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
+        ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
+        ("corpus SERVER a.parquet --output out --filter 'nll <'", 1, "--filter 'nll <'", ""),
+        ("corpus SERVER a.parquet --output out --text-column body", 1, "no column 'body'", ""),
+        ("corpus SERVER a.parquet --output out --context-length 64", 1, "at most 64", ""),
+        ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet is there", ""),
+        ("--version", 0, f"ppl-client {__version__}\n", ""),
+        ("--help", 0, "usage: ppl-client [-h]", ""),
+        ("record --help", 0, "usage: ppl-client record [-h]", ""),
+        ("kld --help", 0, "usage: ppl-client kld [-h]", ""),
+        ("SERVER TEXT", 0, f"{PERPLEXITY:.4f} ±", ""),
+        ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
+        ("SERVER TEXT --server-side --output new.json", 0, "7.4", "new.json"),
+        ("SERVER --dataset rows.jsonl --text-column body --num-samples 2", 0, f"rows.jsonl, sha256 {CHECKSUM}", ""),
+        ("SERVER --text-file same.txt", 0, f"same.txt, sha256 {CHECKSUM}", ""),
+        ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
+        ("record SERVER --reference base TEXT", 0, "20 windows, 20 of them before", ""),
+        ("kld SERVER --reference base", 0, f"Mean    KLD: {MEAN_KLD:10.6f} ±", ""),
+        ("compare near.json far.json", 0, "By mean KL divergence, near is better than far.", ""),
+        ("compare near.json far.json --markdown", 0, "| run | weights |", ""),
+        ("compare near.json far.json --labels A,B --csv --resamples 200 --seed 3", 0, "worse\n", ""),
+        (f"corpus SERVER a.parquet --output out --filter 'nll < {MEDIAN}'", 0, "kept        2\n", "out/a.parquet"),
+        ("corpus SERVER a.parquet b.parquet --output done --resume", 0, "1 of them finished before", "done/b.parquet"),
+        ("URL TEXT", 0, f"ppl {PERPLEXITY:.4f}", ""),
+        ("record URL TEXT --reference new", 0, "ppl ", ""),
+        ("kld URL --reference base", 0, f"kld {MEAN_KLD:.6f}", ""),
+        ("corpus URL a.parquet --output out", 0, f"ppl {DOCUMENTS_PERPLEXITY:.4f}", "out/a.parquet"),
+    ],
+)
+def test_a_command_line_has_a_status_a_message_and_files(
+    folder, references, command, status, message, new_files, capsys
+):
+    before = contents(folder)
+    server = Server(references, noise=NOISE)
+    with serve(server) as url:
+        assert run(command, url) == status
+    printed = capsys.readouterr()
+    has_progress = "URL" in command
+    shown, other = (printed.err, printed.out) if status or has_progress else (printed.out, printed.err)
+    assert message in shown
+    assert has_progress or not other
+    if status == 1:
+        [line] = shown.splitlines()
+        assert line.startswith("ppl-client: error: ")
+    after = contents(folder)
+    assert after.keys() - before.keys() == set(new_files.split())
+    assert before.items() <= after.items()
+    assert bool(server.requests) == ("SERVER" in command or has_progress)
+
+
+def arrays_of(output: Path) -> dict[str, tuple[str, list[float]]]:
+    """Type and values of each array next to an output, which has that file's checksum."""
+    path = output.with_suffix(".safetensors")
+    checksum = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert json.loads(output.read_text())["arrays"] == {"file": path.name, "sha256": checksum}
+    return {name: (str(array.dtype), array.tolist()) for name, array in load_file(path).items()}
+
+
+def test_the_output_repeats_the_run_and_has_the_values_of_every_token(folder, capsys):
+    server = Server()
+    with serve(server) as url:
+        assert run("SERVER TEXT --output run.json", url.replace("http://", "http://me:secret@")) == 0
+        assert run("SERVER TEXT", url) == 0
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["kind"], record["version"], record["client_version"]) == ("perplexity", 1, __version__)
+    assert (record["urls"], record["server"]["vllm_version"]) == ([url], "0.32.0"), "without the password"
+    settings = {"method": "disjoint", "context_length": 8, "stride": 8, "max_tokens": None, "concurrency": 8}
+    assert record["settings"] == {**settings, "add_special_tokens": True, "server_side": False}
+    checksum = hashlib.sha256(TEXT.encode()).hexdigest()
+    source = f"the text {TEXT!r}"
+    assert record["corpus"] == {"name": "text", "source": source, "sha256": checksum, "num_rows": 1}
+    assert [record[f"num_{name}"] for name in ("tokens", "scored", "bytes", "words")] == [165, 140, 164, 31]
+    assert record["nll_sum"] == pytest.approx(-sum(LOGPROBS))
+    assert record["perplexity"] == pytest.approx(PERPLEXITY)
+    second = [-value for value in LOGPROBS[7:14]]
+    assert record["windows"][1] == {"index": 1, "num_scored": 7, "nll_sum": sum(second), "nlls": second}
+    statistics = record["statistics"]
+    assert (statistics["num_scored"], statistics["num_windows"]) == (140, 20)
+    for short, long in (("nll_q", "nll_mean"), ("ppl_q", "perplexity")):
+        assert statistics[short] == record[long]
+        assert statistics[f"{short}_stderr"] == record[f"{long.removesuffix('_mean')}_stderr"]
+    assert arrays_of(folder / "run.json") == {
+        "token_ids": ("int32", [token for window in WINDOWS for token in window[1:]]),
+        "logprobs": ("float32", LOGPROBS),
+        "ranks": ("int32", [rank(window, position) for window in WINDOWS for position in range(1, 8)]),
+        "window_sizes": ("int32", [7] * 20),
+    }
+    assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_server_side_run_has_the_servers_figures(folder):
+    with serve(Server()) as url:
+        assert run("SERVER TEXT --server-side --output run.json", url) == 0
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["perplexity"], record["settings"]["server_side"], record["arrays"]) == (7.4, True, None)
+    assert record["windows"] == [{"index": 0, "num_scored": 10, "nll_sum": 20.0, "nlls": None}]
+
+
+def test_an_infinite_figure_is_null_in_json(folder):
+    # A single word of many tokens: exp(NLL of the word) is more than a float holds.
+    with serve(Server()) as url:
+        assert run(f"SERVER --text {'~' * 600} --output run.json", url) == 0
+    assert json.loads((folder / "run.json").read_text())["word_perplexity"] is None
+
+
+def test_the_api_key_and_the_model_reach_the_server():
+    server, keys = Server(), []
+
+    def note_key(request: httpx.Request) -> httpx.Response | None:
+        keys.append(request.headers.get("authorization"))
+        return server(request)
+
+    with serve(note_key) as url:
+        assert run("SERVER --text a --api-key k --model m", url) == 0
+    assert keys == ["Bearer k"] * 3, "info, tokenize, one window"
+    assert [body.get("model") for _, _, body in server.requests] == [None, "m", "m"]
+
+
+def test_the_output_of_kld_has_the_values_of_every_position(folder, references):
+    with serve(Server(references, noise=NOISE)) as url:
+        assert run("kld SERVER --reference base --output run.json", url) == 0
+    record = json.loads((folder / "run.json").read_text())
+    assert (record["kind"], record["version"], record["urls"]) == ("kld", 1, [url])
+    assert (record["reference"]["name"], record["server"]["fingerprint"]) == ("base", "noise 0.5")
+    assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
+    same = (POSITIONS.top_token_ids == POSITIONS.reference_top_token_ids).mean()
+    assert record["statistics"]["same_top_p"] == same, "a fraction"
+    arrays = {name: values for name, (_, values) in arrays_of(folder / "run.json").items()}
+    expected = {name: getattr(POSITIONS, name).tolist() for name in POSITION_DTYPES}
+    assert arrays == {**expected, "window_sizes": [7] * 20}
+
+
+def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, references, capsys):
+    command = "kld SERVER --reference base --retry-for 0 --output run.json"
+    first, last = Server(references, noise=NOISE, allowed=7), Server(references, noise=NOISE)
+    journal = folder / "run.json.journal"
+    with serve(first) as url:
+        assert run(f"{command} --concurrency 1", url) == 1
+    assert f"{journal} has 7 of 20 windows: the same command with --resume" in capsys.readouterr().err
+    before = contents(folder)
+    with serve(last) as url:
+        for other, message in (
+            (command, f"{journal} has 7 of 20 windows of an unfinished run"),
+            ("SERVER TEXT --output run.json --resume", "kind is 'kld' instead of 'perplexity'"),
+        ):
+            assert run(other, url) == 1
+            assert message in capsys.readouterr().err
+        assert contents(folder) == before
+        assert run(f"{command} --resume", url) == 0
+    assert f"{journal}: it has 7 of 20 windows" in capsys.readouterr().err
+    assert sorted(first.compared + last.compared) == list(range(20)), "each once"
+    assert arrays_of(folder / "run.json")["kld"][1] == POSITIONS.kld.tolist()
+    assert not journal.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "how_to_resume"),
+    [
+        ("SERVER TEXT --concurrency 1", ""),
+        ("record SERVER --reference new TEXT", ": the same command goes on"),
+        ("corpus SERVER a.parquet --output out", ": the same command with --resume goes on"),
+    ],
+)
+def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
+    server, over = Server(), threading.Event()
+
+    def slow(request: httpx.Request) -> httpx.Response | None:
+        if request.method == "POST" and request.url.path in ("/v1/score", "/v1/references"):
+            os.kill(os.getpid(), signal.SIGINT)
+            over.wait(60)
+        return server(request)
+
+    # A test run in the background ignores the signal.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with serve(slow) as url:
+        try:
+            assert run(command, url) == 130
+        finally:
+            over.set()
+            signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err == f"ppl-client: interrupted{how_to_resume}\n"
+
+
+EXTRA = 'ppl-client: error: {} is missing: pip install "scoremode[{}]"\n'
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("missing", "command", "status", "message"),
+    [
+        ("arch", "compare near.json far.json", 1, EXTRA.format("arch", "report")),
+        ("yaml", "sweep wrong.yaml", 1, EXTRA.format("yaml", "report")),
+        ("pyarrow", "corpus a.parquet --output out", 1, EXTRA.format("pyarrow", "corpora")),
+        ("arch scipy matplotlib jinja2 yaml pyarrow", "--version", 0, ""),
+    ],
+)
+def test_a_missing_extra_is_named_by_the_commands_that_need_it(folder, missing, command, status, message):
+    main_alone = f"from scoremode.cli import main; sys.exit(main({shlex.split(command)}))"
+    code = f"import sys; sys.modules |= {dict.fromkeys(missing.split())}; {main_alone}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, message)
