@@ -28,7 +28,7 @@ def only(image: list[tuple[str, str]], wanted: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
-def test_an_ordinary_user_owns_the_volume_and_every_cache_is_on_it(name: str):
+def test_an_ordinary_user_owns_the_volume_and_every_cache_is_on_it(name):
     image = instructions(name)
     user, volume = only(image, "USER"), only(image, "VOLUME")
     environment = dict(pair for word, rest in image if word == "ENV" for pair in re.findall(r"(\w+)=(\S+)", rest))

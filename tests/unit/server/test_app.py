@@ -23,7 +23,7 @@ from scoremode_server.settings import ServerSettings
         (5, 1, EngineSize(tokens=6 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
     ],
 )
-def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight: int, num_engines: int, expected: EngineSize):
+def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight, num_engines, expected):
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=8),
         parallel_config=SimpleNamespace(data_parallel_size=num_engines),
@@ -44,7 +44,7 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored")
-def test_garbage_is_collected_less_often_and_the_environment_read_once(monkeypatch: pytest.MonkeyPatch):
+def test_garbage_is_collected_less_often_and_the_environment_read_once(monkeypatch):
     _, *older = gc.get_threshold()
     monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
     for _ in range(2):

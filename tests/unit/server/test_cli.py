@@ -13,7 +13,7 @@ from scoremode_server.cli import MMAP_THRESHOLD_VARIABLE, keep_tensors_off_the_h
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["--help"], 0), ([], 2), (["score"], 2)])
-def test_unknown_commands_have_an_exit_status(arguments: list[str], status: int):
+def test_unknown_commands_have_an_exit_status(arguments, status):
     command = [sys.executable, "-c", "from scoremode_server.cli import main; main()", *arguments]
     assert subprocess.run(command, capture_output=True).returncode == status
 
@@ -41,7 +41,7 @@ print(info.free - info.top)
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc" or not current_platform.is_cpu(), reason="for a CPU engine, on glibc"
 )
-def test_tensors_leave_no_holes_in_the_heap_of_an_engine(monkeypatch: pytest.MonkeyPatch):
+def test_tensors_leave_no_holes_in_the_heap_of_an_engine(monkeypatch):
     def holes() -> int:
         return int(subprocess.run([sys.executable, "-c", HOLES], capture_output=True, check=True).stdout)
 
@@ -55,6 +55,6 @@ def test_tensors_leave_no_holes_in_the_heap_of_an_engine(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (4, 1), (8, 2), (16, 4), (128, 4)])
-def test_one_core_in_four_encodes_texts(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int):
+def test_one_core_in_four_encodes_texts(monkeypatch, cores, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     assert tokenizer_threads() == threads

@@ -30,7 +30,7 @@ def read(value: Any, forms: dict[str, Any] = PROMPTS) -> Any:
 
 
 @given(st.one_of(st.none(), st.text(), texts, token_ids, st.lists(token_ids)), texts)
-def test_prompts_and_texts_of_any_form_are_what_json_says(prompt: Any, several: list[str]):
+def test_prompts_and_texts_of_any_form_are_what_json_says(prompt, several):
     assert read(prompt) == prompt
     assert read(several, TEXTS) == read(several, CONTINUATIONS) == several
 
@@ -47,7 +47,7 @@ def test_prompts_and_texts_of_any_form_are_what_json_says(prompt: Any, several: 
         ([[1]], TEXTS, "field[0] must be a string, not a list"),
     ],
 )
-def test_an_error_names_the_first_wrong_value(value: Any, forms: dict[str, Any], message: str):
+def test_an_error_names_the_first_wrong_value(value, forms, message):
     with pytest.raises(RequestError, match=f"^{re.escape(message)}$") as raised:
         read(value, forms)
     assert raised.value.param == "field"
@@ -68,7 +68,7 @@ def test_brackets_and_commas_in_texts_are_not_counted():
 
 
 @given(st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.integers(), st.lists), max_size=4), st.text())
-def test_half_a_surrogate_pair_is_found_in_its_field(before: dict[str, Any], text: str):
+def test_half_a_surrogate_pair_is_found_in_its_field(before, text):
     before.pop("the field", None)
     body = json.dumps(before | {"the field": [[text, "HERE"]], "after": "\\"}).replace("HERE", r"x\udc00")
     with pytest.raises(RequestError, match=r"\\udc00 is half of a surrogate pair") as raised:
@@ -84,7 +84,7 @@ def test_an_escaped_backslash_starts_no_surrogate():
 
 
 @given(st.one_of(st.text(min_size=1), st.lists(st.text(min_size=1)), token_ids, st.lists(token_ids)))
-def test_a_stand_in_is_small_and_of_the_same_form(value: Any):
+def test_a_stand_in_is_small_and_of_the_same_form(value):
     small = stand_in(value)
     assert type(small) is type(value)
     assert len(small) == min(len(value), 1)

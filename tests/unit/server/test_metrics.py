@@ -27,7 +27,7 @@ def shown(registry: CollectorRegistry) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("max_bytes", [0, ROOM])
-async def test_all_tokens_but_the_first_count_with_the_cache_and_without(max_bytes: int):
+async def test_all_tokens_but_the_first_count_with_the_cache_and_without(max_bytes):
     made = setup(max_bytes=max_bytes)
     for ask in (
         *(Ask(range(10)), Ask(range(10)), Ask(range(20), cached=False), Ask(range(20), first=12), Ask(range(3))),
@@ -46,14 +46,14 @@ async def test_all_tokens_but_the_first_count_with_the_cache_and_without(max_byt
 
 @pytest.mark.parametrize("max_bytes", [0, ROOM])
 @pytest.mark.parametrize("trouble", [{"losses": 1.0}, {"give_ups": 1.0}], ids=str)
-async def test_requests_that_the_engine_aborted_do_not_count(max_bytes: int, trouble: dict[str, float]):
+async def test_requests_that_the_engine_aborted_do_not_count(max_bytes, trouble):
     made = setup(max_bytes=max_bytes, **trouble)
     assert await outcome(made, Ask(range(10))) is None
     assert shown(made.registry)[TOKENS] == shown(made.registry)[f"{RUNNING}_count"] == 0
 
 
 @pytest.mark.parametrize(("offset", "waited"), [(0, 3), (-1e6, 2), (1e6, 2)])
-def test_waiting_starts_at_arrival_unless_another_host_has_the_clock(offset: float, waited: float):
+def test_waiting_starts_at_arrival_unless_another_host_has_the_clock(offset, waited):
     registry, arrival = CollectorRegistry(), time.monotonic() - 10
     there = arrival + offset
     stats = RequestStateStats(queued_ts=there + 1, scheduled_ts=there + 3, last_token_ts=there + 8)

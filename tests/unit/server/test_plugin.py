@@ -17,7 +17,7 @@ print(*[name for name in sys.modules if name.startswith("scoremode")])
 
 @pytest.mark.processes
 @pytest.mark.parametrize("plugins", [None, "", "lora", "scoremode-extras"])
-def test_unless_it_is_named_it_prints_and_imports_nothing(plugins: str | None):
+def test_unless_it_is_named_it_prints_and_imports_nothing(plugins):
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     if plugins is not None:
         environment["VLLM_PLUGINS"] = plugins

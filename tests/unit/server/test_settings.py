@@ -34,7 +34,7 @@ def parsed(*arguments: str) -> Namespace:
 
 # Stock `vllm serve` has no such flags.
 @pytest.mark.parametrize("arguments", [parsed(), Namespace()], ids=["scoremode serve", "vllm serve"])
-def test_without_flags_and_variables_there_are_defaults(arguments: Namespace):
+def test_without_flags_and_variables_there_are_defaults(arguments):
     assert server_settings(arguments).score_cache_bytes == 512 * MIB
     assert server_settings(arguments).max_request_bytes == MAX_REQUEST_BYTES
     assert serves_page(arguments)
@@ -44,7 +44,7 @@ def test_without_flags_and_variables_there_are_defaults(arguments: Namespace):
 @pytest.mark.parametrize(
     ("text", "size"), [("0", 0), ("1000", 1000), ("3K", 3072), ("16M", 16 * MIB), ("16m", 16 * MIB), ("2G", 2048 * MIB)]
 )
-def test_flags_and_variables_accept_the_same_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int):
+def test_flags_and_variables_accept_the_same_sizes(monkeypatch, text, size):
     given = server_settings(parsed("--score-cache-bytes", text, "--max-request-bytes", text))
     assert given.score_cache_bytes == given.max_request_bytes == size
     monkeypatch.setenv(SCORE_CACHE_VARIABLE, text)
@@ -55,9 +55,7 @@ def test_flags_and_variables_accept_the_same_sizes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1.5G", "12X", "1 G"])
-def test_an_error_names_the_flag_or_variable_of_an_invalid_size(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
-):
+def test_an_error_names_the_flag_or_variable_of_an_invalid_size(monkeypatch, capsys, text):
     with pytest.raises(SystemExit):
         parsed(f"--score-cache-bytes={text}")
     assert "--score-cache-bytes" in capsys.readouterr().err
@@ -70,14 +68,14 @@ def test_an_error_names_the_flag_or_variable_of_an_invalid_size(
             read()
 
 
-def test_prompt_logprobs_need_some_memory_and_the_page_has_a_flag(monkeypatch: pytest.MonkeyPatch):
+def test_prompt_logprobs_need_some_memory_and_the_page_has_a_flag(monkeypatch):
     monkeypatch.setenv(LOGPROB_VARIABLE, "0")
     with pytest.raises(ValueError, match=LOGPROB_VARIABLE):
         logprob_bytes()
     assert not serves_page(parsed("--no-page"))
 
 
-def test_scoremode_is_added_to_the_plugins_that_load_already(monkeypatch: pytest.MonkeyPatch):
+def test_scoremode_is_added_to_the_plugins_that_load_already(monkeypatch):
     assert allowed_plugins("lora,stats") == "lora,stats,scoremode"
     assert allowed_plugins("scoremode,lora") == "scoremode,lora"
     assert allowed_plugins("") == "scoremode"

@@ -54,7 +54,7 @@ def assert_refused(response: httpx.Response) -> None:
 
 
 @pytest.mark.parametrize("path", GUARDED)
-async def test_guarded_paths_answer_only_with_a_key(path: str):
+async def test_guarded_paths_answer_only_with_a_key(path):
     for method in ("GET", "POST"):
         assert_refused(await ask(path, method=method))
         assert (await ask(path, "Bearer first key", method=method)).json() == "inside"
@@ -67,7 +67,7 @@ async def test_open_paths_answer_without_a_key():
 
 
 @pytest.mark.parametrize("path", ODD_PATHS.split())
-async def test_oddly_written_paths_are_refused(path: str):
+async def test_oddly_written_paths_are_refused(path):
     assert_refused(await ask(path))
 
 
@@ -83,7 +83,7 @@ async def test_the_host_header_is_not_part_of_the_path():
         *("Bearer first", "Bearer First key", "Bearer first key,clé", "Bearer \xff\xfe"),
     ],
 )
-async def test_wrong_keys_are_refused(authorization: str):
+async def test_wrong_keys_are_refused(authorization):
     assert_refused(await ask("/v1/score", authorization))
 
 
@@ -108,7 +108,7 @@ async def test_either_key_is_valid_and_only_the_first_header_counts():
         ("/health", "/health", 401),
     ],
 )
-async def test_paths_below_a_root_path_are_guarded(root_path: str, path: str, status: int):
+async def test_paths_below_a_root_path_are_guarded(root_path, path, status):
     assert (await ask(path, root_path=root_path)).status_code == status
 
 
@@ -128,7 +128,7 @@ async def test_preflight_requests_of_browsers_pass():
         ({"allowed_origins": ["http://other"]}, None),
     ],
 )
-def test_pages_that_may_read_answers_may_read_the_refusal(options: dict[str, Any], allowed: str | None):
+def test_pages_that_may_read_answers_may_read_the_refusal(options, allowed):
     response = TestClient(guarded_app(**options)).post("/v1/score", headers={"Origin": "http://page"})
     assert_refused(response)
     assert response.headers.get("Access-Control-Allow-Origin") == allowed
@@ -167,8 +167,6 @@ async def test_a_server_that_cannot_refuse_a_websocket_closes_it():
         (["", "a"], "", ["a"]),
     ],
 )
-def test_keys_are_read_as_vllm_reads_them(
-    arguments: list[str] | None, environment: str, keys: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_keys_are_read_as_vllm_reads_them(arguments, environment, keys, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", environment)
     assert configured_keys(Namespace(api_key=arguments)) == keys

@@ -13,8 +13,8 @@ from scoremode_server.api.event_stream import EventStream
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
+from tests.unit.server.api.calls import client_of, leaving
 from tests.unit.server.api.light_app import BLOCK_SIZE, light_app
-from tests.unit.server.api.reference_requests import client_of, leaving
 from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
 
@@ -38,7 +38,7 @@ class NeverDone:
 @pytest.mark.parametrize(
     ("route", "fields"), [(SCORE, {}), (PERPLEXITY, {}), (COMPLETIONS, {"echo": True, "logprobs": 1, "max_tokens": 1})]
 )
-async def test_a_client_that_disconnects_ends_its_request(route: str, fields: dict[str, Any]):
+async def test_a_client_that_disconnects_ends_its_request(route, fields):
     app, never_done = light_app(), NeverDone()
     app.state.scoremode.scorer = app.state.scoremode.completions = never_done
     sent = await leaving(app, route, {"prompt": [5, 6], **fields}, never_done.begun)
@@ -55,7 +55,7 @@ async def settle() -> None:
     ("route", "body"),
     [(SCORE, {"prompt": [[5, 6, 7], [8, 9]]}), (PERPLEXITY, {"prompt": [5, 6, 7], "context_length": 2, "stride": 1})],
 )
-async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(route: str, body: dict[str, Any]):
+async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(route, body):
     engine = HeldEngine(BLOCK_SIZE, "v2")
     async with client_of(light_app(engine=engine)) as client:
         requests = []
@@ -114,7 +114,7 @@ async def check_stopping(app: FastAPI, route: str, body: bytes | AsyncIterator[b
     ("route", "fields"),
     [(SCORE, {}), (SCORE, {"continuations": ["and", "more"]}), (PERPLEXITY, {}), (PERPLEXITY, {"stream": True})],
 )
-async def test_stopping_refuses_texts_that_are_being_tokenized(route: str, fields: dict[str, Any]):
+async def test_stopping_refuses_texts_that_are_being_tokenized(route, fields):
     app, begun = light_app(), asyncio.Event()
 
     async def tokenize(prompts: Sequence[Any], params: Any) -> None:
@@ -126,7 +126,7 @@ async def test_stopping_refuses_texts_that_are_being_tokenized(route: str, field
 
 
 @pytest.mark.parametrize("route", [SCORE, PERPLEXITY, COMPLETIONS])
-async def test_stopping_refuses_bodies_that_have_not_arrived(route: str):
+async def test_stopping_refuses_bodies_that_have_not_arrived(route):
     begun = asyncio.Event()
 
     async def body() -> AsyncIterator[bytes]:

@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from scoremode.kld import POSITION_DTYPES
 from scoremode.protocol import LOWEST_LOGPROB
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from tests.bad_inputs import KLD
-from tests.unit.server.api.reference_requests import (
+from tests.unit.server.api.calls import (
     NUM_WINDOWS,
     TOKENS,
     app_of,
@@ -60,7 +59,7 @@ def decoded(text: str, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("top", [0, 1, 3])
-async def test_base64_has_the_values_of_json_to_the_last_bit(root: Path, top: int):
+async def test_base64_has_the_values_of_json_to_the_last_bit(root, top):
     as_json = (await compared(root, 0.1, top_logprobs=top))["data"]
     as_base64 = (await compared(root, 0.1, top_logprobs=top, encoding_format="base64"))["data"]
     for plain, encoded in zip(as_json, as_base64, strict=True):
@@ -77,7 +76,7 @@ async def test_base64_has_the_values_of_json_to_the_last_bit(root: Path, top: in
             assert first == plain[name.replace("logprobs", "token_ids")]
 
 
-async def test_streams_parts_and_single_windows_are_the_whole(root: Path):
+async def test_streams_parts_and_single_windows_are_the_whole(root):
     """The client asks for one window at a time: a server then reads the tokens once, and asks its workers once."""
     whole = await compared(root, 0.1)
     assert (whole["windows"], whole["fingerprint"]) == ([0, NUM_WINDOWS], "noise 0.1")
@@ -116,9 +115,7 @@ OUTSIDE = f"within the {NUM_WINDOWS} of the reference, not "
         ({"top_logprobs": MAX_TOP + 1}, "top_logprobs", str(MAX_TOP)),
     ],
 )
-async def test_fields_that_do_not_fit_the_reference_are_refused(
-    root: Path, fields: dict[str, Any], param: str, message: str
-):
+async def test_fields_that_do_not_fit_the_reference_are_refused(root, fields, param, message):
     status, name, text = error_of(await post(ReferenceEngine(root), **fields))
     assert (status, name) == (400, param)
     assert message in text
@@ -135,9 +132,7 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(
         ({}, 15, {}, "has windows of 16 tokens, and the served model takes 15"),
     ],
 )
-async def test_references_that_do_not_fit_the_server_are_refused(
-    root: Path, changes: dict[str, Any], longest: int, identity: dict[str, str], message: str
-):
+async def test_references_that_do_not_fit_the_server_are_refused(root, changes, longest, identity, message):
     reference = ReferenceDirectory(root).open("base")
     reference.save(reference.manifest.model_copy(update=changes))
     app = app_of(ReferenceEngine(root), **identity)
@@ -161,7 +156,7 @@ def flip_a_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["windows/000003.safetensors", "lm_head.safetensors", "tokens.safetensors", "manifest.json"]
 )
-async def test_an_error_names_the_damaged_file(root: Path, damage: Callable[[Path], None], name: str):
+async def test_an_error_names_the_damaged_file(root, damage, name):
     damage(root / "base" / name)
     status, param, message = error_of(await post(ReferenceEngine(root)))
     assert param == "reference"
@@ -177,7 +172,7 @@ async def test_an_error_names_the_damaged_file(root: Path, damage: Callable[[Pat
         assert (await compared(root, windows=[0, 3]))["num_scored"] == 15 + 8 + 8
 
 
-async def test_nan_of_the_served_model_is_not_blamed_on_the_reference(root: Path):
+async def test_nan_of_the_served_model_is_not_blamed_on_the_reference(root):
     engine = ReferenceEngine(root)
     engine.nan_at = 2
     status, _, message = error_of(await post(engine, windows=[1, 2]))
@@ -186,7 +181,7 @@ async def test_nan_of_the_served_model_is_not_blamed_on_the_reference(root: Path
     assert message.endswith("for the token at position 10")
 
 
-async def test_infinite_divergences_are_null(root: Path):
+async def test_infinite_divergences_are_null(root):
     """Where the served model gives a target no probability, its logprob is minus infinity too."""
     engine, banned = ReferenceEngine(root), torch.tensor([TOKENS[20]])
     project = engine.model.project
@@ -203,7 +198,7 @@ async def test_infinite_divergences_are_null(root: Path):
     assert answer == (400, "as_noise_floor", "the noise floor is infinite")
 
 
-async def test_a_noise_floor_is_stored_with_its_own_model_s_reference(root: Path):
+async def test_a_noise_floor_is_stored_with_its_own_model_s_reference(root):
     engine = ReferenceEngine(root)
     async with client_of(app_of(engine)) as client:
         before = (await client.get("/v1/references/base")).json()
@@ -225,7 +220,7 @@ DELETED = "'base' was deleted meanwhile, and another has its name now"
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_reference_may_be_deleted_during_a_comparison(root: Path, again: bool):
+async def test_a_reference_may_be_deleted_during_a_comparison(root, again):
     """And another may have its name by then."""
     engine = ReferenceEngine(root)
     engine.held.clear()
@@ -241,7 +236,7 @@ async def test_a_reference_may_be_deleted_during_a_comparison(root: Path, again:
     assert message == (f"reference {DELETED}" if again else "there is no reference 'base'")
 
 
-async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root: Path):
+async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root):
     async with client_of(app := app_of(ReferenceEngine(root))) as client:
         stored = app.state.scoremode.references.stored
         old, first = await stored.open("base"), (await client.post(KLD, json=BODY)).json()
@@ -255,7 +250,7 @@ async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root: Pat
     assert second["data"][0]["token_ids"][0] == TOKENS[11]
 
 
-async def test_a_client_that_leaves_ends_its_comparison(root: Path):
+async def test_a_client_that_leaves_ends_its_comparison(root):
     engine, leave = ReferenceEngine(root), asyncio.Event()
     engine.held.clear()
     serving = asyncio.create_task(leaving(app := app_of(engine), KLD, BODY, leave))

@@ -50,7 +50,7 @@ async def ask(app: FastAPI, path: str, method: str = "GET", **headers: str) -> h
         return await client.request(method, path, headers={"X-Request-Id": "mine", **headers})
 
 
-async def test_every_route_is_open_on_purpose_or_needs_the_key(app: FastAPI):
+async def test_every_route_is_open_on_purpose_or_needs_the_key(app):
     paths = {re.sub(r"\{.*?\}", "1", route.path): getattr(route, "methods", None) or {"GET"} for route in app.routes}
     assert {"/v1/score", "/invocations", "/generative_scoring", "/tokenizer_info", "/server_info"} <= paths.keys()
     for path, methods in paths.items():
@@ -61,7 +61,7 @@ async def test_every_route_is_open_on_purpose_or_needs_the_key(app: FastAPI):
             assert method == "HEAD" or response.json()["error"]["code"] == 401
 
 
-def test_our_routes_come_before_vllms_and_replace_them(app: FastAPI):
+def test_our_routes_come_before_vllms_and_replace_them(app):
     """A route that does not match takes 2 µs, twice per request."""
     paths = [getattr(route, "path", None) for route in app.routes]
     assert paths[0] == "/v1/completions"
@@ -70,13 +70,13 @@ def test_our_routes_come_before_vllms_and_replace_them(app: FastAPI):
     assert paths.count("/v1/completions") == 1
 
 
-async def test_an_unexpected_exception_has_an_id_and_is_counted(app: FastAPI):
+async def test_an_unexpected_exception_has_an_id_and_is_counted(app):
     response = await ask(app, "/fails", Authorization=f"Bearer {KEY}")
     assert response.status_code == 500
     assert response.headers.get_list("X-Request-Id") == ["mine"]
     assert 'http_requests_total{handler="/fails"' in (await ask(app, "/metrics")).text
 
 
-async def test_a_stack_that_is_built_again_still_needs_the_key(app: FastAPI):
+async def test_a_stack_that_is_built_again_still_needs_the_key(app):
     app.middleware_stack = None
     assert (await ask(app, "/load")).status_code == 401

@@ -65,15 +65,13 @@ async def test_unchanged_files_are_not_sent_again():
         *("/scoremode//etc/passwd", "/scoremode/index.html", f"{PAGE_JS}%00", f"{PAGE_JS}/", "/scoremode/PAGE.JS"),
     ],
 )
-async def test_no_path_leads_to_another_file(path: str):
+async def test_no_path_leads_to_another_file(path):
     assert (await ask(path)).status_code in (307, 404)
 
 
 @pytest.mark.parametrize("path", FILES)
 @pytest.mark.parametrize("api_key", [None, ["secret"]])
-async def test_the_page_needs_no_key_and_can_be_turned_off(
-    path: str, api_key: list[str] | None, monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_page_needs_no_key_and_can_be_turned_off(path, api_key, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     app = app_started_with(api_key, no_page=False)
     assert (await ask(path, app)).status_code == 200

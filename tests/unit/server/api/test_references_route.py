@@ -15,17 +15,8 @@ from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.scoring import recorder
 from tests.bad_inputs import REFERENCES
+from tests.unit.server.api.calls import BODY, NUM_WINDOWS, TOKENS, app_of, client_of, error_of, events, record
 from tests.unit.server.api.light_app import light_app
-from tests.unit.server.api.reference_requests import (
-    BODY,
-    NUM_WINDOWS,
-    TOKENS,
-    app_of,
-    client_of,
-    error_of,
-    events,
-    record,
-)
 from tests.unit.server.references.reference_setup import files
 from tests.unit.server.scoring.fake_reference_engine import ReferenceEngine
 
@@ -37,7 +28,7 @@ def engine(tmp_path: Path) -> ReferenceEngine:
     return ReferenceEngine(tmp_path)
 
 
-async def test_a_recording_is_streamed_and_described(engine: ReferenceEngine):
+async def test_a_recording_is_streamed_and_described(engine):
     async with client_of(app_of(engine)) as client:
         *windows, recorded = events(await client.post(REFERENCES, json={**BODY, "stream": True}))
     assert sorted(engine.computed) == [("record", index) for index in range(NUM_WINDOWS)]
@@ -59,7 +50,7 @@ async def test_a_recording_is_streamed_and_described(engine: ReferenceEngine):
     assert math.log(recorded["perplexity"]) == pytest.approx(recorded["nll_mean"]) == pytest.approx(np.mean(nlls))
 
 
-async def test_the_same_request_again_records_nothing(engine: ReferenceEngine):
+async def test_the_same_request_again_records_nothing(engine):
     async with client_of(app_of(engine)) as client:
         first, second = await asyncio.gather(record(client), record(client))
         assert first == second
@@ -71,7 +62,7 @@ async def test_the_same_request_again_records_nothing(engine: ReferenceEngine):
     assert files(engine.directory.root) == before
 
 
-async def test_an_interrupted_recording_resumes(engine: ReferenceEngine):
+async def test_an_interrupted_recording_resumes(engine):
     """Existing windows stay as they are, byte for byte, and count in the progress."""
     async with client_of(app_of(engine)) as client:
         whole = await record(client)
@@ -100,7 +91,7 @@ async def test_an_interrupted_recording_resumes(engine: ReferenceEngine):
 
 
 @pytest.mark.parametrize("complete", [True, False])
-async def test_damaged_files_are_recorded_again(engine: ReferenceEngine, complete: bool):
+async def test_damaged_files_are_recorded_again(engine, complete):
     async with client_of(app_of(engine)) as client:
         await record(client)
         before = files(engine.directory.root)
@@ -124,9 +115,7 @@ async def test_damaged_files_are_recorded_again(engine: ReferenceEngine, complet
         ({}, {"fingerprint": "of another"}, "another model"),
     ],
 )
-async def test_other_content_under_the_same_name_is_refused(
-    engine: ReferenceEngine, changes: dict[str, Any], identity: dict[str, str], message: str
-):
+async def test_other_content_under_the_same_name_is_refused(engine, changes, identity, message):
     async with client_of(app_of(engine)) as client:
         await record(client)
     before = files(engine.directory.root)
@@ -136,7 +125,7 @@ async def test_other_content_under_the_same_name_is_refused(
     assert files(engine.directory.root) == before
 
 
-async def test_a_model_whose_logits_cannot_be_stored_is_refused(engine: ReferenceEngine):
+async def test_a_model_whose_logits_cannot_be_stored_is_refused(engine):
     engine.head = "this model's LM head is quantized (AWQ)"
     async with client_of(app_of(engine)) as client:
         answer = error_of(await client.post(REFERENCES, json=BODY))
@@ -144,7 +133,7 @@ async def test_a_model_whose_logits_cannot_be_stored_is_refused(engine: Referenc
     assert not files(engine.directory.root)
 
 
-async def test_references_are_listed_by_name_and_deleted(engine: ReferenceEngine, monkeypatch: pytest.MonkeyPatch):
+async def test_references_are_listed_by_name_and_deleted(engine, monkeypatch):
     def refused(path: Path, target: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -167,7 +156,7 @@ async def test_references_are_listed_by_name_and_deleted(engine: ReferenceEngine
     assert {path.name for path in engine.directory.root.iterdir()} == {"a"}
 
 
-async def test_a_damaged_manifest_is_reported_and_not_listed(engine: ReferenceEngine):
+async def test_a_damaged_manifest_is_reported_and_not_listed(engine):
     async with client_of(app_of(engine)) as client:
         await record(client)
         (engine.directory.root / "base" / "manifest.json").write_text('{"format_version": 7}')
@@ -178,7 +167,7 @@ async def test_a_damaged_manifest_is_reported_and_not_listed(engine: ReferenceEn
         assert (await client.get(REFERENCES)).json()["data"] == []
 
 
-async def test_nan_of_the_model_ends_the_recording_and_is_not_stored(engine: ReferenceEngine):
+async def test_nan_of_the_model_ends_the_recording_and_is_not_stored(engine):
     engine.nan_at = 2
     async with client_of(app_of(engine)) as client:
         status, _, message = error_of(await client.post(REFERENCES, json=BODY))
@@ -189,9 +178,7 @@ async def test_nan_of_the_model_ends_the_recording_and_is_not_stored(engine: Ref
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_disk_that_is_full_ends_the_recording(
-    engine: ReferenceEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
-):
+async def test_a_disk_that_is_full_ends_the_recording(engine, monkeypatch, stream):
     """At the third window, then at the first file of another reference."""
     write_shard = StoredReference.write_shard
 
@@ -219,7 +206,7 @@ async def test_a_disk_that_is_full_ends_the_recording(
     assert files(engine.directory.root) == before
 
 
-async def test_a_reference_may_be_deleted_while_it_is_recorded(engine: ReferenceEngine):
+async def test_a_reference_may_be_deleted_while_it_is_recorded(engine):
     engine.held.clear()
     async with client_of(app_of(engine)) as client:
         recording = asyncio.create_task(client.post(REFERENCES, json=BODY))
@@ -233,7 +220,7 @@ async def test_a_reference_may_be_deleted_while_it_is_recorded(engine: Reference
     assert engine.directory.open("base").manifest.text.num_tokens == len(TOKENS) - 10
 
 
-async def test_windows_enter_the_queue_only_as_the_engine_needs_them(engine: ReferenceEngine):
+async def test_windows_enter_the_queue_only_as_the_engine_needs_them(engine):
     """So that there is room for other requests."""
     size = EngineSize(tokens=48, sequences=192, max_scoring_tokens=100)
     app = light_app(engine=engine, references=engine.references(), size=size)

@@ -35,7 +35,7 @@ async def ask(*given: bytes) -> httpx.Response:
 
 
 @pytest.mark.parametrize("given", [[b"a"], [b"my run/7: <first>"], [b"~" * 128], [b"one", b"two"]])
-async def test_the_first_usable_id_is_the_requests(given: list[bytes]):
+async def test_the_first_usable_id_is_the_requests(given):
     response = await ask(*given)
     assert response.headers.get_list("X-Request-Id") == [given[0].decode()]
     assert response.json() == {"state": given[0].decode(), "header": [given[0].decode()]}
@@ -44,7 +44,7 @@ async def test_the_first_usable_id_is_the_requests(given: list[bytes]):
 @pytest.mark.parametrize(
     "given", [b"", b"x" * 129, b"tab\there", b"line\nbreak", b"nul\0", b"\x7f", b"\xff", "é".encode()]
 )
-async def test_an_unusable_id_is_replaced_in_the_request_too(given: bytes):
+async def test_an_unusable_id_is_replaced_in_the_request_too(given):
     response = await ask(given)
     (request_id,) = response.headers.get_list("X-Request-Id")
     assert FRESH.fullmatch(request_id)
@@ -68,7 +68,7 @@ def test_websockets_have_an_id():
 
 
 @pytest.mark.parametrize("wrap", [RequestIds, lambda app: Authentication(app, ["key"])])
-def test_messages_of_start_and_stop_pass_every_layer(wrap: Any):
+def test_messages_of_start_and_stop_pass_every_layer(wrap):
     app = FastAPI()
     events: list[str] = []
     app.router.on_startup.append(lambda: events.append("started"))

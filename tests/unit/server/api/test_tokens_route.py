@@ -1,16 +1,14 @@
 """`/v1/tokens` on the app without a model, with a real tokenizer."""
 
-from pathlib import Path
-
 from transformers import PreTrainedTokenizerFast
 
 from tests.models import random_llama
+from tests.unit.server.api.calls import client_of, error_of
 from tests.unit.server.api.light_app import light_app
-from tests.unit.server.api.reference_requests import client_of, error_of
 from tests.unit.server.prefix_cache.fake_engine import VOCABULARY
 
 
-async def test_each_token_has_the_text_that_it_decodes_to(tmp_path: Path):
+async def test_each_token_has_the_text_that_it_decodes_to(tmp_path):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(random_llama(tmp_path, vocab_size=VOCABULARY))
     parts = tokenizer.encode("💡")
     cases = [

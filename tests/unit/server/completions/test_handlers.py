@@ -37,8 +37,8 @@ from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.turns import Turns
+from tests.unit.server.api.calls import client_of, error_of
 from tests.unit.server.api.light_app import light_app
-from tests.unit.server.api.reference_requests import client_of, error_of
 from tests.unit.server.prefix_cache.cache_setup import LARGE
 from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
@@ -101,7 +101,7 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize("body", [ECHO, PRIME_RL], ids=["completions", "generate"])
-async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(config: VllmConfig, body: dict[str, Any]):
+async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(config, body):
     handlers = Handlers(config)
     leaves = asyncio.create_task(handlers.answer(body))
     await settle()
@@ -119,9 +119,7 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(config: Vll
 
 
 @pytest.mark.parametrize("body", [ECHO, TRL, SKYRL, PRIME_RL, TRL | {"logprobs": 1}, ECHO | {"prompt_logprobs": 3}])
-async def test_a_large_response_is_written_in_parts_and_is_the_same(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
-):
+async def test_a_large_response_is_written_in_parts_and_is_the_same(config, monkeypatch, body):
     handlers = Handlers(config)
     handlers.engine.let_go.set()
     at_once = await handlers.answer(body)
@@ -130,23 +128,21 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(
     assert in_parts | {"created": 0} == at_once | {"created": 0}
 
 
-async def test_a_request_moved_between_engines_keeps_the_id_that_they_know(config: VllmConfig):
+async def test_a_request_moved_between_engines_keeps_the_id_that_they_know(config):
     handlers = Handlers(config)
     handlers.engine.let_go.set()
     await handlers.answer(ECHO | {"kv_transfer_params": {"do_remote_decode": True}})
     assert handlers.engine.inside == ["cmpl-the same-0", "cmpl-the same-1"]
 
 
-async def test_too_many_tokens_are_refused_with_the_field_s_name(config: VllmConfig):
+async def test_too_many_tokens_are_refused_with_the_field_s_name(config):
     small = EngineSize(tokens=3072, sequences=192, max_scoring_tokens=2)
     with pytest.raises(RequestError, match="3 tokens to score") as refused:
         await Handlers(config, small).answer(PRIME_RL)
     assert (refused.value.status, refused.value.param) == (413, "token_ids")
 
 
-async def test_the_generate_route_tells_vllm_which_fields_were_left_out(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-):
+async def test_the_generate_route_tells_vllm_which_fields_were_left_out(config, monkeypatch):
     """Without `max_tokens` vLLM generates as many as there is room for, and not 16."""
     given = []
 

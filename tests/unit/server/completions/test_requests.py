@@ -49,7 +49,7 @@ def fields_of(request: BaseModel) -> dict[str, Any]:
         {"unknown": 1},
     ],
 )
-def test_completions_are_read_as_vllms_model_reads_them(change: dict[str, Any]):
+def test_completions_are_read_as_vllms_model_reads_them(change):
     body = PLAIN | change
     request, expected = read(body), CompletionRequest.model_validate(body)
     assert fields_of(request) == fields_of(expected)
@@ -58,7 +58,7 @@ def test_completions_are_read_as_vllms_model_reads_them(change: dict[str, Any]):
 
 
 @pytest.mark.parametrize("change", [{}, {"token_ids": [5, "6"]}, {"token_ids": [5.0, True]}, {"priority": 1}], ids=str)
-def test_generate_requests_are_read_as_vllms_model_reads_them(change: dict[str, Any]):
+def test_generate_requests_are_read_as_vllms_model_reads_them(change):
     assert fields_of(read_generate(GENERATE | change)) == fields_of(GenerateRequest.model_validate(GENERATE | change))
 
 
@@ -82,7 +82,7 @@ def test_generate_requests_are_read_as_vllms_model_reads_them(change: dict[str, 
         ({"max_tokens": 1}, False),
     ],
 )
-def test_completions_that_score_are_recognized(settings: dict[str, Any], scores: bool):
+def test_completions_that_score_are_recognized(settings, scores):
     assert is_scoring(read({"model": "m", "prompt": [[5, 6], [7]]} | settings)) is scores
 
 
@@ -102,7 +102,7 @@ def test_completions_that_score_are_recognized(settings: dict[str, Any], scores:
         ({"output_mode": "text"}, False),
     ],
 )
-def test_generate_requests_that_score_are_recognized(change: dict[str, Any], scores: bool):
+def test_generate_requests_that_score_are_recognized(change, scores):
     assert generate.is_scoring(read_generate(GENERATE | change)) is scores
 
 
@@ -130,9 +130,7 @@ def test_generate_requests_that_score_are_recognized(change: dict[str, Any], sco
         ),
     ],
 )
-def test_wrong_bodies_are_refused_by_us_or_by_vllms_model(
-    monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], message: str
-):
+def test_wrong_bodies_are_refused_by_us_or_by_vllms_model(monkeypatch, body, message):
     monkeypatch.setenv("VLLM_MAX_COMPLETION_PROMPTS", "2")
     with pytest.raises((RequestError, ValidationError, VLLMValidationError), match=re.escape(message)):
         (read if "prompt" in body else read_generate)(body)
@@ -148,7 +146,7 @@ def test_requests_with_the_same_settings_share_nothing():
 
 
 @pytest.mark.parametrize("prompts", [([5, 6], [7, 8, 9]), ("a text", "the other"), ([[5], [6, 7]], [[8], [9]])])
-def test_settings_are_remembered_unless_they_are_large(prompts: tuple[Any, Any]):
+def test_settings_are_remembered_unless_they_are_large(prompts):
     reader = CompletionReader()
     for prompt in prompts:
         assert reader.read(json.dumps(PLAIN | {"prompt": prompt}).encode()).prompt == prompt

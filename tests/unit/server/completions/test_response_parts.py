@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 
 import orjson
-import pytest
 
 from scoremode_server.completions import response_parts
 from scoremode_server.completions.response_parts import GAP, filled, in_turns
@@ -30,7 +29,7 @@ def test_gaps_are_filled_in_order_each_when_it_is_reached():
     }
 
 
-async def test_other_tasks_run_between_two_parts(monkeypatch: pytest.MonkeyPatch):
+async def test_other_tasks_run_between_two_parts(monkeypatch):
     monkeypatch.setattr(response_parts, "HELD_SECONDS", -1)
     events = []
 
@@ -51,6 +50,6 @@ async def test_other_tasks_run_between_two_parts(monkeypatch: pytest.MonkeyPatch
     assert events == ["other", b"a", "other", b"", "other", b"b"]
 
 
-async def test_small_parts_are_sent_as_one(monkeypatch: pytest.MonkeyPatch):
+async def test_small_parts_are_sent_as_one(monkeypatch):
     monkeypatch.setattr(response_parts, "HELD_SECONDS", 60)
     assert [part async for part in in_turns([b"a", b"b", b"c"], Turns())] == [b"abc"]
