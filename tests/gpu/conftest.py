@@ -1,0 +1,152 @@
+"""What needs a GPU: `make test-gpu`. Everything starts at once: servers, and a process for each family of models.
+
+A pytest of its own is started here from an installed Scoremode; `make test` does not collect this folder.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from local_server import ServerError, server_process
+from scoremode import ScoreClient
+from tests.gpu.family import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+ON_GPU = torch.cuda.is_available()
+DTYPE = "bfloat16" if ON_GPU else "float32"
+AT_ONCE = 6 if ON_GPU else 1
+"""Families; each takes two or three cores while it starts."""
+
+
+@dataclass(frozen=True, order=True)
+class Combination:
+    """How a family is run."""
+
+    family: str
+    runner: str = "v2" if ON_GPU else "v1"
+    graphs: bool = ON_GPU
+
+    @property
+    def mode(self) -> str:
+        return f"{self.runner}-{'graphs' if self.graphs else 'eager'}"
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.family}"
+
+
+def every_combination() -> list[Any]:
+    """Each family as users run it, and marked `matrix` in the other ways."""
+    usual = [Combination(family) for family in FAMILIES]
+    others = [Combination(family, *how) for how in (("v2", False), ("v1", True), ("v1", False)) for family in FAMILIES]
+    return [*usual, *(pytest.param(each, marks=pytest.mark.matrix) for each in others if each not in usual)]
+
+
+def run_family(combination: Combination) -> dict[str, Any]:
+    """What `tests.gpu.family` printed; where vLLM refused, `refused` has its words."""
+    command = [sys.executable, "-m", "tests.gpu.family", combination.family, "--runner", combination.runner]
+    flags = [*command, "--dtype", DTYPE, *([] if combination.graphs else ["--eager"])]
+    # What pytest's `pythonpath` adds to its own.
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(flags, capture_output=True, text=True, timeout=400, env=environment)
+    if done.returncode == 0:
+        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return result
+    errors = [line for line in done.stderr.splitlines() if "Error" in line]
+    return {"refused": (errors or done.stderr.splitlines() or ["no output"])[-1][:200], "log": done.stderr[-6000:]}
+
+
+@pytest.fixture(scope="session")
+def families(request: pytest.FixtureRequest) -> Iterator[dict[Combination, Future[dict[str, Any]]]]:
+    """Results of the collected combinations, as they come."""
+    collected = [
+        item.callspec.params["combination"]
+        for item in request.session.items
+        if hasattr(item, "callspec") and "combination" in item.callspec.params
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = {each: pool.submit(run_family, each) for each in collected}
+        request.config.stash[RESULTS] = results
+        yield results
+
+
+RESULTS = pytest.StashKey[dict[Combination, Future[dict[str, Any]]]]()
+COLUMNS = ("family", "runner", "mean", "transformers' own", "median", "own", "largest", "bias", "alone, cached: mean")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The table of docs/formats.md."""
+    results = config.stash.get(RESULTS, {})
+    if not results:
+        return
+    terminalreporter.write_line("| " + " | ".join(COLUMNS) + " |")
+    terminalreporter.write_line("|---" * len(COLUMNS) + "|")
+    for combination, future in sorted(results.items()):
+        result = future.result()
+        cells = [f"refused: {result['refused']}"]
+        if "refused" not in result:
+            own, together, alone = result["own"], result["together"], result["alone"]
+            figures = (together["mean"], own["mean"], together["median"], own["median"], together["max"])
+            cells = [f"{figure:.4f}" for figure in (*figures, together["bias"], alone["mean"])]
+        terminalreporter.write_line(f"| {combination.family} | {combination.mode} | {' | '.join(cells)} |")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on a server, and one runner of it."""
+
+    model: Path
+    client: ScoreClient
+    url: str
+
+
+RUNNERS = {"v2": ("VLLM_USE_V2_MODEL_RUNNER", "1", ()), "v1": ("VLLM_USE_V2_MODEL_RUNNER", "0", ("--enforce-eager",))}
+FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024")
+MEMORY = ("--kv-cache-memory-bytes", str(2**32)) if ON_GPU else ()
+
+
+@pytest.fixture(scope="session")
+def servers(
+    smollm2: Path, rounded_smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Served]]]:
+    """SmolLM2 on V2 with CUDA graphs, and its rounded copy on V1 eagerly, with one folder of references."""
+    folder = tmp_path_factory.mktemp("servers")
+    stop: list[Any] = []
+
+    def start(runner: str, model: Path) -> Served:
+        variable, value, eager = RUNNERS[runner]
+        flags = (*FLAGS, *MEMORY, *eager, "--max-logprobs", "256", "--reference-dir", str(folder / "references"))
+        settings = {variable: value} if ON_GPU else {}
+        running = server_process(model, *flags, log=folder / f"{runner}.log", environment=settings)
+        process = running.__enter__()
+        stop.append(running)
+        return Served(model, ScoreClient(process.url, timeout=300), process.url)
+
+    (folder / "references").mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        models = {"v2": smollm2, "v1": rounded_smollm2}
+        yield {runner: pool.submit(start, runner, model) for runner, model in models.items()}
+    for running in stop:
+        running.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session", params=RUNNERS)
+def served(request: pytest.FixtureRequest, servers: dict[str, "Future[Served]"]) -> Served:
+    try:
+        return servers[request.param].result()
+    except ServerError as error:
+        pytest.fail(str(error))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_all(families: object, servers: object) -> None:
+    """Before the first test waits for one of them."""
