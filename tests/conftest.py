@@ -1,6 +1,6 @@
 """Models, texts and servers that tests share, made once a session, and a browser.
 
-The real model and its INT8 copy stay in the demo cache. What makes models is imported where one is made: it takes seven
+The real model stays in the demo cache. What makes models is imported where one is made: it takes seven
 seconds, and every process of a test run reads this file.
 """
 
@@ -9,25 +9,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from pyarrow import parquet
 
-from demo_model import cache_root, demo_model, made_once
+from demo_model import demo_model
 from rounded_model import rounded_model
-from tests.shared_servers import Servers, needed
+from tests.shared_servers import SERVERS, Servers
+from tests.texts import WIKITEXT
+
+pytest_plugins = ["tests.neighbours"]
+
+UNIT = Path(__file__).with_name("unit")
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-WIKITEXT = Path(__file__).resolve().parents[2] / "shared/data/wikitext/wikitext-2-raw-v1/test-00000-of-00001.parquet"
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Tests that share servers or an engine run in one worker, one after another."""
+    groups = {item: _group(item) for item in items}
+    for item, group in groups.items():
+        if group:
+            item.add_marker(pytest.mark.xdist_group(group))
+        if not item.path.is_relative_to(UNIT):
+            item.add_marker(pytest.mark.processes)
+    items.sort(key=lambda item: groups[item])
+    # Only now do markers select tests, and pytest-xdist reads the groups.
+    return (yield)
 
 
-@pytest.fixture(scope="session", autouse=True)
+def _group(item: pytest.Item) -> str:
+    if item.path.is_relative_to(UNIT.with_name("engine")):
+        return "engine"
+    needed = {SERVERS[name].group for name in getattr(item, "fixturenames", ()) if name in SERVERS}
+    if not item.path.is_relative_to(UNIT.with_name("e2e")) or not needed:
+        return ""
+    (group,) = needed
+    return group
+
+
+@pytest.fixture(scope="session")
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """The servers that the collected tests need begin to start before the first test runs."""
+    """The servers of this worker."""
     servers = Servers(lambda: tmp_path_factory.mktemp("server"), request.getfixturevalue)
     try:
-        for name in needed(request.session.items):
-            servers.begin(name)
         yield servers
     finally:
         servers.stop()
@@ -64,18 +88,15 @@ def byte_fallback_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def int8_smollm2(smollm2) -> Path:
-    """SmolLM2 with its last block as INT8 W8A8: `int8_logprobs` agrees with vLLM token by token.
+def int8_random_model(random_model: Path, tmp_path_factory) -> Path:
+    """`random_model` with its last block as INT8 W8A8: `int8_logprobs` agrees with vLLM token by token.
 
-    With every block quantized, no two implementations do. Activations are asymmetric, because symmetric ones do not run
-    in float32 on every CPU (see `int8_model`).
+    Activations are asymmetric, because symmetric ones do not run in float32 on every CPU (see `int8_model`).
     """
     from tests import models
 
-    return made_once(
-        cache_root() / "SmolLM2-135M-INT8-last-block",
-        lambda folder: models.int8_model(smollm2, folder, last_blocks=1, symmetric_activations=False),
-    )
+    folder = tmp_path_factory.mktemp("models") / "int8"
+    return models.int8_model(random_model, folder, last_blocks=1, symmetric_activations=False)
 
 
 @pytest.fixture(scope="session")
@@ -89,12 +110,8 @@ def rounded_smollm2(smollm2, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def wikitext() -> str:
-    """The WikiText-2 test text, rows joined with two newlines; Python's language reference where it is not present."""
-    if not WIKITEXT.exists():
-        from tests import models
-
-        return models.pydoc_text()
-    return "\n\n".join(parquet.read_table(WIKITEXT)["text"].to_pylist())
+    """The beginning of WikiText-2's test text, rows joined with two newlines."""
+    return WIKITEXT.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
@@ -11,22 +10,20 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
 )
 
 from rounded_model import copy_all_but_weights
+from tests.texts import WIKITEXT
 
 BOS, EOS = "<s>", "</s>"
 LARGEST_INT8 = 127
-
-
-def pydoc_text() -> str:
-    """The Python language reference of the standard library: prose that is on every machine."""
-    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def random_llama(
@@ -103,6 +100,15 @@ def random_gemma(path: Path, *, seed: int = 0, vocab_size: int = 262_144, soft_c
     return path
 
 
+def random_model_of(config: PretrainedConfig, path: Path, *, seed: int = 0) -> Path:
+    """Writes a float32 model of any family with random weights, and a tokenizer of 1,024 tokens."""
+    _tokenizer(1024, add_bos=False, byte_fallback=False).save_pretrained(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
 def disturbed(source: Path, path: Path, share: float) -> Path:
     """Writes `source` with normal noise of a share of each weight's standard deviation added to it."""
     copy_all_but_weights(source, path)
@@ -153,7 +159,8 @@ def _tokenizer(vocab_size: int, add_bos: bool, byte_fallback: bool) -> PreTraine
     tokenizer = _sentencepiece_like(vocab_size) if byte_fallback else _byte_level(vocab_size)
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, chat_template=template)
 
 
 def _byte_level(vocab_size: int) -> Tokenizer:
@@ -184,7 +191,7 @@ def _sentencepiece_like(vocab_size: int) -> Tokenizer:
 
 def _train(tokenizer: Tokenizer, vocab_size: int, **options: list[str]) -> None:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[BOS, EOS], show_progress=False, **options)
-    tokenizer.train_from_iterator([pydoc_text()], trainer)
+    tokenizer.train_from_iterator([WIKITEXT.read_text()], trainer)
 
 
 def _int8_scheme(symmetric_activations: bool) -> QuantizationScheme:

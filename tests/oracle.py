@@ -1,4 +1,5 @@
-"""What the right numbers are: transformers in float32 on the CPU, and short versions of each perplexity method.
+"""The right numbers: transformers in float64 on the CPU, a short version of each perplexity method, and how far from
+them an engine that computes in float32 may be.
 
 Nothing here imports from scoremode or vLLM. Logprobs are natural logarithms. Of n tokens, n - 1 are scored: entry i
 is about token i + 1, given tokens 0 to i.
@@ -22,6 +23,29 @@ Score = Callable[[Tokens], np.ndarray]
 """n tokens -> n - 1 logprobs."""
 
 
+# From float32's measured distance to float64 on SmolLM2, on CPUs with AVX2 and with AVX-512. Single tokens are at most
+# 4e-5 off, except near BOS, where activations are huge: FIRST_TOKENS is 1.5e-4 off in transformers and 3.8e-4 in vLLM.
+# Means are 8e-6 (AVX-512) and 2e-5 (AVX2) off, nearly all of it the bias of a float32 log-softmax. An off-by-one, a
+# wrong window or decompressed weights move both by tenths of a nat.
+PER_TOKEN = 1e-3
+"""Nats, for each token."""
+MEAN = 5e-5
+"""Nats, for the mean over at least MEAN_TOKENS tokens; relative, for their perplexity."""
+MEAN_TOKENS = 50
+FIRST_TOKENS = ([1, 5398, 26], -6.197199)
+"""BOS, a token and a token in SmolLM2, and the last one's logprob in float64: the case that set PER_TOKEN."""
+
+
+def assert_close(found: Sequence[float | None] | np.ndarray, expected: np.ndarray, *, scale: float = 1.0) -> None:
+    """Each logprob within PER_TOKEN, and the mean error of MEAN_TOKENS or more within MEAN; `scale` times both, where
+    a temperature multiplies logits."""
+    error = np.asarray(found, np.float64) - expected
+    assert np.isfinite(error).all(), found
+    assert np.abs(error).max(initial=0) <= scale * PER_TOKEN, (np.abs(error).max(), np.abs(error).argmax())
+    if error.size >= MEAN_TOKENS:
+        assert np.abs(error).mean() <= scale * MEAN, np.abs(error).mean()
+
+
 class Result(NamedTuple):
     perplexity: float
     num_scored: int
@@ -30,20 +54,20 @@ class Result(NamedTuple):
 
 
 def logprobs(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-    """Logprob of each token but the first: for n tokens [n - 1], float32."""
-    return [_actual(_log_softmax(_float32_model(model_path), tokens), tokens) for tokens in sequences]
+    """Logprob of each token but the first: for n tokens [n - 1], float64."""
+    return [_actual(_log_softmax(_float64_model(model_path), tokens), tokens) for tokens in sequences]
 
 
 def logits(model_path: Path, tokens: Tokens) -> torch.Tensor:
-    """Logits [n - 1, vocabulary] float32 after each token but the last."""
-    return _logits(_float32_model(model_path), tokens)
+    """Logits [n - 1, vocabulary] float64 after each token but the last."""
+    return _logits(_float64_model(model_path), tokens)
 
 
 def top_logprobs(model_path: Path, sequences: Sequence[Tokens], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The k likeliest tokens at each position but the first, best first: ids [n - 1, k] and logprobs [n - 1, k]."""
+    """The top k tokens at each position but the first, best first: ids [n - 1, k] and logprobs [n - 1, k]."""
     results = []
     for tokens in sequences:
-        best = _log_softmax(_float32_model(model_path), tokens).topk(k, dim=-1)
+        best = _log_softmax(_float64_model(model_path), tokens).topk(k, dim=-1)
         results.append((best.indices.numpy(), best.values.numpy()))
     return results
 
@@ -52,7 +76,7 @@ def ranks(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     """1 + the number of tokens with a larger logit than the actual one's, for each token but the first: [n - 1]."""
     results = []
     for tokens in sequences:
-        logits = _logits(_float32_model(model_path), tokens)
+        logits = _logits(_float64_model(model_path), tokens)
         actual = logits.gather(1, _targets(tokens))
         results.append(1 + (logits > actual).sum(dim=-1).numpy())
     return results
@@ -77,22 +101,22 @@ class Divergence(NamedTuple):
 
 
 def divergences(base_path: Path, other_path: Path, sequences: Sequence[Tokens]) -> list[Divergence]:
-    """How far a model is from a base, both in float32; what follows from their logits is in float64."""
-    base, other = _float32_model(base_path), _float32_model(other_path)
+    """How far a model is from a base."""
+    base, other = _float64_model(base_path), _float64_model(other_path)
     return [divergence(_logits(base, tokens), _logits(other, tokens), tokens) for tokens in sequences]
 
 
 def int8_divergences(
     base_path: Path, int8_path: Path, sequences: Sequence[Tokens], *, saturates: bool = False
 ) -> list[Divergence]:
-    """The same of a checkpoint whose weights and activations are INT8, beside a base in float32."""
-    base, other = _float32_model(base_path), _int8_model(int8_path, saturates)
+    """The same for a checkpoint whose weights and activations are INT8, and a base that is not quantized."""
+    base, other = _float64_model(base_path), _int8_model(int8_path, saturates)
     return [divergence(_logits(base, tokens), _logits(other, tokens), tokens) for tokens in sequences]
 
 
 def divergence(base_logits: torch.Tensor, logits: torch.Tensor, tokens: Tokens) -> Divergence:
     """From the logits [n - 1, vocabulary] of both."""
-    log_p, log_q = (each.double().log_softmax(-1) for each in (base_logits, logits))
+    log_p, log_q = (each.log_softmax(-1) for each in (base_logits, logits))
     p, q = log_p.exp(), log_q.exp()
     tensors = (
         (p * (log_p - log_q)).sum(-1),
@@ -111,7 +135,7 @@ def decompressed_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[
     """What transformers gives for a compressed-tensors checkpoint: weights decompressed, activations not quantized.
 
     `logprobs` of the same checkpoint is something else: left to itself, compressed-tensors simulates quantized
-    activations in float32, with a scale of max|x| / 127.5 where vLLM's kernels take max|x| / 127.
+    activations, with a scale of max|x| / 127.5 where vLLM's kernels take max|x| / 127.
     """
     return [_actual(_log_softmax(_decompressed_model(int8_path), tokens), tokens) for tokens in sequences]
 
@@ -212,8 +236,8 @@ def _targets(tokens: Tokens) -> torch.Tensor:
 
 @torch.inference_mode()
 def _logits(model: PreTrainedModel, tokens: Tokens) -> torch.Tensor:
-    """[n - 1, vocabulary] float32: what predicts tokens 1 to n - 1."""
-    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].float()
+    """[n - 1, vocabulary] float64: what predicts tokens 1 to n - 1."""
+    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].double()
 
 
 def _log_softmax(model: PreTrainedModel, tokens: Tokens) -> torch.Tensor:
@@ -225,22 +249,22 @@ def _actual(log_softmax: torch.Tensor, tokens: Tokens) -> np.ndarray:
 
 
 @lru_cache(maxsize=3)
-def _float32_model(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def _float64_model(path: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 
 
 @lru_cache(maxsize=1)
 def _decompressed_model(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().apply(disable_quantization)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval().apply(disable_quantization)
 
 
 @lru_cache(maxsize=1)
 def _int8_model(path: Path, saturates: bool) -> PreTrainedModel:
-    """The architecture in plain float32, its quantized linear layers replaced by `Int8Linear`."""
+    """The architecture in plain float64, its quantized linear layers replaced by `Int8Linear`."""
     config = AutoConfig.from_pretrained(path)
     scheme = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     symmetric = scheme["input_activations"]["symmetric"]
     tensors = load_file(path / "model.safetensors")
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
@@ -271,13 +295,13 @@ class Int8Linear(torch.nn.Module):
         self.saturates = saturates
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] float32 -> [..., out] float32."""
-        quantized, scale, zero_point = quantize_tokens(inputs, self.symmetric)
+        """[..., in] -> [..., out] of the same type. Inputs are quantized from float32, as the kernels do."""
+        quantized, scale, zero_point = quantize_tokens(inputs.float(), self.symmetric)
         quantized, zero_point = quantized.double(), zero_point.double()
         multiply = saturating_products if self.saturates else torch.matmul
         products = multiply(quantized, self.weight)
         shifted = products - zero_point * self.weight.sum(dim=0)
-        return (shifted * scale.double() * self.scale).float()
+        return (shifted * scale.double() * self.scale).to(inputs.dtype)
 
 
 def int8_products_saturate() -> bool:

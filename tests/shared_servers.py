@@ -1,23 +1,17 @@
-"""Real servers for the tests, each started once in a session, while tests run that do not need it yet.
+"""Real servers for the tests, each started once in a worker of pytest-xdist and shared by its tests.
 
-A server takes half a minute to start, most of it on one core: two or three processes import vLLM one after another.
-`tests/conftest.py` begins the starts when the session begins, two at a time in threads, in the order in which the
-collected tests need the servers. Tests that need none run meanwhile. A test waits for its own server only. A
-server that does not come up fails each test that needs it, with its log.
-
-Servers of one module alone begin to start with the tests of the second module before, and are stopped with their own:
-memory is short for all of them at once.
+A server takes half a minute to start, most of it on one core. Servers form groups, and all tests of a group run in one
+worker, one after another: the first that asks for a server starts the whole group, two at a time, and the first that
+asks for a server of another group ends it. A server that does not come up fails each test that needs it, with its log.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import pytest
 
 from local_server import ServerProcess, server_process
 
@@ -37,6 +31,7 @@ _STOCK_BESIDE = (sys.executable, str(_E2E / "stock_beside.py"))
 class Server:
     """How a server is started."""
 
+    group: str
     model: str
     """The fixture that makes its model."""
     flags: tuple[str, ...]
@@ -56,44 +51,9 @@ kernel anew for each step's logits, it has two thirds of the speed (docs/benchma
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """As vLLM's CPU platform has it by default, and a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
-SERVERS = {
-    # vLLM's own server with the plugin and an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
-    "plugin_server": Server(
-        "byte_fallback_model",
-        (
-            *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
-            *("--api-key", API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
-            # Of its tokens a GiB holds a million.
-            *("--num-gpu-blocks-override", "2048"),
-        ),
-        (*_STOCK_BESIDE, "vllm", "--model"),
-        {"VLLM_PLUGINS": "scoremode", **A_WORKER_BY_ITSELF},
-    ),
-    # `scoremode serve` on a real model, with what trainers need: top 100, and vLLM's generate route.
-    "server": Server(
-        "smollm2",
-        (
-            *("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
-            *("--max-logprobs", "256", "--enable-scale-out"),
-        ),
-        (*_STOCK_BESIDE, "scoremode"),
-        references="shared",
-    ),
-    # Quantized weights and activations, no cache of logprobs, and small bounds.
-    "int8_server": Server(
-        "int8_smollm2",
-        (
-            *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-            *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
-            *_ANY_ORIGIN,
-        ),
-        references="shared",
-    ),
-}
-"""By the name of the fixture that is the server's URL."""
-
 _SMALL = ("--max-num-seqs", "8", "--enforce-eager")
-_TO_END = Server(
+TO_END = Server(
+    "faults",
     "random_model",
     (
         *("--served-model-name", "random", "--max-model-len", "1024", *_SMALL, "--block-size", "32"),
@@ -104,27 +64,71 @@ _TO_END = Server(
     references="faults",
 )
 
-SERVERS_OF_A_MODULE = {
+SERVERS = {
+    # vLLM's own server with the plugin and an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
+    "plugin_server": Server(
+        "tiny",
+        "byte_fallback_model",
+        (
+            *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
+            *("--api-key", API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
+            # Of its tokens a GiB holds a million.
+            *("--num-gpu-blocks-override", "2048"),
+        ),
+        (*_STOCK_BESIDE, "vllm", "--model"),
+        {"VLLM_PLUGINS": "scoremode", **A_WORKER_BY_ITSELF},
+    ),
+    # `scoremode serve` with what trainers need: top 256, and vLLM's generate route.
+    "server": Server(
+        "tiny",
+        "random_model",
+        (
+            *("--served-model-name", "tiny", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+            *("--max-logprobs", "256", "--enable-scale-out"),
+        ),
+        (*_STOCK_BESIDE, "scoremode"),
+        references="shared",
+    ),
+    # Real weights, and so slow that what is at work can be seen and left.
+    "smollm2_server": Server(
+        "real",
+        "smollm2",
+        ("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
+        (*_STOCK_BESIDE, "scoremode"),
+        references="smollm2",
+    ),
+    # Quantized weights and activations, no cache of logprobs, and small bounds.
+    "int8_server": Server(
+        "tiny",
+        "int8_random_model",
+        (
+            *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
+            *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
+            *_ANY_ORIGIN,
+        ),
+        references="shared",
+    ),
+    "rounded_server": Server("real", "rounded_smollm2", ("--max-model-len", "1024", *_SMALL), references="smollm2"),
     # Two of one model: tests kill the second, then stop the first.
-    "first_server": _TO_END,
-    "second_server": _TO_END,
-    "rounded_server": Server("rounded_smollm2", ("--max-model-len", "1024", *_SMALL), references="shared"),
+    "first_server": TO_END,
+    "second_server": TO_END,
     # Of another model than the sweep itself serves, with the sweep's references.
     "server_by_hand": Server(
+        "sweep",
         "disturbed_model",
         ("--max-model-len", "256", *_SMALL, "--num-gpu-blocks-override", "1024"),
         references="sweep",
     ),
 }
-"""The same of those that one module needs, stopped when it ends."""
+"""By the name of the fixture that is the server's URL."""
 
 
 class Servers:
-    """The servers of a session, two starts at a time.
+    """The servers of a worker, one group at a time.
 
     Args:
         folder: Makes an empty folder, for a server's log or for references.
-        model: The model that a fixture makes. Called in the thread that calls `begin`, because loading and making
+        model: The model that a fixture makes. Called in the thread that asks for a server, because loading and making
             models changes global state of torch.
     """
 
@@ -134,19 +138,10 @@ class Servers:
         # Tests change the process's own while servers are started.
         self._inherited = dict(os.environ)
         self._references: dict[str, Path] = {}
-        self._starts = ThreadPoolExecutor(max_workers=STARTS_AT_ONCE, thread_name_prefix="starts")
-        self._ends = ThreadPoolExecutor(thread_name_prefix="ends")
-        self._running: dict[str, ExitStack] = {}
+        self._group = ""
+        self._starts = ThreadPoolExecutor(STARTS_AT_ONCE, thread_name_prefix="starts")
+        self._running = ExitStack()
         self._processes: dict[str, Future[ServerProcess]] = {}
-        self._ended: dict[str, Future[None]] = {}
-
-    def begin(self, name: str) -> None:
-        """Start a server as soon as all but one of those before it are up; a second call does nothing."""
-        if name not in self._processes:
-            server = (SERVERS | SERVERS_OF_A_MODULE)[name]
-            self._running[name] = ExitStack()
-            command = self._command(server)
-            self._processes[name] = self._starts.submit(self._running[name].enter_context, command)
 
     def process(self, name: str) -> ServerProcess:
         """Wait until a server is ready.
@@ -154,11 +149,13 @@ class Servers:
         Raises:
             ServerError: it did not come up.
         """
-        self.begin(name)
+        if SERVERS[name].group != self._group:
+            self.stop()
+            self._start(SERVERS[name].group)
         return self._processes[name].result()
 
     def url(self, name: str) -> str:
-        """Of a server, once it is ready; raises as `process` does."""
+        """The address of a server, once it is ready; raises as `process` does."""
         return self.process(name).url
 
     def references(self, name: str) -> Path:
@@ -167,19 +164,20 @@ class Servers:
             self._references[name] = self._folder()
         return self._references[name]
 
-    def end(self, name: str) -> None:
-        """Stop a server while tests go on."""
-        if name in self._processes and name not in self._ended:
-            self._ended[name] = self._ends.submit(self._end, name)
-
     def stop(self) -> None:
         """Stop all of them."""
-        self._starts.shutdown(cancel_futures=True)
-        for name in self._processes:
-            self.end(name)
-        for ended in self._ended.values():
-            ended.result()
-        self._ends.shutdown()
+        for process in self._processes.values():
+            process.cancel()
+        wait(self._processes.values())
+        self._running.close()
+        self._processes.clear()
+        self._group = ""
+
+    def _start(self, group: str) -> None:
+        self._group = group
+        for name, server in SERVERS.items():
+            if server.group == group:
+                self._processes[name] = self._starts.submit(self._running.enter_context, self._command(server))
 
     def _command(self, server: Server) -> AbstractContextManager[ServerProcess]:
         """The server, to be started."""
@@ -193,17 +191,3 @@ class Servers:
             environment=KEEP_MEMORY | server.environment,
             inherited=self._inherited,
         )
-
-    def _end(self, name: str) -> None:
-        started = self._processes[name]
-        if not started.cancel():
-            wait([started])
-        self._running[name].close()
-
-
-def needed(tests: Iterable[pytest.Item], among: Mapping[str, Server] = SERVERS) -> list[str]:
-    """Names of the servers that tests ask for, in the order in which they do. Unit tests have fixtures of these names
-    too, of their own."""
-    in_e2e = (test for test in tests if _E2E in test.path.parents)
-    fixtures = dict.fromkeys(name for test in in_e2e for name in getattr(test, "fixturenames", ()))
-    return [name for name in fixtures if name in among]

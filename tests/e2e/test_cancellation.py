@@ -34,22 +34,24 @@ def wait_for(server: str, busy: bool, seconds: float) -> bool:
 
 
 @pytest.mark.parametrize("flags", [(), ("--server-side",)], ids=["windows cut here", "windows cut on the server"])
-def test_killing_ppl_client_leaves_no_request_running(server: str, wikitext: str, tmp_path: Path, flags: tuple[str]):
+def test_killing_ppl_client_leaves_no_request_running(
+    smollm2_server: str, wikitext: str, tmp_path: Path, flags: tuple[str]
+):
     text = tmp_path / "text.txt"
-    text.write_text(wikitext[:200_000])
-    command = [sys.executable, "-m", "scoremode.cli", "--url", server, "--text-file", str(text), *flags]
+    text.write_text(wikitext)
+    command = [sys.executable, "-m", "scoremode.cli", "--url", smollm2_server, "--text-file", str(text), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        assert wait_for(server, busy=True, seconds=60), "the engine never got a request"
+        assert wait_for(smollm2_server, busy=True, seconds=60), "the engine never got a request"
     finally:
         process.kill()
         process.wait()
     # The windows in the engine's running step are finished; thousands of tokens after them are not begun. The whole
     # text would take minutes.
-    assert wait_for(server, busy=False, seconds=60), "requests of a client that is gone are still running"
+    assert wait_for(smollm2_server, busy=False, seconds=60), "requests of a client that is gone are still running"
 
 
-def test_one_bad_sequence_in_a_batch_leaves_no_request_running(client: ScoreClient, server: str):
-    response = httpx.post(f"{server}/v1/score", json={"prompt": [[5] * 2000] * 8 + [[10**9]]}, timeout=60)
+def test_one_bad_sequence_in_a_batch_leaves_no_request_running(smollm2_client: ScoreClient, smollm2_server: str):
+    response = httpx.post(f"{smollm2_server}/v1/score", json={"prompt": [[5] * 2000] * 8 + [[10**9]]}, timeout=60)
     assert response.status_code == 400
-    assert requests_in_engine(server) == 0
+    assert requests_in_engine(smollm2_server) == 0

@@ -10,9 +10,10 @@ import pytest
 
 from scoremode import ScoreClient
 from tests.command_line import ppl_client
+from tests.texts import WIKITEXT
 
 NAME = "to-compare"
-TEXT = ("--dataset", "pydoc", "--max-tokens", "640", "--method", "disjoint", "--context-length", "64")
+TEXT = ("--text-file", str(WIKITEXT), "--max-tokens", "640", "--method", "disjoint", "--context-length", "64")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """`ppl-client corpus` on a real server: figures beside an oracle and beside `/v1/perplexity`, and through a kill."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -16,9 +17,6 @@ from tests import oracle
 from tests.command_line import TIMEOUT_SECONDS
 from tests.e2e.gate import gated
 from tests.shared_servers import API_KEY
-
-TOLERANCE = 1e-5
-"""Nats a token, of a document's mean: float32 errors of single tokens are at most 1e-4 and have either sign."""
 
 
 def corpus_command(*arguments: str) -> list[str]:
@@ -43,7 +41,9 @@ def documents(wikitext: str) -> list[str | None]:
     return texts
 
 
-def test_figures_are_those_of_an_oracle(server: str, client: ScoreClient, smollm2: Path, wikitext: str, tmp_path: Path):
+def test_figures_are_those_of_an_oracle(
+    server: str, client: ScoreClient, random_model: Path, wikitext: str, tmp_path: Path
+):
     texts = documents(wikitext)
     with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="detect") as stream:
         stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
@@ -60,11 +60,10 @@ def test_figures_are_those_of_an_oracle(server: str, client: ScoreClient, smollm
             continue
         tokens = client.tokenize(row["text"], add_special_tokens=False)
         assert row["token_ids"] == tokens
-        expected = oracle.perplexity(smollm2, tokens, "rolling", 256, None, prefix=prefix)
+        expected = oracle.perplexity(random_model, tokens, "rolling", 256, None, prefix=prefix)
         assert row["num_tokens"] == expected.num_scored == len(tokens)
-        assert [-logprob for logprob in row["token_logprobs"]] == pytest.approx(expected.nlls.tolist(), abs=1e-4)
-        if len(tokens) >= 50:
-            assert row["nll"] / len(tokens) == pytest.approx(expected.nlls.mean(), abs=TOLERANCE)
+        oracle.assert_close(row["token_logprobs"], -expected.nlls)
+        assert row["nll"] == pytest.approx(-math.fsum(row["token_logprobs"]), rel=1e-6)
         num_windows.add(-(-len(tokens) // 256))
     assert num_windows >= {1, 2}
 
@@ -86,9 +85,9 @@ def test_figures_are_those_of_perplexity_of_each_text(
         for row in rows:
             expected = client.perplexity(row["body"], method="rolling", context_length=context_length)
             assert row["num_tokens"] == expected.num_tokens == expected.num_scored
-            assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=TOLERANCE)
-            assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * TOLERANCE)
-            assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * TOLERANCE)
+            assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=oracle.MEAN)
+            assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * oracle.MEAN)
+            assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * oracle.MEAN)
 
 
 def test_a_killed_run_goes_on(plugin_server: str, wikitext: str, tmp_path: Path):
@@ -123,7 +122,7 @@ def test_a_killed_run_goes_on(plugin_server: str, wikitext: str, tmp_path: Path)
         for row, other in zip(found, expected, strict=True):
             assert row["text"] == other["text"]
             assert row["num_tokens"] == other["num_tokens"]
-            assert row["nll"] / row["num_tokens"] == pytest.approx(other["nll"] / other["num_tokens"], abs=TOLERANCE)
+            assert row["nll"] / row["num_tokens"] == pytest.approx(other["nll"] / other["num_tokens"], abs=oracle.MEAN)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,8 @@ from safetensors.numpy import load_file
 
 from local_server import ServerProcess, server_process
 from scoremode_server.references.directory import ReferenceDirectory
-from tests.shared_servers import SERVERS_OF_A_MODULE, Servers
+from tests.shared_servers import TO_END, Servers
+from tests.texts import WIKITEXT
 
 COMPARE = ("kld", "--reference", "whole")
 EXIT_SECONDS = 30
@@ -79,7 +80,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 class PplClient:
     """Runs of `ppl-client` over the same windows of a text, into files of one folder."""
 
-    TEXT = ("--dataset", "pydoc", "--max-tokens", "40000", "--context-length", "512", "--stride", "256")
+    TEXT = ("--text-file", str(WIKITEXT), "--max-tokens", "40000", "--context-length", "512", "--stride", "256")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -310,7 +311,7 @@ async def test_a_stream_that_nobody_reads_and_texts_that_are_tokenized_do_not_ho
         "/v1/score": {"prompt": ["a few words"] * 60_000},
         "/v1/completions": {"prompt": [text[:1000]] * 1000, "echo": True, "logprobs": 0, "max_tokens": 1},
     }
-    flags = SERVERS_OF_A_MODULE["first_server"].flags
+    flags = TO_END.flags
     with server_process(random_model, *flags, log=tmp_path / "server.log") as server, unread_stream(server):
         async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             answers = []

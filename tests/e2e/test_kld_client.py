@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 from scoremode import NotFoundError, ScoreClient
 from tests.command_line import ppl_client
 from tests.e2e.gate import gated
+from tests.texts import WIKITEXT
 
 NAME = "command-line"
-TEXT = ("--dataset", "pydoc", "--max-tokens", "384", "--method", "disjoint", "--context-length", "64")
+TEXT = ("--text-file", str(WIKITEXT), "--max-tokens", "384", "--method", "disjoint", "--context-length", "64")
 NUM_WINDOWS = 5
 
 

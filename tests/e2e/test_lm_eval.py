@@ -61,9 +61,9 @@ def evaluate(
 
 
 @pytest.fixture(scope="module")
-def reference(tasks: Path, smollm2: Path) -> dict[str, Any]:
+def reference(tasks: Path, random_model: Path) -> dict[str, Any]:
     """lm-eval's `hf` backend: transformers in float32."""
-    arguments = {"pretrained": str(smollm2), "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH}
+    arguments = {"pretrained": str(random_model), "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH}
     return evaluate(tasks, "hf", {**arguments, "batch_size": 1})
 
 
@@ -71,7 +71,7 @@ def reference(tasks: Path, smollm2: Path) -> dict[str, Any]:
 def ours(tasks: Path, server: str) -> dict[str, Any]:
     """lm-eval's `local-completions` backend on our server, tokenizing remotely."""
     arguments = {
-        "model": "smollm2",
+        "model": "tiny",
         "base_url": f"{server}/v1/completions",
         "tokenizer_backend": "remote",
         "num_concurrent": 4,
@@ -119,7 +119,7 @@ def test_a_generation_task_runs(tmp_path: Path, server: str):
         'generation_kwargs: {until: ["\\n"], max_gen_toks: 5}\n'
         "metric_list: [{metric: exact_match}]\n"
     )
-    arguments = {"model": "smollm2", "base_url": f"{server}/v1/completions", "tokenizer_backend": "remote"}
+    arguments = {"model": "tiny", "base_url": f"{server}/v1/completions", "tokenizer_backend": "remote"}
     results = evaluate(tmp_path, "local-completions", arguments, ("facts",))
     texts = [sample["resps"][0][0] for sample in results["samples"]["facts"]]
     assert len(texts) == 3

@@ -9,9 +9,6 @@ from scoremode import Method, ScoreClient
 from scoremode.metrics import count_words
 from tests import oracle
 
-TOLERANCE = 1e-5
-"""Relative. Means over hundreds of tokens whose float32 errors are at most 1e-4 nats each and have either sign."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -44,13 +41,13 @@ def expected_result(model: Path, tokens: list[int], case: Case, **special: int |
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_perplexity_and_counts_of_a_real_model(client: ScoreClient, smollm2: Path, text: str, case: Case):
+def test_perplexity_and_counts_of_a_real_model(client: ScoreClient, random_model: Path, text: str, case: Case):
     tokens = client.tokenize(text)
-    expected = expected_result(smollm2, tokens, case, prefix=client.info().prefix_token_id)
+    expected = expected_result(random_model, tokens, case, prefix=client.info().prefix_token_id)
     result = client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_windows >= 5
     assert result.num_scored == expected.num_scored
-    assert result.perplexity == pytest.approx(expected.perplexity, rel=TOLERANCE)
+    assert result.perplexity == pytest.approx(expected.perplexity, rel=oracle.MEAN)
     assert result.nll_stderr == pytest.approx(expected.nlls.std(ddof=1) / len(expected.nlls) ** 0.5, rel=1e-4)
     assert result.perplexity_stderr == pytest.approx(result.perplexity * result.nll_stderr, rel=1e-9)
 
@@ -64,7 +61,7 @@ def test_special_tokens_of_a_tokenizer_that_adds_bos(
     expected = expected_result(byte_fallback_model, tokens, case, bos=info.bos_token_id, prefix=info.bos_token_id)
     result = bos_client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_scored == expected.num_scored
-    assert result.perplexity == pytest.approx(expected.perplexity, rel=TOLERANCE)
+    assert result.perplexity == pytest.approx(expected.perplexity, rel=oracle.MEAN)
 
 
 def test_figures_of_a_text_follow_from_its_nll(client: ScoreClient, text: str):

@@ -6,8 +6,8 @@ import openai
 import pytest
 
 PROMPT = "The capital of France is"
-SCORING = {"model": "smollm2", "prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}
-GENERATION = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+SCORING = {"model": "tiny", "prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}
+GENERATION = {"model": "tiny", "prompt": PROMPT, "max_tokens": 5, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ async def asynchronous(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
 def test_scoring(sync: openai.OpenAI):
     (choice,) = sync.completions.create(**SCORING).choices
     assert choice.text == PROMPT
-    assert choice.logprobs.tokens == ["The", " capital", " of", " France", " is"]
+    assert "".join(choice.logprobs.tokens) == PROMPT
     assert choice.logprobs.token_logprobs[0] is None
     assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs[1:])
 
@@ -38,12 +38,12 @@ async def test_scoring_async(sync: openai.OpenAI, asynchronous: openai.AsyncOpen
 def test_scoring_streamed(sync: openai.OpenAI):
     chunks = list(sync.completions.create(**SCORING, stream=True))
     tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
-    assert tokens == ["The", " capital", " of", " France", " is"]
+    assert "".join(tokens) == PROMPT
 
 
 async def test_generation_is_the_same_in_every_way_of_asking(sync: openai.OpenAI, asynchronous: openai.AsyncOpenAI):
     text = sync.completions.create(**GENERATION).choices[0].text
-    assert text.strip()
+    assert text
     assert "".join(chunk.choices[0].text for chunk in sync.completions.create(**GENERATION, stream=True)) == text
     assert (await asynchronous.completions.create(**GENERATION)).choices[0].text == text
     stream = await asynchronous.completions.create(**GENERATION, stream=True)
@@ -52,7 +52,7 @@ async def test_generation_is_the_same_in_every_way_of_asking(sync: openai.OpenAI
 
 def test_chat_is_vllms(sync: openai.OpenAI):
     messages = [{"role": "user", "content": "Say hello."}]
-    response = sync.chat.completions.create(model="smollm2", messages=messages, max_tokens=5, temperature=0)
+    response = sync.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0)
     assert response.choices[0].message.content
 
 

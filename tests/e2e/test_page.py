@@ -416,7 +416,7 @@ def test_a_second_server_shows_the_difference_token_by_token(server: str, int8_s
         tokens(page).nth(4).hover()
         expect(page.locator("#card table").first).to_contain_text("int8")
         rows = [row.inner_text().split("\t") for row in page.locator("#card table").first.locator("tr").all()]
-        assert rows[0][1:] == ["smollm2", "int8"]
+        assert rows[0][1:] == ["tiny", "int8"]
         assert [number(cell) for cell in rows[1][1:]] == pytest.approx(
             [first["logprobs"][4], second["logprobs"][4]], abs=0.001
         )

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from scoremode import ScoreClient
 from tests.command_line import ppl_client, run_ppl_client
+from tests.texts import WIKITEXT
 
 
 def result_of(server: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def result_of(server: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"])
 def test_windows_cut_here_and_on_the_server_give_the_same_number(server: str, tmp_path: Path, method: str):
-    options = ("--dataset", "pydoc", "--max-tokens", "600", "--context-length", "128", "--method", method)
+    options = ("--text-file", str(WIKITEXT), "--max-tokens", "600", "--context-length", "128", "--method", method)
     here = result_of(server, tmp_path, *options)
     there = result_of(server, tmp_path, *options, "--server-side")
     for figure in ("perplexity", "nll_sum", "bits_per_byte", "word_perplexity", "perplexity_stderr"):

@@ -17,10 +17,12 @@ from safetensors.numpy import load_file
 
 from local_server import CPU_ENVIRONMENT, CPU_FLAGS, has_gpu
 from scoremode import ScoreClient
+from tests import oracle
 from tests.command_line import ppl_client, run_ppl_client
-from tests.shared_servers import SERVERS_OF_A_MODULE, Servers
+from tests.shared_servers import SERVERS, Servers
+from tests.texts import WIKITEXT
 
-TEXT = {"dataset": "pydoc", "max_tokens": 1000}
+TEXT = {"text_file": str(WIKITEXT), "max_tokens": 1000}
 WINDOWS = {"method": "disjoint", "context_length": 64}
 NUM_WINDOWS = 15
 
@@ -38,7 +40,7 @@ class Sweeps:
             "output": "runs",
             "text": TEXT,
             "windows": WINDOWS,
-            "serve": [*SERVERS_OF_A_MODULE["server_by_hand"].flags, *(() if has_gpu() else CPU_FLAGS)],
+            "serve": [*SERVERS["server_by_hand"].flags, *(() if has_gpu() else CPU_FLAGS)],
             "env": {} if has_gpu() else CPU_ENVIRONMENT,
             "models": [
                 {"name": "base", "model": str(self._random_model)},
@@ -101,9 +103,7 @@ def test_two_models_make_two_runs_and_a_report(sweeps: Sweeps):
     assert disturbed["statistics"]["kld"]["mean"] > 1e-3
     assert disturbed["statistics"]["num_windows"] == NUM_WINDOWS
     # The same positions, scored as prompts and from the reference's hidden states: sums in another order.
-    np.testing.assert_allclose(
-        sweeps.arrays("disturbed")["reference_logprobs"], sweeps.arrays("base")["logprobs"], atol=1e-4
-    )
+    oracle.assert_close(sweeps.arrays("disturbed")["reference_logprobs"], sweeps.arrays("base")["logprobs"])
     assert (sweeps.runs / "report.html").is_file()
 
 
@@ -116,9 +116,9 @@ def test_the_figures_are_those_of_ppl_client_by_hand(sweeps: Sweeps, server_by_h
     for each in ("token_ids", "window_sizes"):
         assert sweeps.arrays("disturbed")[each].tolist() == arrays[each].tolist()
     # Batches are put together otherwise in each run, and float32 sums depend on that.
-    np.testing.assert_allclose(sweeps.arrays("disturbed")["kld"], arrays["kld"], atol=1e-5)
-    np.testing.assert_allclose(sweeps.arrays("disturbed")["logprobs"], arrays["logprobs"], atol=1e-4)
-    options = ["--dataset", "pydoc", "--max-tokens", "1000", "--method", "disjoint", "--context-length", "64"]
+    oracle.assert_close(sweeps.arrays("disturbed")["kld"], arrays["kld"])
+    oracle.assert_close(sweeps.arrays("disturbed")["logprobs"], arrays["logprobs"])
+    options = ["--text-file", str(WIKITEXT), "--max-tokens", "1000", "--method", "disjoint", "--context-length", "64"]
     ppl_client("--url", server_by_hand, *options, "--output", str(output), "--quiet")
     assert json.loads(output.read_text())["perplexity"] == pytest.approx(swept["statistics"]["ppl_q"], rel=1e-5)
 
