@@ -12,10 +12,10 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-slow test-avx2 errors openapi clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-matrix errors openapi clean
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(INSTALLED) ## Serve a small real model and a 4-bit copy, print perplexity and KL divergence
 	@$(BIN)/python scripts/demo.py
@@ -24,12 +24,14 @@ serve: $(INSTALLED) ## Serve a model: make serve MODEL=path-or-name [ARGS="--max
 	@test -n "$(MODEL)" || { echo 'usage: make serve MODEL=path-or-name [ARGS="vllm serve flags"]' >&2; exit 2; }
 	$(if $(filter cpu,$(ENGINE)),VLLM_CPU_OMP_THREADS_BIND=$${VLLM_CPU_OMP_THREADS_BIND:-nobind}) $(BIN)/scoremode serve $(MODEL) $(ARGS)
 
-# Two processes, and a core for each.
-IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# Two workers, and a core for each.
+PYTEST := $(BIN)/python -m pytest
+IN_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) --numprocesses 2
+USUAL := not slow and not interpreter
 
-# Without the tests that start processes of their own: Triton's interpreter, ranks, servers and clients that are killed.
+# Without the tests that start processes of their own: engines, servers, browsers, clients that are killed.
 check: lint ## For every save: style, types and unit tests
-	$(IN_PARALLEL) -m "not slow and not processes" tests/unit
+	$(IN_PARALLEL) --dist worksteal -m "$(USUAL) and not processes" tests/unit
 
 lint: $(INSTALLED) ## Check style and types
 	$(BIN)/ruff check .
@@ -37,15 +39,32 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(INSTALLED) ## Run every test, real engines included, and see what unit tests cover
-	$(IN_PARALLEL) tests/standalone tests/unit --cov
-	$(BIN)/python -m pytest tests/engine tests/e2e
+# What `check` has run is not run again. Tests that share servers run in one worker (tests/conftest.py).
+test: check ## Run every test, real engines included
+	@scripts/install_browser.sh
+	$(IN_PARALLEL) --dist loadgroup -m "$(USUAL) and processes"
+	@scripts/install_browser.sh --left-out
+
+test-interpreter: $(INSTALLED) ## Run GPU kernels in Triton's interpreter on the CPU, and compare them with torch
+	$(IN_PARALLEL) --dist worksteal -m interpreter tests/unit/server
+
+coverage: $(INSTALLED) ## See what unit tests cover
+	$(IN_PARALLEL) --dist worksteal -m "not slow" tests/unit --cov
 
 test-slow: $(INSTALLED) ## Run what is too long for every run: large models, and thousands of seeds
-	$(BIN)/python -m pytest --numprocesses 2 -m slow
+	$(IN_PARALLEL) --dist loadgroup -m slow
 
 test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing newer
-	PYTHONPATH=$(CURDIR)/tests/avx2 $(BIN)/python -m pytest
+	PYTHONPATH="$(CURDIR)/tests/avx2" $(IN_PARALLEL) --dist loadgroup
+
+# On a machine whose Python has Scoremode, vLLM for CUDA and pytest: make test-gpu INSTALLED= PYTEST="python3 -m pytest"
+test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both model runners, families of models
+	$(PYTEST) -m interpreter tests/unit/server/kernels
+	$(PYTEST) -m "not matrix" tests/gpu
+
+PART ?= v1-eager
+test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager
+	$(PYTEST) -m matrix -k "$(PART)" tests/gpu
 
 errors: $(INSTALLED) ## Write docs/errors.md anew from tests/bad_inputs.py
 	$(BIN)/python -m tests.bad_inputs
@@ -58,7 +77,7 @@ install: $(INSTALLED) ## Set up .venv
 $(INSTALLED): pyproject.toml scripts/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Scoremode needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	scripts/install.sh $(CURDIR)/$(BIN)/python $(ENGINE) dev
+	scripts/install.sh "$(CURDIR)/$(BIN)/python" $(ENGINE) dev
 	@touch $@
 
 clean: ## Remove .venv and .cache
