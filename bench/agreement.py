@@ -1,8 +1,8 @@
-"""Scores of a server beside what they should be: the windows that are scored, and how far two scores lie apart."""
+"""Scores of a server and what they should be: the windows that are scored, and how far two scores are apart."""
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,25 +14,25 @@ from scoremode.corpora import load_corpus
 
 Windows = Sequence[Sequence[int]]
 Logprobs = Sequence[np.ndarray]
-"""One array a window: the logprobs (nats) of all its tokens but the first."""
+"""One array per window: the logprobs (nats) of all its tokens but the first."""
 
 CHARACTERS_PER_TOKEN = 8
-"""More than English takes, so that a text cut to this is still long enough, and tokenized quickly."""
+"""More than English has, so that a text cut to this is still long enough, and tokenized quickly."""
 
 
 def windows_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options of a benchmark that has windows of TEXT scored by MODEL and keeps what servers say in LOGS."""
+    """Options of a benchmark that has windows of TEXT scored by MODEL and keeps the servers' logs in LOGS."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("text")
     parser.add_argument("logs", type=Path)
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=2047, help="tokens a window")
+    parser.add_argument("--length", type=int, default=2047, help="tokens of a window")
     return parser
 
 
 def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> list[list[int]]:
-    """The first `count` windows of `length` tokens of a text, a file or folder that `load_corpus` reads.
+    """The first `count` windows of `length` tokens of a text that `load_corpus` reads.
 
     Raises:
         ValueError: the text is shorter.
@@ -45,10 +45,10 @@ def cut_windows(text: str, tokenizer: Path, count: int, length: int) -> list[lis
 
 
 def served_logprobs(url: str, windows: Windows) -> list[np.ndarray]:
-    """What a server scores; every window computed anew.
+    """What a server scores, without its cache.
 
     Raises:
-        ValueError: a logprob is missing or not a number.
+        ValueError: a logprob is missing or not finite.
     """
     with ScoreClient(url, timeout=600) as client:
         scores = client.score([list(window) for window in windows], use_cache=False)
@@ -59,6 +59,24 @@ def served_logprobs(url: str, windows: Windows) -> list[np.ndarray]:
     return results
 
 
+def record_windows(url: str, name: str, windows: Windows) -> None:
+    """Record the served model as a reference over these windows, which are of one length."""
+    # `disjoint` leaves out a window that ends with the text.
+    tokens = [token for window in windows for token in window] + [windows[0][0]]
+    with ScoreClient(url, timeout=600) as client:
+        reference = client.record_reference(name, tokens, method="disjoint", context_length=len(windows[0]))
+    if reference.num_windows != len(windows):
+        raise ValueError(f"{reference.num_windows} windows of {len(windows)} were recorded")
+
+
+def compared(url: str, reference: str) -> tuple[np.ndarray, Mapping[str, float | None]]:
+    """KL(reference||served) and KL(served||reference) of all positions, [positions, 2] nats; and statistics."""
+    with ScoreClient(url, timeout=600) as client:
+        result = client.kld(reference)
+    positions = [window.positions for window in result.data]
+    return np.concatenate([np.column_stack([each.kld, each.reverse_kld]) for each in positions]), result.statistics
+
+
 def perplexity(logprobs: Logprobs) -> float:
     """Of all scored tokens."""
     values = np.concatenate(logprobs).astype(np.float64)
@@ -67,24 +85,20 @@ def perplexity(logprobs: Logprobs) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """|difference| of single tokens in nats, and perplexity against perplexity."""
+    """|difference| of single tokens in nats, and perplexity compared with perplexity."""
 
     mean: float
-    median: float
     largest: float
     perplexity_ratio: float
     """Less 1, so 0 where they are equal."""
 
     @classmethod
-    def of(cls, ours: Logprobs, expected: Logprobs) -> "Agreement":
+    def between(cls, ours: Logprobs, expected: Logprobs) -> "Agreement":
         """Compare token by token."""
         pairs = zip(ours, expected, strict=True)
         off = np.abs(np.concatenate([one.astype(np.float64) - other for one, other in pairs]))
         ratio = perplexity(ours) / perplexity(expected) - 1
-        return cls(float(off.mean()), float(np.median(off)), float(off.max()), ratio)
+        return cls(float(off.mean()), float(off.max()), ratio)
 
     def __str__(self) -> str:
-        return (
-            f"mean {self.mean:.2e}, median {self.median:.2e}, max {self.largest:.2e}, "
-            f"perplexity {self.perplexity_ratio:+.3%}"
-        )
+        return f"mean {self.mean:.2e}, max {self.largest:.2e}, perplexity {self.perplexity_ratio:+.3%}"

@@ -1,4 +1,4 @@
-"""Builds of Scoremode beside each other on one GPU, in turns: is one slower than another?
+"""Builds of Scoremode side by side on one GPU, in paired turns: is one faster than another?
 
     python bench/builds.py TOKENIZER LOGS --build before=FOLDER --build after=FOLDER [OPTION...] [any vllm serve flag]
 
@@ -8,60 +8,44 @@ vLLM too:
 
     bench/build_wheel.sh REVISION wheels && pip install --no-deps --no-index --target FOLDER wheels/scoremode-*.whl
 
-Builds may differ in flags and environment as well: `--flags after="--score-cache-bytes 0" --env after="NAME=VALUE"`.
+Builds may also differ in flags and environment: `--flags after="--score-cache-bytes 0" --env after="NAME=VALUE"`. A
+build that `--stock` names is served by vLLM's own command without plugins, and gets the loads that it has routes for.
 
-All servers of a shape start at once and share the GPU. In every turn each build works off the same requests, drawn anew
-for the turn, in an order that rotates. Ratios are those of paired turns to the first build, with 95 % intervals. Loads
-are those of bench/load.py. CPU time is what a process used from a load's first request to 0.1 s after its last answer.
+All servers of a shape start at once and share the GPU. In every turn each build gets the same requests, drawn anew for
+the turn, in an order that rotates. Ratios are those of paired turns, with 95 % intervals: to the first build, and to
+the same build's rate of tokens under the load's floor (such as `prefill`), where that is measured too. Loads are those
+of bench/loads.py. CPU time is what a process used from a load's first request to 0.1 s after its last answer.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
+from loads import LOADS, Drawn, Source, Target
+from paired import paired_ratio
+from processes import cpu_seconds
+from servers import Server, ServerProcess, shape_server, starting
+from shapes import NAMES
+from tables import table
 
-import load  # noqa: E402
-from cpu_time import cpu_seconds  # noqa: E402
-from paired import paired_ratio  # noqa: E402
-from servers import Settings, started_processes  # noqa: E402
-from shapes import SHAPES  # noqa: E402
-from tables import table  # noqa: E402
-
-from local_server import ServerProcess  # noqa: E402
-
-LOADS = ("score", "echo", "choices", "unshared")
-COUNTS = {
-    "score": {"8b": 96, "1b": 256},
-    "echo": {"8b": 96, "1b": 256},
-    "prefill": {"8b": 96, "1b": 256},
-    "choices": {"8b": 400, "1b": 400},
-    "unshared": {"8b": 800, "1b": 1500},
-    "top50": {"8b": 96, "1b": 256},
-    "trl": {"8b": 32, "1b": 64},
-}
-"""Requests of a load: 2 to 5 seconds on an H200. Other shapes take 8B's."""
-REPEATS = {"choices": 3}
-"""400 `choices` requests share one beginning and take a second, so several sets make one measurement."""
+TEXT = Path(__file__).parents[1] / "tests/data/wikitext.txt"
+DEFAULT_LOADS = ("score", "echo", "choices", "unshared")
 WARM_UP_COUNT = 128
 """Twice the requests in flight, so that the engine has seen its largest steps."""
 SETTLE_SECONDS = 0.1
 STOP_SECONDS = 15
-"""Kept back of `--seconds` for stopping the servers."""
-
-Servers = Mapping[tuple[str, str], ServerProcess]
-"""(shape, build) -> its server."""
+"""Of `--seconds`, for stopping the servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +54,14 @@ class Build:
 
     folders: tuple[Path, ...]
     flags: tuple[str, ...] = ()
-    environment: Mapping[str, str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    is_stock: bool = False
 
-    def settings(self, common: Sequence[str]) -> Settings:
-        """How its server is started; `common` are flags that every server takes."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its server and its clients."""
         path = [*map(str, self.folders), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**(self.environment or {}), "PYTHONPATH": os.pathsep.join(path)}
-        return Settings((*common, *self.flags), environment=environment)
+        return {**self.variables, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +72,20 @@ class Run:
     load: str
     turn: int
     build: str
-    requests: int
-    tokens: int
-    seconds: float
-    received_bytes: int
-    api_cpu_seconds: float
-    engine_cpu_seconds: float
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    received_bytes: int = 0
+    api_cpu_seconds: float = 0.0
+    engine_cpu_seconds: float = 0.0
 
     @property
     def requests_per_second(self) -> float:
         return self.requests / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
     @property
     def api_milliseconds(self) -> float:
@@ -120,12 +109,12 @@ def assignment(text: str) -> tuple[str, str]:
 def load_count(text: str) -> tuple[str, int]:
     """LOAD=N."""
     name, value = assignment(text)
-    if name not in COUNTS or not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOAD=N with a load of {', '.join(COUNTS)}")
+    if name not in LOADS or not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LOAD=N with a load of {', '.join(LOADS)}")
     return name, int(value)
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+def parse() -> tuple[argparse.Namespace, list[str]]:
     """Options, and the flags of every server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", type=Path)
@@ -133,125 +122,83 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--build", type=assignment, action="append", required=True, metavar="NAME=FOLDER[:FOLDER...]")
     parser.add_argument("--flags", type=assignment, action="append", default=[], metavar="NAME=FLAGS")
     parser.add_argument("--env", type=assignment, action="append", default=[], metavar="NAME=VARIABLES")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8b", "1b"])
-    parser.add_argument(
-        "--together", action="store_true", help="start all shapes at once, and turn by turn measure each"
-    )
-    parser.add_argument("--loads", nargs="+", choices=COUNTS, default=LOADS)
+    parser.add_argument("--stock", action="append", default=[], metavar="NAME", help="serve this build by stock vLLM")
+    parser.add_argument("--shapes", nargs="+", choices=NAMES, default=["8b", "1b"])
+    parser.add_argument("--together", action="store_true", help="start all shapes at once")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=DEFAULT_LOADS)
     parser.add_argument("--count", type=load_count, action="append", default=[], metavar="LOAD=N", help="requests")
+    parser.add_argument("--text", default=str(TEXT), help="what `ppl-client --dataset` reads")
+    parser.add_argument("--reference-dir", type=Path, help="default: LOGS/references")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after the last turn that fits")
-    options, flags = parser.parse_known_args(arguments)
+    options, flags = parser.parse_known_args()
     try:
-        options.builds = read_builds(options.build, options.flags, options.env)
+        options.builds = read_builds(options)
     except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
+    options.reference_dir = (options.reference_dir or options.logs / "references").absolute()
     return options, flags
 
 
-def read_builds(
-    folders: Sequence[tuple[str, str]], flags: Sequence[tuple[str, str]], environments: Sequence[tuple[str, str]]
-) -> dict[str, Build]:
+def read_builds(options: argparse.Namespace) -> dict[str, Build]:
     """Name -> build, the first being what the others are compared with.
 
     Raises:
         ValueError: a name is given twice or has no folder.
     """
-    given = dict(folders)
-    if len(given) < len(folders):
+    folders = dict(options.build)
+    if len(folders) < len(options.build):
         raise ValueError("two builds have one name")
-    if unknown := [name for name, _ in (*flags, *environments) if name not in given]:
-        raise ValueError(f"no build is named {unknown[0]}")
+    for name in (*(name for name, _ in (*options.flags, *options.env)), *options.stock):
+        if name not in folders:
+            raise ValueError(f"no build is named {name}")
     return {
         name: Build(
             tuple(Path(folder).absolute() for folder in value.split(os.pathsep)),
-            tuple(flag for owner, text in flags if owner == name for flag in shlex.split(text)),
-            dict(assignment(word) for owner, text in environments if owner == name for word in shlex.split(text)),
+            tuple(flag for owner, text in options.flags if owner == name for flag in shlex.split(text)),
+            dict(assignment(word) for owner, text in options.env if owner == name for word in shlex.split(text)),
+            name in options.stock,
         )
-        for name, value in given.items()
+        for name, value in folders.items()
     }
 
 
-def origins(settings: Settings) -> dict[str, str]:
-    """The files that a server with these settings imports Scoremode and vLLM from."""
-    program = (
-        "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('scoremode_server', 'vllm')), sep='\\n')"
-    )
-    environment = {**os.environ, **(settings.environment or {})}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    return dict(zip(("scoremode", "vllm"), done.stdout.split(), strict=True))
-
-
-def check_origin(name: str, build: Build, settings: Settings) -> None:
+def check_origin(name: str, build: Build) -> None:
     """Print what a build runs.
 
     Raises:
         RuntimeError: it would run a Scoremode from elsewhere.
     """
-    found = origins(settings)
-    print(f"{name}: {found}, flags {build.flags}, environment {dict(build.environment or {})}", flush=True)
-    if not any(Path(found["scoremode"]).is_relative_to(folder) for folder in build.folders):
-        raise RuntimeError(f"{name} would run {found['scoremode']}")
+    names = ("vllm",) if build.is_stock else ("vllm", "scoremode_server")
+    program = f"import importlib.util as u; print(*(u.find_spec(n).origin for n in {names}))"
+    environment = {**os.environ, **build.environment}
+    found = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True).strip()
+    print(f"{name}: {build}, imports {found}", flush=True)
+    scoremode = found.split()[-1]
+    if not build.is_stock and not any(Path(scoremode).is_relative_to(folder) for folder in build.folders):
+        raise RuntimeError(f"{name} would run {scoremode}")
 
 
 def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """So that none is always first, nor always after the same one's load."""
+    """So that no build is always first, or always after the same other one."""
     start = turn % len(names)
     return [*names[start:], *names[:start]]
-
-
-def measure(server: ServerProcess, kind: str, batches: Sequence[Sequence[dict[str, Any]]], **which: Any) -> Run:
-    """Send the batches one after another.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
-    before = cpu_seconds(server.pid)
-    rates = [asyncio.run(load.send_all(server.url + load.KINDS[kind][0], batch)) for batch in batches]
-    time.sleep(SETTLE_SECONDS)
-    used = cpu_seconds(server.pid) - before
-    if failed := sum(rate.failed for rate in rates):
-        raise RuntimeError(f"{which}: {failed} of {kind}'s requests failed")
-    run = Run(
-        load=kind,
-        requests=sum(rate.requests for rate in rates),
-        tokens=sum(rate.tokens for rate in rates),
-        seconds=sum(rate.seconds for rate in rates),
-        received_bytes=sum(rate.received_bytes for rate in rates),
-        api_cpu_seconds=used.api,
-        engine_cpu_seconds=used.engine,
-        **which,
-    )
-    print(
-        f"    {run.shape} {kind} {run.build}: {run.requests_per_second:,.1f} req/s, {run.seconds:.2f} s, "
-        f"CPU ms a request: API server {run.api_milliseconds:.2f}, engine {run.engine_milliseconds:.2f}",
-        flush=True,
-    )
-    return run
 
 
 class Turns:
     """Turns of loads over servers that are up, until a number is reached or the next would end too late."""
 
-    def __init__(self, servers: Servers, shapes: Sequence[str], options: argparse.Namespace) -> None:
+    def __init__(self, servers: Mapping[str, ServerProcess], shapes: list[str], options: argparse.Namespace) -> None:
         self.servers = servers
         self.shapes = shapes
-        self.builds = list(options.builds)
-        self.loads: Sequence[str] = options.loads
+        self.options = options
         self.counts: Mapping[str, int] = dict(options.count)
 
     def warm_up(self) -> None:
-        """Every load on every server, in small."""
+        """Every load on every server, with few requests."""
         for shape in self.shapes:
-            for kind in self.loads:
-                self._load(shape, kind, turn=-1, count=min(WARM_UP_COUNT, self._count(shape, kind)), repeats=1)
+            for load in self.options.loads:
+                self._run(shape, load, turn=-1, count=min(WARM_UP_COUNT, self._count(shape, load)), sets=1)
 
     def run(self, turns: int, deadline: float) -> Iterator[list[Run]]:
         """The runs of each turn.
@@ -265,59 +212,97 @@ class Turns:
             if turn and start + longest > deadline:
                 print(f"  no time is left for turn {turn + 1} of {turns}", flush=True)
                 return
-            yield [run for shape in self.shapes for kind in self.loads for run in self._turn(shape, kind, turn)]
+            yield [
+                run
+                for shape in self.shapes
+                for load in self.options.loads
+                for run in self._run(shape, load, turn, self._count(shape, load), LOADS[load].sets)
+            ]
             longest = max(longest, time.monotonic() - start)
             print(f"  turn {turn + 1} of {turns} took {time.monotonic() - start:.1f} s", flush=True)
 
-    def _turn(self, shape: str, kind: str, turn: int) -> list[Run]:
-        return self._load(shape, kind, turn, self._count(shape, kind), REPEATS.get(kind, 1))
+    def _run(self, shape: str, load: str, turn: int, count: int, sets: int) -> list[Run]:
+        """One load on each build that has its route."""
+        source = Source(shape, self.options.tokenizer, self.options.text)
+        drawn = [LOADS[load].draw(source, count, f"{shape} {load} {turn} {number}") for number in range(sets)]
+        runs = []
+        for name in rotated(list(self.options.builds), turn):
+            build, server = self.options.builds[name], self.servers[f"{shape} {name}"]
+            if LOADS[load].is_on_stock or not build.is_stock:
+                target = Target(server.url, build.environment)
+                runs.append(measure(server.pid, target, drawn, shape=shape, load=load, turn=turn, build=name))
+        return runs
 
-    def _load(self, shape: str, kind: str, turn: int, count: int, repeats: int) -> list[Run]:
-        batches = [load.bodies(shape, kind, count, f"{shape} {kind} {turn} {repeat}") for repeat in range(repeats)]
-        return [
-            measure(self.servers[shape, build], kind, batches, shape=shape, turn=turn, build=build)
-            for build in rotated(self.builds, turn)
-        ]
+    def _count(self, shape: str, load: str) -> int:
+        usual = LOADS[load].count_1b if shape == "1b" else 0
+        return self.counts.get(load) or usual or LOADS[load].count
 
-    def _count(self, shape: str, kind: str) -> int:
-        return self.counts.get(kind) or COUNTS[kind].get(shape, COUNTS[kind]["8b"])
+
+def measure(server: int, target: Target, drawn: Sequence[Drawn], **which: Any) -> Run:
+    """Send each set of requests to the server with this process id, and sum up.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    sums: Counter[str] = Counter()
+    for requests in drawn:
+        requests.before(target)
+        before = cpu_seconds(server)
+        rate = requests.send(target)
+        time.sleep(SETTLE_SECONDS)
+        sums.update(asdict(rate) | asdict(cpu_seconds(server) - before))
+        requests.after(target)
+    if failed := sums.pop("failed"):
+        raise RuntimeError(f"{which}: {failed} requests failed")
+    run = Run(**which, api_cpu_seconds=sums.pop("api"), engine_cpu_seconds=sums.pop("engine"), **sums)
+    print(
+        f"    {run.shape} {run.load} {run.build}: {run.requests_per_second:,.1f} req/s, {run.seconds:.2f} s, "
+        f"CPU ms per request: API server {run.api_milliseconds:.2f}, engine {run.engine_milliseconds:.2f}",
+        flush=True,
+    )
+    return run
 
 
 HEADER = (
-    *("shape", "load", "build", "turns", "requests/s", "tokens/s", "to the first [95 %]"),
-    *("API server, CPU ms a request", "to the first [95 %]", "engine, CPU ms a request"),
+    *("shape", "load", "build", "turns", "requests/s", "tokens/s", "to the first [95 %]", "to its floor [95 %]"),
+    *("API server, CPU ms per request", "to the first [95 %]", "engine, CPU ms per request", "to the first [95 %]"),
 )
 
 
 def report(runs: Sequence[Run], first: str) -> str:
-    """Means of every build, and its ratios to the first."""
-    groups: dict[tuple[str, str], dict[str, list[Run]]] = {}
+    """Means of every build, and its ratios to the first build and to the load's floor."""
+    groups: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.shape, run.load), {}).setdefault(run.build, []).append(run)
-    return table(HEADER, [row(mine, builds[first]) for builds in groups.values() for mine in builds.values()])
+        groups.setdefault((run.shape, run.load, run.build), []).append(run)
+
+    def row(shape: str, load: str, build: str, mine: Sequence[Run]) -> tuple[str, ...]:
+        others = groups.get((shape, load, first)) if build != first else None
+        floor = groups.get((shape, LOADS[load].floor, build))
+        return (
+            *(shape, load, build, str(len(mine))),
+            *(mean(mine, "requests_per_second", 1), mean(mine, "tokens_per_second", 0)),
+            *(ratio(mine, others, "requests_per_second"), ratio(mine, floor, "tokens_per_second")),
+            *(mean(mine, "api_milliseconds", 2), ratio(mine, others, "api_milliseconds")),
+            *(mean(mine, "engine_milliseconds", 2), ratio(mine, others, "engine_milliseconds")),
+        )
+
+    return table(HEADER, [row(*key, mine) for key, mine in groups.items()])
 
 
-def row(mine: Sequence[Run], first: Sequence[Run]) -> tuple[str, ...]:
-    """A build's line; `first` are the runs that it is compared with, of the same turns in the same order."""
+def mean(runs: Sequence[Run], name: str, digits: int) -> str:
+    """Of a figure of all turns."""
+    return f"{fmean(getattr(run, name) for run in runs):,.{digits}f}"
 
-    def ratio(name: str) -> str:
-        if mine is first:
-            return "-"
-        return str(paired_ratio([getattr(run, name) for run in mine], [getattr(run, name) for run in first]) or "-")
 
-    return (
-        *(mine[0].shape, mine[0].load, mine[0].build, str(len(mine))),
-        f"{fmean(run.requests_per_second for run in mine):,.1f}",
-        f"{fmean(run.tokens / run.seconds for run in mine):,.0f}",
-        ratio("requests_per_second"),
-        f"{fmean(run.api_milliseconds for run in mine):.2f}",
-        ratio("api_milliseconds"),
-        f"{fmean(run.engine_milliseconds for run in mine):.2f}",
-    )
+def ratio(mine: Sequence[Run], others: Sequence[Run] | None, name: str) -> str:
+    """Of a figure, paired by turn; `others` are of the same turns in the same order."""
+    if others is None:
+        return "-"
+    return str(paired_ratio([getattr(run, name) for run in mine], [getattr(run, name) for run in others]) or "-")
 
 
 def save(runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """Write all figures; again after every turn, so that a run which is cut off leaves them."""
+    """Write all figures; after every turn, so that an interrupted run leaves them."""
     record = {
         "arguments": sys.argv[1:],
         "date": time.strftime("%Y-%m-%d"),
@@ -327,22 +312,43 @@ def save(runs: Sequence[Run], options: argparse.Namespace) -> None:
     (options.logs / "builds.json").write_text(json.dumps(record, indent=1))
 
 
+def servers_of(shapes: list[str], options: argparse.Namespace, flags: list[str], folder: Path) -> dict[str, Server]:
+    """A server for every build on every shape."""
+    needed = [flag for load in options.loads for flag in LOADS[load].flags]
+    keeps_references = not {"record", "kld"}.isdisjoint(options.loads)
+    references = ["--reference-dir", str(options.reference_dir)] if keeps_references else []
+    return {
+        f"{shape} {name}": shape_server(
+            shape,
+            options.tokenizer,
+            folder,
+            (*needed, *([] if build.is_stock else references), *flags, *build.flags),
+            stock=build.is_stock,
+            environment=build.environment,
+        )
+        for shape in shapes
+        for name, build in options.builds.items()
+    }
+
+
 def main() -> None:
-    """Start the servers, measure, print the table after each group of shapes that is up together."""
+    """Start the servers, measure, print the table after each group of shapes that is up at the same time."""
     options, flags = parse()
     end = time.monotonic() + options.seconds
     options.logs.mkdir(parents=True, exist_ok=True)
-    settings = {name: build.settings(flags) for name, build in options.builds.items()}
     for name, build in options.builds.items():
-        check_origin(name, build, settings[name])
+        check_origin(name, build)
     runs: list[Run] = []
     groups = [options.shapes] if options.together else [[shape] for shape in options.shapes]
     for done, shapes in enumerate(groups):
         start = time.monotonic()
         deadline = start + (end - start) / (len(groups) - done) - STOP_SECONDS
-        with started_processes(shapes, settings, options.tokenizer, options.logs) as servers:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            starting(servers_of(shapes, options, flags, Path(folder)), options.logs) as futures,
+        ):
+            turns = Turns({name: future.result() for name, future in futures.items()}, shapes, options)
             print(f"{', '.join(shapes)}: servers ready after {time.monotonic() - start:.0f} s", flush=True)
-            turns = Turns(servers, shapes, options)
             turns.warm_up()
             for finished in turns.run(options.turns, deadline):
                 runs += finished

@@ -1,8 +1,7 @@
-"""Checkpoints of one model in every format that is deployed, in compressed-tensors' layouts, by rounding to nearest.
+"""Checkpoints of one model in every format that is deployed, in compressed-tensors' layouts, rounded to nearest.
 
-`write_checkpoint(source, folder, name)` makes one format of `FORMATS`. No data calibrates anything: scales are those
-that compressed-tensors computes from the largest weight of a channel or group. That is the crudest way to quantize, and
-all that a comparison of two implementations of one format needs.
+Scales are those that compressed-tensors computes from the largest weight of a channel or group; no data calibrates
+them. That is the crudest way to quantize, and enough to compare two implementations of a format.
 """
 
 import json
@@ -26,8 +25,8 @@ from safetensors.torch import load_file, save_file
 Tensors = dict[str, torch.Tensor]
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that vLLM runs as one. It keeps one NVFP4 global scale for all of them, so they must have been quantized with
-one: where they differ it takes the largest, warns, and the others' weights come out wrong."""
+"""Layers that vLLM runs as one, with one NVFP4 global scale for all of them: where they differ it takes the largest,
+and the others' weights come out wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Format:
     preset: str
     layout: str
     group_size: int | None = None
-    """In place of the preset's."""
+    """Instead of the preset's."""
 
     @property
     def scheme(self) -> QuantizationScheme:
@@ -49,7 +48,7 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    # SmolLM2's hidden size, 576, is no multiple of the usual group of 128.
+    # SmolLM2's hidden size, 576, is not a multiple of the usual group of 128.
     "w4a16": Format("W4A16", "pack-quantized", group_size=64),
     "nvfp4a16": Format("NVFP4A16", "nvfp4-pack-quantized"),
     "fp8": Format("FP8_DYNAMIC", "float-quantized"),
@@ -58,10 +57,7 @@ FORMATS: dict[str, Format] = {
 
 
 def write_checkpoint(source: Path, folder: Path, name: str) -> Path:
-    """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized.
-
-    All other tensors are kept as they are, and so is the model's dtype.
-    """
+    """Write `source` (one safetensors file) in the format `name`; layers called `..._proj` are quantized."""
     form = FORMATS[name]
     scheme = form.scheme
     tensors = load_file(source / "model.safetensors")
@@ -80,14 +76,13 @@ def write_checkpoint(source: Path, folder: Path, name: str) -> Path:
 
 
 def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int) -> Path:
-    """Write `source` with more attention heads, all of whose weights are zero: the same function in another shape.
+    """Write `source` with more attention heads, whose weights are all zero: the same function in another shape.
 
     Tensor parallelism needs a number of heads that the number of devices divides. Whole groups are added after the
-    others (the query heads that share a key-value head stay together); their values are zero and so is what the output
-    projection makes of them, so nothing is added to any sum but zeros.
+    others; their values are zero and so is what the output projection makes of them.
 
     Raises:
-        ValueError: the heads a group has would change.
+        ValueError: a group would have another number of heads.
     """
     config = json.loads((source / "config.json").read_text())
     old_query, old_key_value = config["num_attention_heads"], config["num_key_value_heads"]
@@ -99,9 +94,10 @@ def pad_heads(source: Path, folder: Path, query_heads: int, key_value_heads: int
     for name, weight in tensors.items():
         projection = name.removesuffix(".weight").rpartition(".")[2]
         if projection in rows:
-            tensors[name] = _zeros_behind(weight, 0, rows[projection] * head_size)
+            more = rows[projection] * head_size - len(weight)
+            tensors[name] = torch.nn.functional.pad(weight, (0, 0, 0, more))
         elif projection == "o_proj":
-            tensors[name] = _zeros_behind(weight, 1, query_heads * head_size)
+            tensors[name] = torch.nn.functional.pad(weight, (0, query_heads * head_size - weight.shape[1]))
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": head_size}
     return _save(source, folder, tensors, heads)
 
@@ -145,9 +141,3 @@ def _quantize(weight: torch.Tensor, scheme: QuantizationScheme, layout: str, fus
     if arguments.strategy == "group":
         compressed["weight_scale"] = compressed["weight_scale"].bfloat16()
     return dict(compressed)
-
-
-def _zeros_behind(weight: torch.Tensor, dimension: int, size: int) -> torch.Tensor:
-    shape = list(weight.shape)
-    shape[dimension] = size - shape[dimension]
-    return torch.cat([weight, weight.new_zeros(shape)], dim=dimension)

@@ -1,31 +1,44 @@
-"""Every format that is deployed, served and scored, beside an oracle that applies the same quantization in torch.
+"""Every format that is deployed, as served, compared with an oracle that applies the same quantization in torch.
 
-    python bench/formats.py MODEL TEXT LOGS [OPTION...] [any vllm serve flag]
+    python bench/formats.py MODEL TEXT LOGS [--parts scores kld repeat] [OPTION...] [any vllm serve flag]
 
-MODEL is the folder of a Llama-shaped model in bfloat16 safetensors with its tokenizer, TEXT a file or folder of text
-(parquet, jsonl, txt), LOGS a folder for checkpoints and the servers' logs. All servers start at once on one GPU, and
-oracles are computed meanwhile, on the same GPU. docs/formats.md says what the columns are.
+MODEL is the folder of a Llama-like model in bfloat16 safetensors with its tokenizer, TEXT what `ppl-client --dataset`
+reads, LOGS a folder for checkpoints, references and the servers' logs. All servers start at once on one GPU.
+
+scores  `/v1/score` of each format; docs/formats.md says what the columns are
+kld     each format's divergence from the model as served in bfloat16; the oracle's logits are float32
+repeat  whether sequences get the same logprobs again, with and without batch-invariant kernels
 """
 
-import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from agreement import (
+    Agreement,
+    Logprobs,
+    Windows,
+    compared,
+    cut_windows,
+    perplexity,
+    record_windows,
+    served_logprobs,
+    windows_parser,
+)
+from checkpoints import write_checkpoint
+from quantized_oracle import divergences, logprobs, oracle_model
+from servers import Server, ServerProcess, failed_row, kernels, log_of, model_server, starting
+from tables import table
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
+from scoremode import ScoreClient
 
-from agreement import Agreement, Logprobs, Windows, cut_windows, perplexity, served_logprobs, windows_parser  # noqa: E402
-from checkpoints import write_checkpoint  # noqa: E402
-from model_servers import Server, failed_row, kernels, lacking, log_of, reason, starting  # noqa: E402
-from quantized_oracle import logprobs, oracle_model  # noqa: E402
-from servers import Settings  # noqa: E402
-from tables import table  # noqa: E402
-
-from local_server import has_gpu  # noqa: E402
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Row = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class Case:
     dtype: str = "bfloat16"
     flags: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("sdpa",)
-    """The oracle's; where there are several, the table has the first and the others are printed beside it."""
+    """The oracle's; where there are several, the table has the first."""
 
 
 CASES: dict[str, Case] = {
@@ -48,118 +61,186 @@ CASES: dict[str, Case] = {
     "nvfp4a16": Case("nvfp4a16"),
     "fp8": Case("fp8"),
     "int8": Case("int8"),
-    # Without scales in the checkpoint vLLM takes 1.0 for keys and values.
+    # Without scales in the checkpoint vLLM uses 1.0 for keys and values.
     "fp8-kv-cache": Case(flags=("--kv-cache-dtype", "fp8"), attention=("fp8_attention", "fp8_cache")),
 }
+BASE = "bf16"
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What a case should score."""
+class Setup:
+    """Servers that are starting, the folders of their models, and what they score."""
 
-    oracle: Logprobs
-    decompressed: Logprobs
-    """The same weights, nothing else quantized, in float32."""
-    own_dtype: Agreement
-    """The oracle with its arithmetic in the served dtype, to itself in float32: what rounding alone may do."""
-    others: dict[str, Logprobs]
-    """Oracles with other kinds of attention."""
+    folders: Mapping[str, Path]
+    futures: Mapping[str, "Future[ServerProcess]"]
+    windows: Windows
+    logs: Path
 
+    def url(self, name: str) -> str:
+        """Of a server, as soon as it is up."""
+        return self.futures[name].result().url
 
-def expect(case: Case, folder: Path, windows: Windows) -> Expected:
-    """Run the oracles of a case."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, case.dtype)
+    def client(self, name: str) -> ScoreClient:
+        """Of a server, as soon as it is up."""
+        return ScoreClient(self.url(name), timeout=600)
 
-    def run(attention: str, arithmetic: torch.dtype = torch.float32, quantized_activations: bool = True) -> Logprobs:
-        model = oracle_model(
-            folder,
-            quantized_activations=quantized_activations,
-            attention=attention,
-            # Serving a bfloat16 checkpoint in float16 rounds its smallest weights.
-            weights_dtype=dtype if case.dtype == "float16" else None,
-            dtype=arithmetic,
-            device=device,
-        )
-        return logprobs(model, windows)
-
-    oracles = {attention: run(attention) for attention in case.attention}
-    first, *others = case.attention
-    return Expected(
-        oracles[first],
-        run("sdpa", quantized_activations=False),
-        Agreement.of(run(first, dtype), oracles[first]),
-        {name: oracles[name] for name in others},
-    )
+    def kernels(self, name: str) -> str:
+        """That a server's log names."""
+        return kernels(log_of(name, self.logs))
 
 
-def row(name: str, served: Logprobs, expected: Expected, log: Path) -> tuple[str, ...]:
-    """One line of the table; details are printed at once."""
-    agreement, decompressed = (Agreement.of(served, each) for each in (expected.oracle, expected.decompressed))
-    print(f"{name}: to the oracle {agreement}; to decompressed weights {decompressed}", flush=True)
-    print(f"  the oracle's own arithmetic in the served dtype: {expected.own_dtype}")
-    for other, values in expected.others.items():
-        print(f"  oracle {other}: perplexity {perplexity(values):.4f}, {Agreement.of(served, values)}")
-    for line in lacking(log):
-        print(f"  vLLM: {line}", flush=True)
-    return (
-        name,
-        ", ".join(kernels(log)) or "-",
-        *(f"{perplexity(values):.4f}" for values in (served, expected.oracle, expected.decompressed)),
-        f"{agreement.perplexity_ratio:+.3%}",
-        f"{agreement.mean:.4f}",
-        f"{agreement.largest:.3f}",
-        f"{expected.own_dtype.mean:.4f}",
-        f"{decompressed.mean:.4f}",
-    )
-
-
-HEADER = (
+SCORES_HEADER = (
     *("format", "kernels", "perplexity", "oracle's", "decompressed", "to the oracle's"),
     *("mean difference", "max", "oracle's own rounding", "to decompressed"),
 )
 
 
-def measure(name: str, case: Case, folder: Path, url: Future[str], windows: Windows, log: Path) -> tuple[str, ...]:
-    """A row of the table, or the reason why there is none."""
-    try:
-        start = time.perf_counter()
-        expected = expect(case, folder, windows)
-        print(f"{name}: oracles took {time.perf_counter() - start:.1f} s", flush=True)
-        served = served_logprobs(url.result(), windows)
-        return row(name, served, expected, log)
-    except Exception as error:
-        print(f"{name}: {reason(error)}", *(f"\n  vLLM: {line}" for line in lacking(log)), flush=True)
-        return failed_row(HEADER, name, error=error)
+def score_rows(setup: Setup) -> Iterator[Row]:
+    """One per format."""
+    for name in setup.folders:
+        try:
+            yield score_row(setup, name)
+        except Exception as error:
+            yield failed_row(SCORES_HEADER, name, error=error)
+
+
+def score_row(setup: Setup, name: str) -> Row:
+    """A format compared with its oracles."""
+    case, folder = CASES[name], setup.folders[name]
+    dtype = getattr(torch, case.dtype)
+
+    def oracle(attention: str, arithmetic: torch.dtype = torch.float32, **options: Any) -> Logprobs:
+        # Serving a bfloat16 checkpoint in float16 rounds its smallest weights.
+        options["weights_dtype"] = dtype if case.dtype == "float16" else None
+        model = oracle_model(folder, attention=attention, dtype=arithmetic, device=DEVICE, **options)
+        return logprobs(model, setup.windows)
+
+    first, *others = case.attention
+    expected = oracle(first)
+    decompressed = oracle("sdpa", quantized_activations=False)
+    # What rounding in the served dtype alone may do.
+    rounding = Agreement.between(oracle(first, dtype), expected)
+    served = served_logprobs(setup.url(name), setup.windows)
+    found = Agreement.between(served, expected)
+    print(f"{name}: to the oracle {found}; its own arithmetic in the served dtype: {rounding}", flush=True)
+    for other in others:
+        values = oracle(other)
+        print(f"  oracle {other}: perplexity {perplexity(values):.4f}, {Agreement.between(served, values)}")
+    return (
+        *(name, setup.kernels(name)),
+        *(f"{perplexity(values):.4f}" for values in (served, expected, decompressed)),
+        *(f"{found.perplexity_ratio:+.3%}", f"{found.mean:.4f}", f"{found.largest:.3f}"),
+        *(f"{rounding.mean:.4f}", f"{Agreement.between(served, decompressed).mean:.4f}"),
+    )
+
+
+KLD_HEADER = ("format", "kernels", "mean KLD", "oracle's", "mean difference", "max", "reverse, max", "same top p")
+
+
+def kld_rows(setup: Setup) -> Iterator[Row]:
+    """One per format whose checkpoint is of its own, and the base compared with itself."""
+    base = oracle_model(setup.folders[BASE], device=DEVICE)
+    record_windows(setup.url(BASE), "base", setup.windows)
+    for name, folder in setup.folders.items():
+        if name != BASE and CASES[name].checkpoint is None:
+            continue
+        try:
+            other = base if name == BASE else oracle_model(folder, device=DEVICE)
+            expected = divergences(base, other, setup.windows)
+            found, statistics = compared(setup.url(name), "base")
+        except Exception as error:
+            yield failed_row(KLD_HEADER, name, error=error)
+            continue
+        off = found - expected
+        yield (
+            *(name, setup.kernels(name), f"{found[:, 0].mean():.6f}", f"{expected[:, 0].mean():.6f}"),
+            *(f"{off[:, 0].mean():+.2e}", f"{np.abs(off[:, 0]).max():.2e}", f"{np.abs(off[:, 1]).max():.2e}"),
+            f"{statistics['same_top_p']:.4f}",
+        )
+
+
+WAYS = ("alone again", "all at once", "in reverse", "cached", "restarted")
+REPEAT_HEADER = ("format", "invariant", "kernels", *WAYS)
+
+
+def repeat_rows(setup: Setup) -> Iterator[Row]:
+    """Sequences of several lengths, compared with what each of them scores alone."""
+    count = len(setup.windows)
+    sequences = [list(window[: len(window) * (index + 1) // count]) for index, window in enumerate(setup.windows)]
+    for name in (name for name in setup.folders if f"{name} again" in setup.futures):
+        for invariant, first, second in (
+            ("no", name, f"{name} again"),
+            ("yes", f"{name} invariant", f"{name} invariant again"),
+        ):
+            try:
+                with setup.client(first) as client, setup.client(second) as restarted:
+                    cells = repeated(client, restarted, sequences)
+            except Exception as error:
+                yield failed_row(REPEAT_HEADER, name, invariant, "", error=error)
+            else:
+                yield name, invariant, setup.kernels(first), *cells
+
+
+def repeated(client: ScoreClient, restarted: ScoreClient, sequences: list[list[int]]) -> list[str]:
+    """Whether all bytes are equal, or else the largest difference in nats, for each of `WAYS`."""
+
+    def scored(asked: list[list[int]], by: ScoreClient = client, *, use_cache: bool = False) -> list[np.ndarray]:
+        return [np.array(score.logprobs[1:], np.float32) for score in by.score(asked, use_cache=use_cache)]
+
+    def alone(by: ScoreClient) -> list[np.ndarray]:
+        return [scored([sequence], by)[0] for sequence in sequences]
+
+    expected = np.concatenate(alone(client))
+    found = [alone(client), scored(sequences), scored(sequences[::-1])[::-1]]
+    scored([sequence[: len(sequence) // 2] for sequence in sequences], use_cache=True)
+    found += [scored(sequences, use_cache=True), alone(restarted)]
+    off = [np.abs(np.concatenate(each) - expected).max() for each in found]
+    return [f"{largest:.1e}" if largest else "equal" for largest in off]
+
+
+PARTS: dict[str, tuple[Row, Callable[[Setup], Iterator[Row]]]] = {
+    "scores": (SCORES_HEADER, score_rows),
+    "kld": (KLD_HEADER, kld_rows),
+    "repeat": (REPEAT_HEADER, repeat_rows),
+}
+
+
+def servers_of(folders: Mapping[str, Path], parts: list[str], common: list[str]) -> dict[str, Server]:
+    """A server per format; for `repeat` a second one of each, and two with batch-invariant kernels."""
+    servers = {}
+    for name, folder in folders.items():
+        flags = (*common, *CASES[name].flags)
+        servers[name] = model_server(folder, CASES[name].dtype, *flags)
+        if "repeat" in parts:
+            invariant = model_server(folder, CASES[name].dtype, *flags, environment=INVARIANT)
+            servers |= {f"{name} again": servers[name]}
+            servers |= {f"{name} invariant": invariant, f"{name} invariant again": invariant}
+    return servers
 
 
 def main() -> None:
     """Write checkpoints, start servers, run oracles, compare."""
     parser = windows_parser(__doc__)
-    parser.add_argument("--formats", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["scores"])
+    parser.add_argument("--formats", nargs="+", choices=CASES, default=list(CASES), help="kld needs bf16")
     options, flags = parser.parse_known_args()
     torch.set_float32_matmul_precision("highest")
     windows = cut_windows(options.text, options.model, options.windows, options.length)
-    cases = {name: CASES[name] for name in options.formats}
-    start = time.perf_counter()
     folders = {
-        name: write_checkpoint(options.model, options.logs / "checkpoints" / case.checkpoint, case.checkpoint)
-        if case.checkpoint
-        else options.model
-        for name, case in cases.items()
+        name: write_checkpoint(options.model, options.logs / "checkpoints" / kind, kind) if kind else options.model
+        for name in options.formats
+        for kind in [CASES[name].checkpoint]
     }
-    print(f"{sum(map(len, windows)):,} tokens; checkpoints took {time.perf_counter() - start:.1f} s", flush=True)
-    servers = {
-        # bfloat16 is emulated, and slow, on many a CPU.
-        name: Server(folders[name], Settings(("--dtype", case.dtype if has_gpu() else "float32", *case.flags)))
-        for name, case in cases.items()
-    }
-    with starting(servers, options.logs, "--max-model-len", str(options.length + 1), *flags) as urls:
-        rows = [
-            measure(name, case, folders[name], urls[name], windows, log_of(name, options.logs))
-            for name, case in cases.items()
-        ]
-    print(table(HEADER, rows), flush=True)
+    common = ["--max-model-len", str(options.length + 1)]
+    common += ["--reference-dir", str((options.logs / "references").absolute()), *flags]
+    start = time.perf_counter()
+    with starting(servers_of(folders, options.parts, common), options.logs) as futures:
+        setup = Setup(folders, futures, windows, options.logs)
+        # Before servers are stopped, which takes some seconds for each.
+        for part in options.parts:
+            header, rows = PARTS[part]
+            print(table(header, list(rows(setup))), f"{time.perf_counter() - start:.0f} s", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,20 @@
 
     python bench/interval_coverage.py --trials 1000
 
-Each trial makes up a text's NLLs for two models, and asks whether two intervals hold the truth: the one that takes
+Each trial makes up a text's NLLs for two models, and checks whether two intervals hold the truth: the one that treats
 tokens as independent, mean ± 1.96 s / sqrt(n), and the block bootstrap's. It does so for the mean NLL of the first
 model and for the difference of the second from it, whose truth is 0.
 
-The NLL of a token is exponential, and from one token to the next its normal score is AR(1). Every window has a level of
-its own that its NLLs are multiplied by. Levels may run on from window to window, as AR(1) does, like a text's chapters.
-The difference of the models is made in the same way: a noise that is AR(1), and a level for each window.
+The NLL of a token is exponential, and from one token to the next its normal score is AR(1). Each window has a level
+that its NLLs are multiplied by; levels may depend on the window before, as AR(1), like a text's chapters. The
+difference of the models is made in the same way: a noise that is AR(1), and a level for each window.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,12 @@ TRUE_MEAN = 3.0
 DIFFERENCE = 0.1
 """Deviation of the difference of a token's two NLLs."""
 _Z_975 = 1.959964
+NUMBERS_OF_WINDOWS = (10, 20, 30, 50, 100, 300, 600)
 
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """How alike neighbours are."""
+    """How alike neighbors are."""
 
     name: str
     tokens: float
@@ -56,14 +57,12 @@ DEPENDENCES = (
     Dependence("levels run on, 0.3", 0.8, 0.4, 0.3),
     Dependence("levels run on, 0.6", 0.8, 0.4, 0.6),
 )
-NUMBERS_OF_WINDOWS = (10, 20, 30, 50, 100, 300, 600)
 
 
 @dataclass(slots=True)
 class Coverage:
     """How many of the trials' intervals held the truth."""
 
-    num_trials: int = 0
     independent_level: int = 0
     bootstrap_level: int = 0
     independent_difference: int = 0
@@ -72,9 +71,8 @@ class Coverage:
 
 def made_up(rng: np.random.Generator, dependence: Dependence, num_windows: int) -> tuple[Floats, Floats]:
     """NLLs of two equal models, [windows * WINDOW_SIZE] each: the truth is `TRUE_MEAN`, and a difference of 0."""
-    num_tokens = num_windows * WINDOW_SIZE
+    num_tokens, spread = num_windows * WINDOW_SIZE, dependence.level
     scores = _ar1(rng, num_tokens, dependence.tokens)
-    spread = dependence.level
     levels = np.exp(spread * _ar1(rng, num_windows, dependence.levels) - spread**2 / 2)
     first = -TRUE_MEAN * log_ndtr(scores) * np.repeat(levels, WINDOW_SIZE)
     noise = _ar1(rng, num_tokens, dependence.tokens)
@@ -92,22 +90,17 @@ def _ar1(rng: np.random.Generator, number: int, correlation: float) -> Floats:
 
 def measure(dependence: Dependence, num_windows: int, num_trials: int, *, num_resamples: int, seed: int) -> Coverage:
     """Count what the intervals of `num_trials` texts cover."""
-    coverage = Coverage(num_trials)
+    coverage = Coverage()
     sizes = np.full(num_windows, WINDOW_SIZE, np.int32)
     for rng in np.random.default_rng([seed, num_windows]).spawn(num_trials):
         first, second = made_up(rng, dependence, num_windows)
         difference = second - first
-        resamples = resample(
-            np.column_stack([first, difference]),
-            np.column_stack([first, difference]),
-            sizes,
-            num_resamples=num_resamples,
-            seed=int(rng.integers(2**32)),
-        )
+        series = np.column_stack([first, difference])
+        found = resample(series, series, sizes, num_resamples=num_resamples, seed=int(rng.integers(2**32)))
         coverage.independent_level += _holds(_independent(first), TRUE_MEAN)
         coverage.independent_difference += _holds(_independent(difference), 0)
-        coverage.bootstrap_level += _holds(resamples.interval(first.mean(), resamples.means[:, 0]), TRUE_MEAN)
-        coverage.bootstrap_difference += _holds(resamples.interval(difference.mean(), resamples.means[:, 1]), 0)
+        coverage.bootstrap_level += _holds(found.interval(first.mean(), found.means[:, 0]), TRUE_MEAN)
+        coverage.bootstrap_difference += _holds(found.interval(difference.mean(), found.means[:, 1]), 0)
     return coverage
 
 
@@ -123,15 +116,11 @@ def _holds(interval: tuple[float, float] | tuple[None, None], truth: float) -> b
 
 def _rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
     for dependence in DEPENDENCES:
-        for num_windows in arguments.windows:
+        for windows in arguments.windows:
             found = measure(
-                dependence, num_windows, arguments.trials, num_resamples=arguments.resamples, seed=arguments.seed
+                dependence, windows, arguments.trials, num_resamples=arguments.resamples, seed=arguments.seed
             )
-            counts = (
-                *(found.independent_level, found.bootstrap_level),
-                *(found.independent_difference, found.bootstrap_difference),
-            )
-            row = [dependence.name, str(num_windows), *(f"{count / found.num_trials:.1%}" for count in counts)]
+            row = [dependence.name, str(windows), *(f"{count / arguments.trials:.1%}" for count in astuple(found))]
             print(*row, file=sys.stderr, flush=True)
             yield row
 
@@ -142,15 +131,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--resamples", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    header = [
-        "dependence",
-        "windows",
-        "NLL, independent",
-        "NLL, blocks",
-        "difference, independent",
-        "difference, blocks",
-    ]
-    print(table(header, list(_rows(parser.parse_args()))))
+    figures = ("NLL, independent", "NLL, blocks", "difference, independent", "difference, blocks")
+    print(table(("dependence", "windows", *figures), list(_rows(parser.parse_args()))))
 
 
 if __name__ == "__main__":

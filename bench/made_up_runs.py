@@ -1,7 +1,4 @@
-"""Runs that nobody measured: files as `ppl-client kld --output` writes them, of any length, from a seed.
-
-Values look like those of quantized models, so that plots and reports of them do too. They say nothing of any model.
-"""
+"""Files of runs as `ppl-client kld --output` writes them, made up from a seed; values look like quantized models'."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,22 +17,16 @@ from scoremode.protocol import NoiseFloor, Reference, ServerInfo
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6
-_WORDS = [
-    *("the", "of", "and", "in", "to", "a", "was", "is", "for", "on", "as", "with", "by", "at", "from", "his", "that"),
-    *("it", "were", "an", "are", "which", "this", "had", "be", "has", "also", "first", "their", "its", "one", "new"),
-    *("who", "time", "two", "after", "other", "out", "year", "city", "war", "state", "game", "music", "film", "river"),
-]
+_WORDS = ("the", "of", "and", "in", "to", "a", "was", "is", "for", "on", "as", "with", "by", "at", "from", "his")
 
 
 @dataclass(frozen=True, slots=True)
 class MadeUpModel:
-    """A model that is not there."""
+    """A model, its bits per weight, and about its mean KL divergence from the reference in nats."""
 
     name: str
     bits: float
-    """Bits per weight."""
     damage: float
-    """Its mean KL divergence from the reference, nats, or nearly."""
 
 
 MODELS = (
@@ -49,14 +40,14 @@ MODELS = (
 
 
 def token_texts(vocab_size: int) -> dict[int, str]:
-    """Words with a space before them, some of them numbered, and a line break."""
-    texts = {index: f" {_WORDS[index % len(_WORDS)]}" + (str(index) if index >= len(_WORDS) else "") for index in
-             range(vocab_size)}  # fmt: skip
-    return {**texts, 7: "\n"}
+    """Words with a space before them, most of them numbered, and a line break."""
+    words = {token: f" {_WORDS[token % len(_WORDS)]}" for token in range(vocab_size)}
+    numbered = {token: f"{words[token]}{token}" for token in range(len(_WORDS), vocab_size)}
+    return {**words, **numbered, 7: "\n"}
 
 
 def reference_arrays(num_tokens: int, vocab_size: int, seed: int) -> dict[str, NDArray[Any]]:
-    """What all runs share: tokens, and what the reference says of them. Passages are easy or hard, as in a text."""
+    """What all runs share: tokens, and the reference's values for them. Passages are easy or hard, as in a text."""
     random = np.random.default_rng(seed)
     ids = np.minimum(random.zipf(1.3, num_tokens), vocab_size) - 1
     hardness = np.repeat(random.gamma(4, 0.25, num_tokens // 64 + 1), 64)[:num_tokens]
@@ -97,7 +88,7 @@ def run_arrays(model: MadeUpModel, reference: dict[str, NDArray[Any]], vocab_siz
 
 
 def made_up_reference(window_sizes: Sequence[int], **fields: Any) -> Reference:
-    """A complete recording of a text in such windows. `fields` are instead of those here."""
+    """A complete recording of a text in windows of these sizes. `fields` override those here."""
     num_scored, num_windows = sum(window_sizes), len(window_sizes)
     made_up = {
         "name": "base-made-up",
@@ -131,7 +122,7 @@ def made_up_reference(window_sizes: Sequence[int], **fields: Any) -> Reference:
 
 
 def server_of(model: MadeUpModel) -> ServerInfo:
-    """What a server of the model says."""
+    """Information about a server of the model."""
     return ServerInfo(
         scoremode_version="0.1.0",
         vllm_version="0.32.0",
@@ -159,16 +150,8 @@ def write_kld_run(
     reference: Reference,
     texts: Mapping[int, str] | None = None,
 ) -> Path:
-    """Write what `ppl-client kld --output` would, and return the path.
-
-    Args:
-        path: Of the JSON.
-        arrays: Of every field of `KldPositions`, [n].
-        window_sizes: [windows]; their sum is n.
-        server: Of the compared model.
-        reference: What it is compared with.
-        texts: Of the tokens, where they are kept.
-    """
+    """Write what `ppl-client kld --output` would: `arrays` [n] of every field of `KldPositions`, and `window_sizes`
+    whose sum is n. Returns the path."""
     positions = KldPositions(**{name: arrays[name].astype(dtype) for name, dtype in POSITION_DTYPES.items()})
     measurement = KldMeasurement(
         server=server,
@@ -189,23 +172,27 @@ def write_kld_run(
 
 
 def write_runs(
-    folder: Path, num_tokens: int, *, models: tuple[MadeUpModel, ...] = MODELS, vocab_size: int = 40_000,
-    context_length: int = 2048, seed: int = 1,
-) -> list[Path]:  # fmt: skip
+    folder: Path,
+    num_tokens: int,
+    *,
+    models: tuple[MadeUpModel, ...] = MODELS,
+    vocab_size: int = 40_000,
+    context_length: int = 2048,
+    seed: int = 1,
+) -> list[Path]:
     """Write a run of each model over the same tokens, and return the JSON files."""
     of_reference = reference_arrays(num_tokens, vocab_size, seed)
     stride = context_length // 4
     whole, rest = divmod(num_tokens, stride)
     window_sizes = [stride] * whole + [rest] * bool(rest)
-    floor = NoiseFloor(mean=NOISE_FLOOR, p99=8 * NOISE_FLOOR, max=50 * NOISE_FLOOR, num_scored=num_tokens,
-                       created=1_795_346_521)  # fmt: skip
+    floor = NoiseFloor(
+        mean=NOISE_FLOOR, p99=8 * NOISE_FLOOR, max=50 * NOISE_FLOOR, num_scored=num_tokens, created=1_795_346_521
+    )
     reference = made_up_reference(window_sizes, context_length=context_length, stride=stride, noise_floor=floor)
-    texts = token_texts(vocab_size)
-    paths = []
+    texts, paths = token_texts(vocab_size), []
     for index, model in enumerate(models):
         arrays = run_arrays(model, of_reference, vocab_size, seed + 1 + index)
-        used = np.unique(np.concatenate([arrays[name] for name in ("token_ids", "top_token_ids",
-                                                                   "reference_top_token_ids")]))  # fmt: skip
+        used = np.unique([arrays[name] for name in ("token_ids", "top_token_ids", "reference_top_token_ids")])
         path = write_kld_run(
             folder / f"{model.name}.json",
             arrays,

@@ -1,17 +1,13 @@
 """What a compressed-tensors checkpoint should score: its quantized arithmetic, written out in torch.
 
-Only the layout of the checkpoint and the schemes are taken as given; nothing of compressed-tensors, vLLM or scoremode
-runs here. transformers runs the architecture around the quantized layers.
-
-- Weight-only formats (W4A16, NVFP4A16): weights dequantized, then ordinary linear layers.
-- W8A8 formats: activations are quantized per token, as they come, in each linear layer. Products of codes are summed in
-  float64, which is exact for int8 and nearly so for FP8.
-- FP8 KV cache: a setting of attention, for any weights.
+Nothing of compressed-tensors, vLLM or scoremode runs here; transformers runs the architecture around the quantized
+layers. Weights of weight-only formats are dequantized. W8A8 formats quantize each linear layer's input per token, and
+products of codes are summed in float64, which is exact for int8 and nearly so for FP8. An FP8 KV cache is a setting of
+attention, for any weights.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +37,12 @@ def oracle_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> PreTrainedModel:
-    """The checkpoint as a transformers model, ready to score.
+    """A checkpoint of one safetensors file as a transformers model, ready to score.
 
     Args:
-        folder: A model folder of one safetensors file, quantized or not.
+        folder: The model folder; the checkpoint may be quantized or not.
         quantized_activations: Quantize them where the checkpoint says so. Without, this is the decompressed model.
-        attention: An implementation that transformers knows, or one of `FP8_ATTENTION`.
+        attention: An implementation that transformers knows, `fp8_cache` or `fp8_attention`.
         weights_dtype: Round all weights to it first, as loading them with that dtype does.
         dtype: Of the arithmetic outside the quantized products.
         device: As torch names it.
@@ -92,6 +88,20 @@ def logprobs(model: PreTrainedModel, windows: Sequence[Sequence[int]], rows: int
     return results
 
 
+@torch.inference_mode()
+def divergences(base: PreTrainedModel, other: PreTrainedModel, windows: Sequence[Sequence[int]]) -> np.ndarray:
+    """KL(base||other) and KL(other||base) at each token but the first of each window: [positions, 2] float64, nats."""
+    parts = []
+    for window in windows:
+        token_ids = torch.tensor([list(window)], device=base.device)
+        log_p, log_q = (
+            model(token_ids, use_cache=False).logits[0, :-1].double().log_softmax(-1) for model in (base, other)
+        )
+        ratio = log_p - log_q
+        parts.append(torch.stack(((log_p.exp() * ratio).sum(-1), -(log_q.exp() * ratio).sum(-1)), 1).cpu().numpy())
+    return np.concatenate(parts)
+
+
 def dequantized_weight(parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """The tensors of one layer of a checkpoint -> weight [out, in], float32."""
     if "weight_global_scale" in parts:
@@ -108,10 +118,7 @@ def dequantized_weight(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 class QuantizedLinear(torch.nn.Module):
     """A linear layer without bias whose input is quantized per token, and whose products are summed in float64.
 
-    Args:
-        weight: [out, in] codes, int8 or float8_e4m3fn.
-        weight_scale: [out, 1] float32.
-        quantize: How a token is quantized.
+    Its weight [out, in] is codes, int8 or float8_e4m3fn; its scale [out, 1] is float32.
     """
 
     def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, quantize: QuantizeTokens) -> None:
@@ -127,14 +134,14 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def int8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of a token becomes 127; halves are rounded to even."""
+    """The largest value of a token becomes 127; halves are rounded to even."""
     scale = inputs.abs().amax(dim=-1, keepdim=True) / LARGEST_INT8
     # A token of zeros has scale 0.
     return (inputs / scale).nan_to_num().round().clamp(-128, LARGEST_INT8).double(), scale
 
 
 def fp8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of a token becomes 448, the largest of e4m3; vLLM keeps scales from getting too small."""
+    """The largest value of a token becomes 448, the largest of e4m3; vLLM clamps scales that are too small."""
     scale = (inputs.abs().amax(dim=-1, keepdim=True) / LARGEST_FP8).clamp(min=SMALLEST_FP8_SCALE)
     return fp8_rounded(inputs / scale).double(), scale
 
@@ -150,7 +157,7 @@ def _token_quantizer(folder: Path) -> QuantizeTokens | None:
     if activations is None:
         return None
     if not activations["dynamic"] or activations["strategy"] != "token" or not activations["symmetric"]:
-        raise ValueError(f"{folder}: this oracle knows symmetric activations, one scale a token: {activations}")
+        raise ValueError(f"{folder}: this oracle knows symmetric activations, one scale per token, not {activations}")
     return {"int": int8_tokens, "float": fp8_tokens}[activations["type"]]
 
 
@@ -166,21 +173,15 @@ def _fp4_values(packed: torch.Tensor) -> torch.Tensor:
     return table[torch.stack([packed & 0xF, packed >> 4], dim=-1).long()].flatten(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Attention:
+def fp8_attention(multiplies_fp8: bool) -> Callable[..., tuple[torch.Tensor, None]]:
     """Causal attention over keys and values kept in FP8, as a function that transformers calls.
 
-    Attributes:
-        multiplies_fp8: whether products are of FP8 too, as FlashAttention 3 makes them: queries are rounded, and so are
-            the exponentials of the scores, after those were shifted so that the largest becomes 2**8
-            (hopper/softmax.h). Its maximum is a running one, where this takes the row's own; that moves only
-            where the rounding falls.
+    `multiplies_fp8` makes products of FP8 too, as FlashAttention 3 does: queries are rounded, and so are the
+    exponentials of the scores, shifted so that the largest becomes 2**8 (hopper/softmax.h). Its maximum is a running
+    one, this the row's own; that moves only where the rounding falls.
     """
 
-    multiplies_fp8: bool
-
-    def __call__(
-        self,
+    def attention(
         module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -193,17 +194,18 @@ class Fp8Attention:
         key, value = (
             fp8_rounded(each).float().repeat_interleave(module.num_key_value_groups, dim=1) for each in (key, value)
         )
-        if self.multiplies_fp8:
+        if multiplies_fp8:
             query = fp8_rounded(query)
         scores = query.float() @ key.transpose(2, 3) * scaling
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
         weights = (scores - scores.amax(dim=-1, keepdim=True)).exp()
-        multiplied = fp8_rounded(weights * 256) / 256 if self.multiplies_fp8 else weights
+        multiplied = fp8_rounded(weights * 256) / 256 if multiplies_fp8 else weights
         output = multiplied @ value / weights.sum(dim=-1, keepdim=True)
         return output.transpose(1, 2).contiguous().to(query.dtype), None
 
+    return attention
 
-FP8_ATTENTION = {"fp8_cache": Fp8Attention(multiplies_fp8=False), "fp8_attention": Fp8Attention(multiplies_fp8=True)}
-for _name, _function in FP8_ATTENTION.items():
-    AttentionInterface.register(_name, _function)
+
+AttentionInterface.register("fp8_cache", fp8_attention(multiplies_fp8=False))
+AttentionInterface.register("fp8_attention", fp8_attention(multiplies_fp8=True))

@@ -1,73 +1,110 @@
-"""Several servers on one GPU, stock and ours, started together and measured one at a time."""
+"""Several servers on one GPU, started at the same time: stock vLLM's and ours, on shapes or on models with weights.
 
+Each is given its part of the GPU's memory, since servers that start at the same time would count each other's as their
+own. A server that does not start spoils only its own results.
+"""
+
+import re
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 from shapes import write_shape
 
-from local_server import ServerProcess, server_process
+from local_server import ServerError, ServerProcess, has_gpu, server_process
 
-FLAGS = ("--load-format", "dummy", "--max-model-len", "4096", "--max-num-batched-tokens", "8192")
-# Servers that start at the same time would mistake each other's memory for their own, so none of them measures it.
-MEMORY = ("--gpu-memory-utilization", "0.22", "--kv-cache-memory-bytes", "8G")
+SHAPE_FLAGS = ("--load-format", "dummy", "--max-model-len", "4096", "--max-num-batched-tokens", "8192")
+SHAPE_MEMORY = ("--gpu-memory-utilization", "0.22", "--kv-cache-memory-bytes", "8G")
+MODEL_MEMORY = ("--gpu-memory-utilization", "0.08", "--kv-cache-memory-bytes", "2G")
+STOCK_COMMAND = (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model")
+STOCK_ENVIRONMENT = {"VLLM_PLUGINS": ""}
+
+KERNEL_LINE = re.compile(r"(?:Using|Selected) (\w+) for |Using (\w+) (?:attention )?backend")
+ERROR_LINE = re.compile(r"\w(Error|Exception): \S")
+LOG_PREFIX = re.compile(r"^.*?\] ")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """How a server is started: with which flags, and by which command in which environment if not by ours."""
+class Server:
+    """A model folder, and how it is served: by which command, if not by ours."""
 
+    model: Path
     flags: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-STOCK = Settings(
-    command=(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"),
-    environment={"VLLM_PLUGINS": ""},
-)
+def shape_server(
+    shape: str,
+    tokenizer: Path,
+    folder: Path,
+    flags: Sequence[str] = (),
+    *,
+    stock: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Server:
+    """A server on a shape with dummy weights, whose model is named after the shape; `flags` override the usual ones."""
+    memory = SHAPE_MEMORY if has_gpu() else ()
+    return Server(
+        write_shape(shape, tokenizer, folder),
+        (*SHAPE_FLAGS, *memory, "--served-model-name", shape, *flags),
+        STOCK_COMMAND if stock else (),
+        {**(environment or {}), **(STOCK_ENVIRONMENT if stock else {})},
+    )
+
+
+def model_server(model: Path, dtype: str, *flags: str, environment: Mapping[str, str] | None = None) -> Server:
+    """A server on a small model that has weights."""
+    memory = MODEL_MEMORY if has_gpu() else ()
+    # bfloat16 is emulated, and slow, on many a CPU.
+    return Server(model, (*memory, "--dtype", dtype if has_gpu() else "float32", *flags), environment=environment or {})
 
 
 @contextmanager
-def started(
-    shapes: Sequence[str],
-    servers: Mapping[str, Settings],
-    tokenizer: Path,
-    logs: Path,
-    memory: Sequence[str] = MEMORY,
-) -> Iterator[dict[tuple[str, str], str]]:
-    """(shape, server) -> URL, for every server on every shape; its model is named as its shape.
+def starting(servers: Mapping[str, Server], logs: Path) -> Iterator[dict[str, Future[ServerProcess]]]:
+    """Name -> process, as soon as that server is up; the future of one that failed raises `ServerError`."""
+    logs.mkdir(parents=True, exist_ok=True)
+    # Left in this order: first the pool waits for servers that are still starting, then all are stopped.
+    with ExitStack() as stack, ThreadPoolExecutor(16) as pool:
+        starts = {}
+        for name, server in servers.items():
+            context = server_process(
+                server.model,
+                *server.flags,
+                log=log_of(name, logs),
+                environment=dict(server.environment),
+                command=server.command,
+            )
+            starts[name] = pool.submit(stack.enter_context, context)
+        yield starts
 
-    `memory` are the flags that give each server its part of the GPU; a server that is alone may measure it itself.
-    """
-    with started_processes(shapes, servers, tokenizer, logs, memory) as processes:
-        yield {key: process.url for key, process in processes.items()}
+
+def log_of(name: str, logs: Path) -> Path:
+    """Where the server called `name` writes."""
+    return logs / f"{name.replace(' ', '-')}.log"
 
 
-@contextmanager
-def started_processes(
-    shapes: Sequence[str],
-    servers: Mapping[str, Settings],
-    tokenizer: Path,
-    logs: Path,
-    memory: Sequence[str] = MEMORY,
-) -> Iterator[dict[tuple[str, str], ServerProcess]]:
-    """As `started`, with the servers' processes."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, ThreadPoolExecutor(16) as pool:
-        starting = {}
-        for shape in shapes:
-            model = write_shape(shape, tokenizer, Path(folder))
-            for name, settings in servers.items():
-                context = server_process(
-                    model,
-                    *(*FLAGS, *memory, "--served-model-name", shape, *settings.flags),
-                    log=logs / f"{shape}-{name.replace(', ', '-').replace(' ', '-')}.log",
-                    environment=dict(settings.environment or {}),
-                    command=settings.command,
-                )
-                starting[shape, name] = pool.submit(stack.enter_context, context)
-        yield {key: future.result() for key, future in starting.items()}
+def kernels(log: Path) -> str:
+    """The kernels and backends that vLLM's log names, in its order."""
+    matches = KERNEL_LINE.finditer(log.read_text(errors="replace"))
+    return ", ".join(dict.fromkeys(match[1] or match[2] for match in matches)) or "-"
+
+
+def failed_row(header: Sequence[str], *beginning: str, error: Exception) -> tuple[str, ...]:
+    """A table's row that says why there are no figures."""
+    print(f"{' '.join(beginning)}: {reason(error)}", flush=True)
+    cells = (*beginning, f"failed: {reason(error)[:100]}")
+    return (*cells, *("",) * (len(header) - len(cells)))
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line: for a server, the first line at its log's end that names an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ServerError):
+        lines = [LOG_PREFIX.sub("", line) for line in lines if ERROR_LINE.search(line)] or lines
+    return f"{type(error).__name__}: {(lines or [''])[0]}"

@@ -1,6 +1,6 @@
 """Full-size models with nothing in them: a config.json and a small tokenizer, for `--load-format dummy`.
 
-Timing needs a model's shape, not its weights. Shapes are those of Llama 3.1 8B, Llama 3.2 1B and Llama 3.1 70B.
+Shapes are those of Llama 3.1 8B, Llama 3.2 1B and Llama 3.1 70B.
 """
 
 import json
@@ -16,6 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
 }
 HEADS = {"tiny": 2, "1b": 32, "8b": 32, "70b": 64}
+NAMES = [*SHAPES, *(f"{name}-w4a16" for name in SHAPES)]
 
 COMMON: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -3,18 +3,15 @@
     python bench/soak.py MODEL LOGS [OPTION...] [any vllm serve flag]
 
 MODEL is a model folder, LOGS a folder for the server's log and for all figures (soak.json). The right logprobs are
-computed first, by transformers in float32. Then a server starts with a KV cache of 4,096 tokens and 8 MiB for rows;
-flags given here go after `FLAGS` and win. A warm-up touches all of the one and fills the other, has a CPU engine make
-as many kernels as it keeps, and goes on with the load itself for a tenth of its minutes.
+computed first, by transformers in float64. Then a server starts with a KV cache of 4,096 tokens and 8 MiB for rows. A
+warm-up fills both, has a CPU engine make as many kernels as it keeps, and runs the load for a tenth of its minutes.
 
-The load: clients that each have one request in flight, `/v1/score` of every kind, `/v1/completions` with `echo` and
-`logprobs`, and streams of `/v1/perplexity`, over sequences of which four share each beginning; one request in ten hangs
-up. Every answer is compared, token by token. A stream's windows are compared by their sum over their tokens.
+Each client has one request in flight, to `/v1/score` with any options, `/v1/completions` with `echo`, or a stream of
+`/v1/perplexity`, and drops one in ten. Every answer is compared, token by token; a stream's windows by their sums.
 
-The status is 1 if an answer was wrong or not 200, a gauge of waiting or running requests does not come back to 0, a
-process came or went or kept an open file for every client, the server's log has a traceback, or the memory of a process
-grew by more than `--growth`: mean of the last tenth of the samples against the first tenth after the warm-up. Memory is
-the proportional set size without pages of files, which other processes on the machine change.
+The status is 1 if an answer was wrong or failed, requests still wait or run in the end, a process came or went or kept
+an open file for every client, the log has a traceback, or a process's memory (without pages of files) grew by more
+than `--growth`: mean of the last tenth of the samples compared with the first tenth after the warm-up.
 """
 
 import argparse
@@ -25,149 +22,209 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
-import aiohttp
 import httpx
+import numpy as np
+from processes import Usage, growths, left_over, sample_usage, usage
+from servers import ServerProcess, server_process
+from tables import table
+from transformers import AutoTokenizer
 
-ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "scripts"), str(ROOT / "bench")]
+from scoremode import AsyncScoreClient, ScoremodeError
+from scoremode.protocol import PerplexityWindow
+from scoremode.windows import cut_windows
 
-from process_usage import Growth, Usage, growths, left_over, sampled_usage, usage  # noqa: E402
-from soak_asks import Ask, Passage, WrongAnswerError, check, draw_ask, make_passages  # noqa: E402
-from tables import table  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1]))
 
-from local_server import ServerProcess, server_process  # noqa: E402
+from tests import oracle
+from tests.texts import WIKITEXT
 
 FLAGS = (
     *("--served-model-name", "soak", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
     *("--block-size", "32", "--num-gpu-blocks-override", "128", "--score-cache-bytes", "8M"),
 )
-HANG_UP_SHARE = 0.1
+DROPPED_SHARE = 0.1
 ANSWER_SECONDS = 300
 """A request without an answer for so long has failed."""
 IDLE_SECONDS = 60
-"""In which the server has to be done with everything after the last client has gone."""
 IDLE_GAUGES = (
     *("scoremode_waiting_sequences", "scoremode_running_sequences"),
     *("vllm:num_requests_running", "vllm:num_requests_waiting"),
 )
-PATHS = ("/v1/score", "/v1/completions", "/v1/perplexity")
+FILLING_REQUESTS = 16
 BATCH_SIZES = 208
 """oneDNN keeps 1,024 kernels, one for each of a model's matrix shapes (Llama's are five) and each size of batch."""
-WARM_UP_SHARE = 0.1
-LEAST_WARM_UP_SECONDS = 30
-PROBLEMS_SHOWN = 20
+WARM_UP_SHARE, LEAST_WARM_UP_SECONDS = 0.1, 30
+SHARED_BY, LARGEST_TEXT = 4, 1500
+"""Passages with one beginning, and their characters: fewer than 1,024 tokens."""
+ANSWERS_HEADER = ("request", "right", "dropped", "anything else", "largest difference, nats")
+MEMORY_HEADER = ("process", "first tenth, MiB", "last tenth, MiB", "growth")
+WINDOWS = {"method": "sliding", "context_length": 128, "stride": 64}
+
+
+class WrongAnswerError(Exception):
+    """An answer that is not what was asked for, or too far from the oracle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A text, the logprobs of its tokens (NaN for the first), and of each of `WINDOWS` tokens scored and their NLL."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: np.ndarray
+    window_nlls: list[tuple[int, float]]
+
+
+def make_passages(model: Path, count: int, rng: random.Random) -> list[Passage]:
+    """Pieces of a text of the tests."""
+    text, tokenizer = WIKITEXT.read_text(), AutoTokenizer.from_pretrained(model)
+    starts = [rng.randrange(len(text) - LARGEST_TEXT) for _ in range(-(-count // SHARED_BY))]
+    passages = []
+    for index in range(count):
+        start = starts[index // SHARED_BY]
+        piece = text[start : start + rng.randrange(20, LARGEST_TEXT)]
+        tokens = tokenizer(piece)["input_ids"]
+        windows = cut_windows(len(tokens), **WINDOWS)
+        logprobs, *of_windows = oracle.logprobs(model, [tokens, *(window.token_ids(tokens) for window in windows)])
+        sums = [-each[window.first_scored - 1 :].sum() for window, each in zip(windows, of_windows, strict=True)]
+        nlls = list(zip((window.num_scored for window in windows), sums, strict=True))
+        passages.append(Passage(piece, tokens, np.concatenate([[np.nan], logprobs]), nlls))
+    return passages
+
+
+def largest_difference(found: Sequence[Sequence[float | None]], expected: Sequence[np.ndarray]) -> float:
+    """Of any token, in nats.
+
+    Raises:
+        WrongAnswerError: the numbers of sequences or tokens differ, or which tokens have a logprob.
+    """
+    if [len(each) for each in found] != [len(each) for each in expected]:
+        raise WrongAnswerError(f"{[len(each) for each in found]} tokens, not {[len(each) for each in expected]}")
+    one, other = (np.concatenate([np.array(each, np.float64) for each in side]) for side in (found, expected))
+    if not np.array_equal(np.isnan(one), np.isnan(other)):
+        raise WrongAnswerError(f"no logprob at {np.flatnonzero(np.isnan(one))}")
+    return float(np.nanmax(np.abs(one - other), initial=0))
+
+
+def draw_prompts(passages: Sequence[Passage], rng: random.Random) -> tuple[list[Any], list[np.ndarray]]:
+    """Texts or token ids, and the logprobs of each."""
+    chosen = rng.sample(passages, rng.choice((1, 1, 2, 4)))
+    prompts = [passage.text for passage in chosen] if rng.random() < 0.5 else [each.token_ids for each in chosen]
+    return prompts, [passage.logprobs for passage in chosen]
+
+
+def draw_continuations(passages: Sequence[Passage], rng: random.Random) -> tuple[list[Any], list[np.ndarray]]:
+    """The beginning of a passage and two continuations, the rest and a part of the rest; and the logprobs of both."""
+    passage = rng.choice(passages)
+    split = rng.randrange(1, len(passage.token_ids))
+    end = rng.randrange(split, len(passage.token_ids)) + 1
+    continuations = [passage.token_ids[split:], passage.token_ids[split:end]]
+    return [passage.token_ids[:split], continuations], [passage.logprobs[split:], passage.logprobs[split:end]]
+
+
+async def score(client: AsyncScoreClient, passages: Sequence[Passage], rng: random.Random) -> float:
+    """The largest difference of an answer of `/v1/score` from the oracle, in nats; so do the next two."""
+    if rng.random() < 0.6:
+        prompts, expected = draw_prompts(passages, rng)
+        prompt = [prompts]
+    else:
+        prompt, expected = draw_continuations(passages, rng)
+    scores = await client.score(
+        *prompt,
+        top_logprobs=rng.choice((0, 0, 1, 5, 20)),
+        return_ranks=rng.random() < 0.3,
+        return_tokens=rng.random() < 0.3,
+        use_cache=rng.random() < 0.8,
+    )
+    return largest_difference([each.logprobs for each in scores], expected)
+
+
+async def echo(client: AsyncScoreClient, passages: Sequence[Passage], rng: random.Random) -> float:
+    prompts, expected = draw_prompts(passages, rng)
+    generated = rng.choice((0, 1))
+    body = {"prompt": prompts, "echo": True, "logprobs": rng.choice((0, 1, 5)), "max_tokens": generated}
+    async with httpx.AsyncClient(base_url=client.base_url, timeout=ANSWER_SECONDS) as http:
+        answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+    found = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
+    return largest_difference([each[: len(each) - generated] for each in found], expected)
+
+
+async def perplexity(client: AsyncScoreClient, passages: Sequence[Passage], rng: random.Random) -> float:
+    passage, windows = rng.choice(passages), list[PerplexityWindow]()
+    await client.perplexity(passage.token_ids, on_window=windows.append, **WINDOWS)
+    if [window.num_scored for window in windows] != [scored for scored, _ in passage.window_nlls]:
+        raise WrongAnswerError(f"windows of {[window.num_scored for window in windows]} tokens")
+    pairs = zip(windows, passage.window_nlls, strict=True)
+    return max(abs(window.nll_sum - nll) / scored for window, (scored, nll) in pairs)
+
+
+REQUESTS = (score, score, echo, perplexity)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the requests to one path."""
-
-    HEADER: ClassVar = ("path", "right", "hung up", "anything else", "largest difference, nats")
+    """What came of the requests of one kind."""
 
     right: int = 0
-    hung_up: int = 0
+    dropped: int = 0
     failures: list[str] = field(default_factory=list)
     largest_difference: float = 0.0
 
-    def row(self, path: str) -> tuple[str, ...]:
-        """A line of the table."""
-        counts = (self.right, self.hung_up, len(self.failures))
-        return (path, *(f"{count:,}" for count in counts), f"{self.largest_difference:.1e}")
 
+async def put_load(url: str, passages: Sequence[Passage], clients: int, seconds: float) -> dict[str, Tally]:
+    """Each client sends one request after another until the time is up, and gets its last answer."""
+    tallies: defaultdict[str, Tally] = defaultdict(Tally)
+    end, last_seconds = time.monotonic() + seconds, 1.0
+    async with AsyncScoreClient(url, timeout=ANSWER_SECONDS, max_retries=0) as client:
 
-class Load:
-    """Clients of one server, and what they were answered."""
+        async def run_client(rng: random.Random) -> None:
+            nonlocal last_seconds
+            while time.monotonic() < end:
+                request, start = rng.choice(REQUESTS), time.monotonic()
+                patience = rng.uniform(0, last_seconds) if rng.random() < DROPPED_SHARE else None
+                tally = tallies[request.__name__]
+                try:
+                    async with asyncio.timeout(patience):
+                        difference = await request(client, passages, rng)
+                    if difference > oracle.PER_TOKEN:
+                        raise WrongAnswerError(f"{difference:.2g} nats from the oracle")
+                except TimeoutError:
+                    tally.dropped += 1
+                except (ScoremodeError, httpx.HTTPError, WrongAnswerError, LookupError, ValueError) as error:
+                    tally.failures.append(f"{request.__name__}: {error!r:.500}")
+                else:
+                    last_seconds = time.monotonic() - start
+                    tally.right += 1
+                    tally.largest_difference = max(tally.largest_difference, difference)
 
-    def __init__(self, url: str, passages: Sequence[Passage]) -> None:
-        self.url = url
-        self.passages = passages
-        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
-        self.last_seconds = 1.0
-        """That the last answer took; clients that hang up do so before."""
-
-    async def run(self, clients: int, seconds: float, seed: str) -> None:
-        """Each client sends one request after another until the time is up, and gets its last answer."""
-        end = time.monotonic() + seconds
-        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self.url, timeout=timeout, connector=connector) as session:
-
-            async def client(rng: random.Random) -> None:
-                while time.monotonic() < end:
-                    hangs_up = rng.random() < HANG_UP_SHARE
-                    patience = rng.uniform(0, self.last_seconds) if hangs_up else None
-                    await self._send(session, draw_ask(self.passages, rng), patience)
-
-            await asyncio.gather(*(client(random.Random(f"{seed} {number}")) for number in range(clients)))
-
-    async def _send(self, session: aiohttp.ClientSession, ask: Ask, patience: float | None) -> None:
-        """Send a request, and hang up after `patience` seconds."""
-        tally = self.tallies[ask.path]
-        try:
-            start = time.monotonic()
-            async with asyncio.timeout(patience or ANSWER_SECONDS), session.post(ask.path, json=ask.body) as response:
-                answer = await response.read()
-            self.last_seconds = time.monotonic() - start
-            difference = check(ask, response.status, answer)
-        except (TimeoutError, aiohttp.ClientError, WrongAnswerError) as error:
-            if patience is not None and isinstance(error, TimeoutError):
-                tally.hung_up += 1
-            else:
-                tally.failures.append(f"{error!r} to {json.dumps(ask.body)[:300]}")
-        else:
-            tally.right += 1
-            tally.largest_difference = max(tally.largest_difference, difference)
-
-    def failures(self) -> Iterator[str]:
-        """Whatever was not a right answer."""
-        for path, tally in self.tallies.items():
-            yield from (f"{path}: {failure}" for failure in tally.failures)
-
-    def missing(self) -> Iterator[str]:
-        """Paths at which the load did not do what it is for."""
-        for path in PATHS:
-            if not self.tallies[path].right or not self.tallies[path].hung_up:
-                yield f"{path}: {self.tallies[path].right} right answers, {self.tallies[path].hung_up} hung up"
-
-
-def fill_caches(url: str) -> None:
-    """Score fresh prompts until they touched the KV cache twice over and the row cache dropped something."""
-    rng, text = random.Random(0), httpx.get(f"{url}/metrics").text
-    config = dict(re.findall(r'(\w+)="([^"]*)"', re.search(r"^vllm:cache_config_info\{.*$", text, re.MULTILINE)[0]))
-    cache_tokens, sent = int(config["num_gpu_blocks"]) * int(config["block_size"]), 0
-    vocab_size = httpx.get(f"{url}/v1/score").json()["vocab_size"]
-    while sent < 2 * cache_tokens or not metric(text, "scoremode_score_cache_evictions_total"):
-        prompts = [[rng.randrange(vocab_size) for _ in range(512)] for _ in range(8)]
-        body = {"prompt": prompts, "top_logprobs": 20, "encoding_format": "base64"}
-        httpx.post(f"{url}/v1/score", json=body, timeout=ANSWER_SECONDS).raise_for_status()
-        sent += sum(map(len, prompts))
-        text = httpx.get(f"{url}/metrics").text
-    print(f"  {sent:,} tokens filled both caches; the KV cache holds {cache_tokens:,}", flush=True)
-
-
-def see_batch_sizes(url: str) -> None:
-    """Score a prompt of each of the lengths up to `BATCH_SIZES`, so that a CPU engine keeps as many kernels as it ever
-    does."""
-    rng, vocab_size = random.Random(0), httpx.get(f"{url}/v1/score").json()["vocab_size"]
-    for length in range(1, BATCH_SIZES + 1):
-        body = {"prompt": [rng.randrange(vocab_size) for _ in range(length + 1)], "use_cache": False}
-        httpx.post(f"{url}/v1/score", json=body, timeout=ANSWER_SECONDS).raise_for_status()
+        await asyncio.gather(*(run_client(random.Random(f"{seconds} {number}")) for number in range(clients)))
+    return tallies
 
 
 def metric(text: str, name: str) -> float:
-    """A metric of `/metrics`, summed over its labels.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """A metric of `/metrics`, summed over its labels."""
     values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     if not values:
         raise ValueError(f"/metrics has no {name}")
     return sum(map(float, values))
+
+
+def fill_caches(url: str) -> None:
+    """Score enough fresh prompts to fill both caches, then one of each length up to `BATCH_SIZES`."""
+    rng = random.Random(0)
+    with httpx.Client(base_url=url, timeout=ANSWER_SECONDS) as client:
+        vocab_size = client.get("/v1/score").json()["vocab_size"]
+        for lengths in [*[[512] * 8] * FILLING_REQUESTS, *([length + 1] for length in range(1, BATCH_SIZES + 1))]:
+            prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+            body = {"prompt": prompts, "top_logprobs": 20, "use_cache": len(lengths) > 1}
+            client.post("/v1/score", json=body).raise_for_status()
+        if not metric(client.get("/metrics").text, "scoremode_score_cache_evictions_total"):
+            raise RuntimeError("the row cache is not full")
 
 
 async def until_idle(url: str) -> list[str]:
@@ -182,62 +239,35 @@ async def until_idle(url: str) -> list[str]:
             await asyncio.sleep(0.5)
 
 
-def tracebacks(log: Path) -> list[str]:
-    """How many a server's log has."""
-    count = log.read_text(errors="replace").count("Traceback (most recent call last)")
-    return [f"{count} tracebacks in {log}"] if count else []
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a soak came to."""
-
-    tallies: Mapping[str, Tally]
-    samples: list[dict[int, Usage]]
-    problems: list[str]
-
-    def __str__(self) -> str:
-        answers = [tally.row(path) for path, tally in sorted(self.tallies.items())]
-        memory = [growth.row() for growth in growths(self.samples)]
-        told = [f"- {problem}" for problem in self.problems[:PROBLEMS_SHOWN]]
-        if len(self.problems) > PROBLEMS_SHOWN:
-            told.append(f"- and {len(self.problems) - PROBLEMS_SHOWN} more")
-        verdict = "\n".join(told) or "Nothing wrong, nothing left over."
-        return "\n\n".join((table(Tally.HEADER, answers), table(Growth.HEADER, memory), verdict))
-
-
-async def soak(server: ServerProcess, passages: Sequence[Passage], options: argparse.Namespace) -> Outcome:
+async def soak(server: ServerProcess, passages: Sequence[Passage], options: argparse.Namespace) -> dict[str, Any]:
     """Warm up, put the load on, wait until the server is idle, and look at what is left."""
     await asyncio.to_thread(fill_caches, server.url)
-    await asyncio.to_thread(see_batch_sizes, server.url)
     seconds = 60 * options.minutes
-    warm_up, load = Load(server.url, passages), Load(server.url, passages)
-    await warm_up.run(options.clients, max(LEAST_WARM_UP_SECONDS, WARM_UP_SHARE * seconds), seed="warm-up")
-    problems = [*warm_up.failures(), *await until_idle(server.url)]
+    warm_up = max(LEAST_WARM_UP_SECONDS, WARM_UP_SHARE * seconds)
+    warmed = await put_load(server.url, passages, options.clients, warm_up)
+    problems = await until_idle(server.url)
     before = usage(server.pid)
     print("  warm", flush=True)
-    async with sampled_usage(server.pid) as samples:
-        await load.run(options.clients, seconds, seed="load")
-    problems += [*load.failures(), *load.missing(), *await until_idle(server.url)]
-    problems += left_over(before, usage(server.pid), options.clients)
-    problems += [str(growth) for growth in growths(samples) if growth.share > options.growth]
-    return Outcome(load.tallies, samples, problems)
+    samples: list[dict[int, Usage]] = []
+    sampling = asyncio.create_task(sample_usage(server.pid, samples))
+    tallies = await put_load(server.url, passages, options.clients, seconds)
+    sampling.cancel()
+    problems += [failure for tally in (*warmed.values(), *tallies.values()) for failure in tally.failures]
+    problems += [f"{kind}: {tally}" for kind, tally in tallies.items() if not tally.right or not tally.dropped]
+    problems += [*await until_idle(server.url), *left_over(before, usage(server.pid), options.clients)]
+    grown = [(name, first, last, last / first - 1) for name, first, last in growths(samples)]
+    problems += [f"{name} grew by {share:.2%}" for name, _, _, share in grown if share > options.growth]
+    answers = [
+        (kind, str(each.right), str(each.dropped), str(len(each.failures)), f"{each.largest_difference:.1e}")
+        for kind, each in sorted(tallies.items())
+    ]
+    memory = [(name, f"{first:,.1f}", f"{last:,.1f}", f"{share:+.2%}") for name, first, last, share in grown]
+    print(table(ANSWERS_HEADER, answers), table(MEMORY_HEADER, memory), sep="\n\n")
+    return {"answers": tallies, "samples": samples, "problems": problems}
 
 
-def save(outcome: Outcome, file: Path) -> None:
-    """Write all figures."""
-    record = {
-        "arguments": sys.argv[1:],
-        "date": time.strftime("%Y-%m-%d"),
-        "answers": {path: asdict(tally) for path, tally in outcome.tallies.items()},
-        "samples": [{pid: asdict(used) for pid, used in sample.items()} for sample in outcome.samples],
-        "problems": outcome.problems,
-    }
-    file.write_text(json.dumps(record, indent=1))
-
-
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and the server's flags."""
+def main() -> None:
+    """Compute what is right, start the server, soak it, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("logs", type=Path)
@@ -245,24 +275,19 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--passages", type=int, default=96)
     parser.add_argument("--growth", type=float, default=0.03, help="share of its memory that a process may grow by")
-    return parser.parse_known_args(arguments)
-
-
-def main() -> None:
-    """Compute what is right, start the server, soak it, print the tables."""
-    options, flags = parse()
+    options, flags = parser.parse_known_args()
     options.logs.mkdir(parents=True, exist_ok=True)
-    print(f"{time.strftime('%Y-%m-%d')}, {options}, server's flags: {(*FLAGS, *flags)}", flush=True)
     passages = make_passages(options.model, options.passages, random.Random(0))
-    print(f"  {len(passages)} passages, {sum(len(passage.token_ids) for passage in passages):,} tokens", flush=True)
+    print(f"{len(passages)} passages, {sum(len(passage.token_ids) for passage in passages):,} tokens", flush=True)
     log = options.logs / "soak.log"
     with server_process(options.model, *FLAGS, *flags, log=log) as server:
-        outcome = asyncio.run(soak(server, passages, options))
+        found = asyncio.run(soak(server, passages, options))
         # vLLM may log one when it is stopped.
-        outcome.problems.extend(tracebacks(log))
-    save(outcome, options.logs / "soak.json")
-    print(outcome)
-    sys.exit(1 if outcome.problems else 0)
+        tracebacks = log.read_text(errors="replace").count("Traceback (most recent call last)")
+    found["problems"] += [f"{tracebacks} tracebacks in {log}"] * bool(tracebacks)
+    (options.logs / "soak.json").write_text(json.dumps(found | {"arguments": sys.argv[1:]}, indent=1, default=asdict))
+    print("\n".join(found["problems"][:20]) or "Nothing wrong, nothing left over.")
+    sys.exit(1 if found["problems"] else 0)
 
 
 if __name__ == "__main__":

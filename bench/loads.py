@@ -1,0 +1,371 @@
+"""Loads for a server: requests drawn at random, the same for every build of a turn, and the rate of their answers.
+
+prefill    2,047 random tokens, one token generated          echo       the same with `echo` and `logprobs: 1`
+score      the same tokens through `/v1/score`, base64       top50      the same with the top 50 tokens
+trl        the same with `prompt_logprobs: 100`, as TRL asks a teacher
+unshared   256 random tokens, `echo` and `logprobs: 1`
+choices    701 tokens, echoed: 600 shared by all, 100 by four requests, 1 of its own
+options    the same as one request to `/v1/score` for every four: a prompt of 700 and four continuations of one token
+alone      1,023 random tokens through `/v1/score`, one request after another
+record     windows of 2,048 tokens, recorded as a reference by one request
+kld        such a reference's windows, one per request to `/v1/kld`; recording is not timed
+windows    prefill of windows of 2,048 tokens of a text, 512 apart
+text       the same windows by the whole command `ppl-client`, from its start as a process to its end
+documents  prefill of documents of 64 to 2,000 random tokens
+corpus     such documents by the whole command `ppl-client corpus`, from jsonl.zst to parquet
+waiting    32 tokens through `/v1/score`, one request after another, while one request of many sequences is scored
+
+64 requests are in flight unless they are sent one after another. No load finds its tokens in a prefix cache.
+"""
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+from tokenizers import Tokenizer
+
+IN_FLIGHT = 64
+TIMEOUT_SECONDS = 900
+WINDOW, STRIDE = 2048, 512
+REFERENCE = "bench"
+CHARACTERS_PER_TOKEN = 8
+"""More than English has, so that a text cut to this is still long enough."""
+SHORTEST, LONGEST = 64, 2000
+LARGE_SEQUENCES, LARGE_LENGTH = 12_000, 64
+
+PREFILL = {"max_tokens": 1, "temperature": 0}
+ECHO = {**PREFILL, "echo": True, "logprobs": 1}
+SCORE = {"encoding_format": "base64"}
+MANY_LOGPROBS = ("--max-logprobs", "128")
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a load came to."""
+
+    tokens: int
+    requests: int
+    seconds: float
+    received_bytes: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What requests are made from: the shape, which is the model's name, a tokenizer, and a text."""
+
+    shape: str
+    tokenizer: Path
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, and the environment of a client of the same build."""
+
+    url: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The requests of a load. Only `send` is timed."""
+
+    send: Callable[[Target], Rate]
+    before: Callable[[Target], None] = lambda target: None
+    after: Callable[[Target], None] = lambda target: None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How a load is drawn, from a source, a number of requests, and a seed."""
+
+    draw: Callable[[Source, int, str], Drawn]
+    count: int
+    """Of requests (windows, documents): 2 to 5 seconds of an H200 on the 8B shape."""
+    count_1b: int = 0
+    """On the 1B shape, if it is another number."""
+    floor: str = ""
+    """The load that a report compares its rate of tokens with."""
+    sets: int = 1
+    """Sets of requests per turn, where one takes a second and shares its beginning."""
+    is_on_stock: bool = False
+    flags: tuple[str, ...] = ()
+    """That its server needs."""
+
+
+def random_tokens(rng: random.Random, length: int) -> list[int]:
+    """From a range without special tokens."""
+    return [rng.randrange(300, 49000) for _ in range(length)]
+
+
+async def send_all(
+    url: str, bodies: Sequence[Body], in_flight: int = IN_FLIGHT, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Rate:
+    """Post every body to one address. One without an answer in time, or with another status than 200, has failed."""
+    slots = asyncio.Semaphore(in_flight)
+    timeout, connector = aiohttp.ClientTimeout(total=timeout_seconds), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+
+        async def send(body: Body) -> tuple[int, bool]:
+            try:
+                async with slots, session.post(url, json=body) as response:
+                    return len(await response.read()), response.status != 200
+            except (aiohttp.ClientError, TimeoutError):
+                return 0, True
+
+        start = time.perf_counter()
+        answers = await asyncio.gather(*map(send, bodies))
+        seconds = time.perf_counter() - start
+    received, failures = zip(*answers, strict=True)
+    tokens = sum(len(body.get("prompt", ())) + sum(map(len, body.get("continuations", ()))) for body in bodies)
+    return Rate(tokens, len(bodies), seconds, sum(received), sum(failures))
+
+
+def bodies_to(path: str, bodies: Sequence[Body], in_flight: int = IN_FLIGHT) -> Drawn:
+    """Requests to one route."""
+    return Drawn(lambda target: asyncio.run(send_all(target.url + path, bodies, in_flight)))
+
+
+def draw_prompts(
+    path: str, options: Body, source: Source, count: int, seed: str, *, length: int = 2047, in_flight: int = IN_FLIGHT
+) -> Drawn:
+    """Prompts of random tokens."""
+    rng = random.Random(seed)
+    bodies = [{"model": source.shape, "prompt": random_tokens(rng, length), **options} for _ in range(count)]
+    return bodies_to(path, bodies, in_flight)
+
+
+def completions(source: Source, prompts: Sequence[list[int]], options: Body) -> Drawn:
+    """Requests to `/v1/completions`."""
+    return bodies_to("/v1/completions", [{"model": source.shape, "prompt": prompt, **options} for prompt in prompts])
+
+
+def draw_questions(count: int, seed: str) -> list[tuple[list[int], list[list[int]]]]:
+    """Prompts of 700 tokens that share 600, each with four answers of one token."""
+    rng = random.Random(seed)
+    shared = random_tokens(rng, 600)
+    return [(shared + random_tokens(rng, 100), [random_tokens(rng, 1) for _ in range(4)]) for _ in range(count)]
+
+
+def draw_choices(source: Source, count: int, seed: str) -> Drawn:
+    questions = draw_questions(count // 4, seed)
+    return completions(source, [question + answer for question, answers in questions for answer in answers], ECHO)
+
+
+def draw_options(source: Source, count: int, seed: str) -> Drawn:
+    questions = draw_questions(count, seed)
+    bodies = [{"model": source.shape, "prompt": prompt, "continuations": all_, **SCORE} for prompt, all_ in questions]
+    return bodies_to("/v1/score", bodies)
+
+
+def forget(target: Target) -> None:
+    """Delete the reference; an interrupted run may have left one."""
+    response = httpx.delete(f"{target.url}/v1/references/{REFERENCE}", timeout=TIMEOUT_SECONDS)
+    if response.status_code != 404:
+        response.raise_for_status()
+
+
+def record(windows: Sequence[Sequence[int]], target: Target) -> Rate:
+    """Keep what the server's model says of the windows."""
+    # `disjoint` leaves out a window that ends with the text.
+    tokens = [token for window in windows for token in window] + [windows[0][0]]
+    body = {"name": REFERENCE, "prompt": tokens, "method": "disjoint", "context_length": WINDOW}
+    start = time.perf_counter()
+    response = httpx.post(f"{target.url}/v1/references", json=body, timeout=TIMEOUT_SECONDS).raise_for_status()
+    seconds = time.perf_counter() - start
+    found = response.json()
+    if found["num_windows"] != len(windows):
+        raise RuntimeError(f"{found['num_windows']} windows of {len(windows)} were recorded")
+    print(f"    {found['disk_bytes']:,} bytes on disk for {found['num_scored']:,} tokens", flush=True)
+    return Rate(len(windows) * WINDOW, len(windows), seconds, len(response.content))
+
+
+def draw_record(source: Source, count: int, seed: str) -> Drawn:
+    rng = random.Random(seed)
+    return Drawn(partial(record, [random_tokens(rng, WINDOW) for _ in range(count)]), before=forget, after=forget)
+
+
+def draw_kld(source: Source, count: int, seed: str) -> Drawn:
+    rng = random.Random(seed)
+    windows = [random_tokens(rng, WINDOW) for _ in range(count)]
+    bodies = [{"reference": REFERENCE, "windows": [index, index + 1], **SCORE} for index in range(count)]
+
+    def prepare(target: Target) -> None:
+        forget(target)
+        record(windows, target)
+        # The first request loads the reference's LM head.
+        httpx.post(f"{target.url}/v1/kld", json=bodies[0], timeout=TIMEOUT_SECONDS).raise_for_status()
+
+    def send(target: Target) -> Rate:
+        rate = asyncio.run(send_all(f"{target.url}/v1/kld", bodies))
+        return replace(rate, tokens=count * WINDOW)
+
+    return Drawn(send, before=prepare, after=forget)
+
+
+def piece_of(name: str, count: int, seed: str) -> str:
+    """A part of a text, repeated if it is too short, that has `count` windows."""
+    from scoremode.corpora import load_corpus
+
+    text = load_corpus(name).text
+    size = CHARACTERS_PER_TOKEN * (WINDOW + count * STRIDE)
+    start = random.Random(seed).randrange(len(text))
+    return (text * (size // len(text) + 2))[start : start + size]
+
+
+def draw_windows(source: Source, count: int, seed: str) -> Drawn:
+    tokens = tokenizer_in(source.tokenizer).encode(piece_of(source.text, count, seed)).ids
+    return completions(source, [tokens[STRIDE * index :][:WINDOW] for index in range(count)], PREFILL)
+
+
+def draw_text(source: Source, count: int, seed: str) -> Drawn:
+    return Drawn(partial(run_text, piece_of(source.text, count, seed), count))
+
+
+def run_text(text: str, count: int, target: Target) -> Rate:
+    """Have `ppl-client` measure a text of so many windows."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, output = Path(folder) / "text.txt", Path(folder) / "output.json"
+        file.write_text(text)
+        seconds = client(
+            target,
+            *("--text-file", str(file), "--method", "overlapping", "--output", str(output)),
+            *("--context-length", str(WINDOW), "--stride", str(STRIDE), "--max-tokens", str(WINDOW + count * STRIDE)),
+        )
+        found = json.loads(output.read_text())
+    if len(found["windows"]) != count:
+        raise RuntimeError(f"{len(found['windows'])} windows of {count} were measured")
+    print(f"    ppl-client took {found['seconds']:.2f} s from its first request to its last answer", flush=True)
+    return Rate(count * WINDOW, count, seconds)
+
+
+def client(target: Target, *arguments: str) -> float:
+    """Seconds of a `ppl-client` of the server's build."""
+    command = [sys.executable, "-m", "scoremode.cli", *arguments, "--url", target.url, "--quiet"]
+    start = time.perf_counter()
+    done = subprocess.run(command, env={**os.environ, **target.environment}, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()[-500:]}")
+    return seconds
+
+
+def draw_documents(source: Source, count: int, seed: str) -> Drawn:
+    rng = random.Random(seed)
+    prompts = [random_tokens(rng, rng.randint(SHORTEST, LONGEST)) for _ in range(count)]
+    return completions(source, prompts, PREFILL)
+
+
+@cache
+def tokenizer_in(folder: Path) -> Tokenizer:
+    """Of a model folder."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@cache
+def words_of(folder: Path) -> list[str]:
+    """The tokens that are a space and letters."""
+    tokenizer = tokenizer_in(folder)
+    words = map(tokenizer.decode, ([token] for token in range(300, tokenizer.get_vocab_size())))
+    return [word for word in words if word.isascii() and word.startswith(" ") and word[1:].isalpha()]
+
+
+def draw_corpus(source: Source, count: int, seed: str) -> Drawn:
+    rng, words = random.Random(seed), words_of(source.tokenizer)
+    texts = ["".join(rng.choices(words, k=rng.randint(SHORTEST, LONGEST))) for _ in range(count)]
+    return Drawn(partial(run_corpus, texts))
+
+
+def run_corpus(texts: Sequence[str], target: Target) -> Rate:
+    """Have `ppl-client corpus` score documents."""
+    import pyarrow
+    from pyarrow import parquet
+
+    with tempfile.TemporaryDirectory() as folder:
+        documents, output = Path(folder) / "documents.jsonl.zst", Path(folder) / "scored"
+        with pyarrow.output_stream(str(documents), compression="detect") as stream:
+            for text in texts:
+                stream.write(json.dumps({"text": text}).encode() + b"\n")
+        seconds = client(target, "corpus", str(documents), "--output", str(output))
+        scored = parquet.read_table(output / "documents.parquet", columns=["num_tokens"]).column(0).to_pylist()
+    if len(scored) != len(texts) or None in scored:
+        raise RuntimeError("documents were not scored")
+    return Rate(sum(scored), len(texts), seconds)
+
+
+def draw_waiting(source: Source, count: int, seed: str) -> Drawn:
+    rng = random.Random(seed)
+    large = {"prompt": [random_tokens(rng, LARGE_LENGTH) for _ in range(LARGE_SEQUENCES)], "use_cache": False}
+    small = [{"prompt": random_tokens(rng, 32)} for _ in range(count)]
+    return Drawn(lambda target: asyncio.run(wait_beside(target.url, large, small)))
+
+
+async def wait_beside(url: str, large: Body, small: Sequence[Body]) -> Rate:
+    """Send small requests one after another while a large one is scored, which is dropped in the end."""
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+
+        async def score(body: Body) -> float:
+            start = time.perf_counter()
+            async with session.post("/v1/score", json=body) as response:
+                await response.read()
+                response.raise_for_status()
+            return time.perf_counter() - start
+
+        large_one = asyncio.create_task(score(large))
+        await asyncio.sleep(1)
+        waits = []
+        for body in small:
+            waits.append(await score(body))
+            if large_one.done():
+                raise RuntimeError(f"the large request took {large_one.result():.1f} s, less than the small ones")
+        large_one.cancel()
+        await asyncio.wait([large_one])
+    print(f"    longest wait {max(waits):.3f} s", flush=True)
+    return Rate(32 * len(waits), len(waits), sum(waits))
+
+
+LOADS: dict[str, Load] = {
+    "score": Load(partial(draw_prompts, "/v1/score", SCORE), 96, 256, floor="prefill"),
+    "echo": Load(partial(draw_prompts, "/v1/completions", ECHO), 96, 256, floor="prefill", is_on_stock=True),
+    "choices": Load(draw_choices, 400, sets=3, is_on_stock=True),
+    "unshared": Load(
+        partial(draw_prompts, "/v1/completions", ECHO, length=256), 800, 1500, floor="prefill", is_on_stock=True
+    ),
+    "prefill": Load(partial(draw_prompts, "/v1/completions", PREFILL), 96, 256, is_on_stock=True),
+    "top50": Load(
+        partial(draw_prompts, "/v1/score", SCORE | {"top_logprobs": 50}), 96, 256, floor="prefill", flags=MANY_LOGPROBS
+    ),
+    "trl": Load(
+        partial(draw_prompts, "/v1/completions", {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 100}),
+        32,
+        64,
+        floor="prefill",
+        is_on_stock=True,
+        flags=MANY_LOGPROBS,
+    ),
+    "options": Load(draw_options, 100, sets=3),
+    "alone": Load(partial(draw_prompts, "/v1/score", SCORE, length=1023, in_flight=1), 50),
+    "record": Load(draw_record, 128, floor="score"),
+    "kld": Load(draw_kld, 128, floor="score"),
+    "windows": Load(draw_windows, 73, is_on_stock=True),
+    "text": Load(draw_text, 73, floor="windows"),
+    "documents": Load(draw_documents, 400, 2000, is_on_stock=True),
+    "corpus": Load(draw_corpus, 400, 2000, floor="documents"),
+    "waiting": Load(draw_waiting, 20),
+}
