@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from scoremode import AsyncScoreClient
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.pool import DEFAULT_CONCURRENCY
 from scoremode.windows import cut_windows, resolve_stride
@@ -32,6 +33,7 @@ LIMITS = {"max_model_len": MAX_MODEL_LEN, "max_top_logprobs": 20}
 INFO = {"object": "score.info", **MODEL, **LIMITS, "bos_token_id": BOS, "eos_token_id": None, "adds_bos": True}
 FINGERPRINT = "fingerprint of bytes"
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
+Handler = Callable[[httpx.Request], httpx.Response | None]
 ALLOWED = "STAND_IN_ALLOWED"
 """Variable of the command: a file with the number of windows that it compares before its process ends."""
 
@@ -203,19 +205,21 @@ class StoredReference:
 
 @dataclass(eq=False)
 class FakeServer:
-    """Answers as a Scoremode server does, except for `/v1/perplexity`, and keeps the requests."""
+    """Answers as a Scoremode server does, with made-up figures at `/v1/perplexity`, and keeps the requests."""
 
     references: dict[str, StoredReference] = field(default_factory=dict)
     noise: float = 0.0
     """How far its model is away from the reference's."""
     allowed: int = 10**9
-    """Windows that it records per request, and compares in all, before it drops the connection."""
+    """Windows that it records per request, and scores or compares in all, before it drops the connection."""
     info: dict = field(default_factory=dict)
     """INFO; changes to it where the server is made."""
     refused: Collection[str] = ()
     """Texts that it does not score."""
     requests: list[tuple[str, str, dict]] = field(default_factory=list)
     """Method, path and body of each."""
+    keys: list[str | None] = field(default_factory=list)
+    """The `Authorization` of each request."""
     score_requests: list[dict] = field(default_factory=list)
     compared: list[int] = field(default_factory=list)
     """Windows."""
@@ -230,12 +234,16 @@ class FakeServer:
     def __call__(self, request: httpx.Request) -> httpx.Response | None:
         body = json.loads(request.content) if request.content else {}
         self.requests.append((request.method, request.url.path, body))
+        self.keys.append(request.headers.get("authorization"))
         match request.method, request.url.path:
             case "GET", "/v1/score":
                 return ok(self.info)
             case "POST", "/v1/score":
                 self.score_requests.append(body)
                 return self.score(body)
+            case "POST", "/v1/perplexity":
+                window = window_event(0, 1, [2.0] * 10, total_scored=10, perplexity=7.5)
+                return httpx.Response(200, content=events(window, result_event()))
             case "POST", "/tokenize":
                 self.num_tokenized += 1
                 tokens = [BOS] * body["add_special_tokens"] + list(body["prompt"].encode())
@@ -265,7 +273,10 @@ class FakeServer:
             return error(400, "broken", param="continuations")
         if max(map(len, sequences), default=0) > MAX_MODEL_LEN:
             return error(400, f"more tokens than the {MAX_MODEL_LEN} that the model takes")
-        self.num_scored += len(sequences)
+        with self.lock:
+            if self.num_scored + len(sequences) > self.allowed:
+                return None
+            self.num_scored += len(sequences)
         num_context = 0 if texts is None else len(body["prompt"][0])
         return ok(score_response(sequences, body.get("return_ranks", False), num_context))
 
@@ -320,6 +331,49 @@ def _kld_window(index: int, values: KldPositions, num_top: int) -> dict:
     return window
 
 
+class Outcomes:
+    """Plays one outcome after the other, answers or exceptions; the last one again and again. Keeps the requests."""
+
+    def __init__(self, *outcomes: httpx.Response | httpx.RequestError) -> None:
+        self.outcomes = outcomes
+        self.requests: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        outcome = self.outcomes[min(len(self.requests), len(self.outcomes) - 1)]
+        self.requests.append(request)
+        if isinstance(outcome, httpx.RequestError):
+            outcome.request = request
+            raise outcome
+        return copy_of(outcome)
+
+
+def changed(server: Handler, path: str, change: Callable[[dict], object]) -> Handler:
+    """`server`, where `change` is applied to the JSON that it answers at `path`, but for its info."""
+
+    def handler(request: httpx.Request) -> httpx.Response | None:
+        response = server(request)
+        if request.url.path != path or (request.method, path) == ("GET", "/v1/score"):
+            return response
+        content = json.loads(response.content)
+        change(content)
+        return ok(content)
+
+    return handler
+
+
+def client_of(server: Handler, name: str = "fake", **settings: object) -> AsyncScoreClient:
+    """A client that does not retry. Where the server answers None its connection is refused."""
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        response = server(request)
+        if response is None:
+            raise httpx.ConnectError("refused")
+        return response
+
+    settings = {"max_retries": 0, **settings}
+    return AsyncScoreClient(f"http://{name}", transport=httpx.MockTransport(handler), **settings)
+
+
 def answer(request: httpx.Request) -> httpx.Response | None:
     """Answers as a `FakeServer` that is new at each request."""
     return FakeServer()(request)
@@ -337,7 +391,7 @@ class _HTTPServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def serve(handler: Callable[[httpx.Request], httpx.Response | None], port: int = 0) -> Iterator[str]:
+def serve(handler: Handler, port: int = 0) -> Iterator[str]:
     """Serve `handler` on a real socket; gives the server's address. Where it answers None the connection is dropped."""
 
     class Adapter(BaseHTTPRequestHandler):

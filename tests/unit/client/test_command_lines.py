@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fake_server import BOS, FakeServer, compare, error, events, logprob, nlls, rank, result_event, serve, window_event
+from fake_server import BOS, FakeServer, compare, error, logprob, nlls, rank, serve, token_text
 from safetensors.numpy import load_file
 
 from scoremode import __version__
@@ -38,18 +38,12 @@ DOCUMENTS = [f"document {index}" for index in range(4)]
 DOCUMENT_NLLS = [sum(nlls(text)) for text in DOCUMENTS]
 DOCUMENTS_PERPLEXITY = math.exp(sum(DOCUMENT_NLLS) / sum(map(len, DOCUMENTS)))
 MEDIAN = median(DOCUMENT_NLLS)
+KEPT = "documents   4\nkept        2\ntokens      40\n"
 CHECKSUM = hashlib.sha256(b"one\n\ntwo").hexdigest()[:12]
 
 
 class Server(FakeServer):
-    """Has `/v1/perplexity` too, and the model `broken`, which fails."""
-
-    def __call__(self, request: httpx.Request) -> httpx.Response | None:
-        if request.url.path != "/v1/perplexity":
-            return super().__call__(request)
-        self.requests.append(("POST", "/v1/perplexity", {}))
-        window = window_event(0, 1, [2.0] * 10, total_scored=10, perplexity=7.4)
-        return httpx.Response(200, content=events(window, result_event(perplexity=7.4)))
+    """Has the model `broken`, which fails."""
 
     def score(self, body: dict[str, Any]) -> httpx.Response | None:
         return error(500, "the engine\ndied") if body.get("model") == "broken" else super().score(body)
@@ -91,7 +85,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     (folder / "begun").mkdir()
     for name in ("a", "b", "begun/a"):
         pq.write_table(pa.table({"text": DOCUMENTS}), folder / f"{name}.parquet")
-    with serve(server) as url:
+    with serve(Server(noise=NOISE)) as url:
         assert run(f"corpus SERVER {folder}/a.parquet --output {folder}/done", url) == 0
     return folder, server.references
 
@@ -112,46 +106,37 @@ def references(made) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("command", "status", "message", "new_files"),
     [
-        ("", 2, "one of the arguments --dataset --text --text-file is required", ""),
-        ("--text a --dataset wikitext", 2, "not allowed with", ""),
         ("--text a --num-samples 3", 2, "--num-samples needs --dataset", ""),
         ("--text a --concurrency 0", 2, "at least 1", ""),
         ("--text a --timeout 0", 2, "more than 0", ""),
         ("--text a --retry-for -1", 2, "at least 0", ""),
         ("--text a --resume", 2, "--resume needs --output", ""),
-        ("--text a --url http://a --url http://a/v1", 2, "twice", ""),
-        ("--text a --url localhost", 2, "not a server address", ""),
-        ("--text a --method guess", 2, "invalid choice", ""),
+        ("--text a --url http://a --url http://a/v1/", 2, "twice", ""),
+        ("--text a --url http://a:99999", 2, "not a server address", ""),
         ("--text a --server-side --resume --output o", 2, "--resume does not work with --server-side", ""),
         ("--text a --server-side --concurrency 2", 2, "--concurrency does not work with --server-side", ""),
         ("--text a --server-side --url http://a --url http://b", 2, "takes one --url", ""),
-        ("--text a --reference r", 2, "unrecognized arguments: --reference", ""),
         ("--text a kld", 2, "unrecognized arguments: kld", ""),
-        ("record --text a", 2, "the following arguments are required: --reference", ""),
-        ("record --reference r --text a --output o", 2, "unrecognized arguments: --output", ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
-        ("kld", 2, "the following arguments are required: --reference", ""),
-        ("kld --reference r --text a", 2, "unrecognized arguments: --text", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("kld --reference r --floor --concurrency 2", 2, "--concurrency does not work with --floor", ""),
         ("kld --reference r --floor --url http://a --url http://b", 2, "takes one --url", ""),
-        ("compare near.json", 2, "the following arguments are required: RUN.json", ""),
         ("compare near.json ./near.json", 2, "a run is named twice", ""),
         ("compare near.json far.json --labels A", 2, "--labels has 1 names for 2 runs", ""),
         ("compare near.json far.json --labels A,A", 2, "--labels needs another name for every run", ""),
-        ("compare near.json far.json --markdown --csv", 2, "not allowed with", ""),
+        ("compare near.json far.json --labels A,", 2, "--labels needs another name for every run", ""),
         ("compare near.json far.json --resamples 99", 2, "at least 100", ""),
         ("compare near.json far.json --seed -1", 2, "at least 0", ""),
-        ("sweep", 2, "the following arguments are required: PLAN", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
         ("IDLE --text ''", 1, "no text", ""),
         ("IDLE --text-file missing.txt", 1, "No such file", ""),
         ("IDLE --dataset ./missing", 1, "no such file or folder", ""),
+        ("IDLE --dataset missing.parquet", 1, "no such file or folder", ""),
         ("IDLE TEXT --output missing/new.json", 1, "missing/new.json: No such file", ""),
-        ("IDLE TEXT --output .", 1, "cannot write", ""),
+        ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),
         ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
-        ("SERVER TEXT --model broken --retry-for 0", 1, "error: the engine died (HTTP 500)", ""),
+        ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, "error: the engine died (HTTP 500)", ""),
         ("SERVER TEXT --context-length 100 --output new.json", 1, "at most 64", ""),
         ("SERVER TEXT --method sliding --stride 65 --output old.json", 1, "stride 65 is larger", ""),
         ("kld SERVER --reference none", 1, "there is no reference 'none' (HTTP 404)", ""),
@@ -165,13 +150,11 @@ def references(made) -> dict[str, Any]:
         ("corpus SERVER a.parquet --output out --context-length 64", 1, "at most 64", ""),
         ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet is there", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),
-        ("--help", 0, "usage: ppl-client [-h]", ""),
-        ("record --help", 0, "usage: ppl-client record [-h]", ""),
-        ("kld --help", 0, "usage: ppl-client kld [-h]", ""),
         ("SERVER TEXT", 0, f"{PERPLEXITY:.4f} ±", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
-        ("SERVER TEXT --server-side --output new.json", 0, "7.4", "new.json"),
+        ("SERVER TEXT --server-side --output new.json", 0, "7.5", "new.json"),
         ("SERVER --dataset rows.jsonl --text-column body --num-samples 2", 0, f"rows.jsonl, sha256 {CHECKSUM}", ""),
+        (f"SERVER --text {'~' * 600} --output new.json", 0, "inf", "new.json new.safetensors"),
         ("SERVER --text-file same.txt", 0, f"same.txt, sha256 {CHECKSUM}", ""),
         ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
         ("record SERVER --reference base TEXT", 0, "20 windows, 20 of them before", ""),
@@ -179,17 +162,16 @@ def references(made) -> dict[str, Any]:
         ("compare near.json far.json", 0, "By mean KL divergence, near is better than far.", ""),
         ("compare near.json far.json --markdown", 0, "| run | weights |", ""),
         ("compare near.json far.json --labels A,B --csv --resamples 200 --seed 3", 0, "worse\n", ""),
-        (f"corpus SERVER a.parquet --output out --filter 'nll < {MEDIAN}'", 0, "kept        2\n", "out/a.parquet"),
+        (f"corpus SERVER a.parquet --output out --filter 'nll < {MEDIAN}'", 0, KEPT, "out/a.parquet"),
         ("corpus SERVER a.parquet b.parquet --output done --resume", 0, "1 of them finished before", "done/b.parquet"),
         ("URL TEXT", 0, f"ppl {PERPLEXITY:.4f}", ""),
+        ("URL TEXT --output new.json --resume", 0, "starting at the beginning", "new.json new.safetensors"),
         ("record URL TEXT --reference new", 0, "ppl ", ""),
         ("kld URL --reference base", 0, f"kld {MEAN_KLD:.6f}", ""),
         ("corpus URL a.parquet --output out", 0, f"ppl {DOCUMENTS_PERPLEXITY:.4f}", "out/a.parquet"),
     ],
 )
-def test_a_command_line_has_a_status_a_message_and_files(
-    folder, references, command, status, message, new_files, capsys
-):
+def test_each_command_line(folder, references, command, status, message, new_files, capsys):
     before = contents(folder)
     server = Server(references, noise=NOISE)
     with serve(server) as url:
@@ -216,11 +198,14 @@ def arrays_of(output: Path) -> dict[str, tuple[str, list[float]]]:
     return {name: (str(array.dtype), array.tolist()) for name, array in load_file(path).items()}
 
 
-def test_the_output_repeats_the_run_and_has_the_values_of_every_token(folder, capsys):
+def test_the_output_has_the_settings_and_the_values_of_every_token(folder, capsys):
     server = Server()
     with serve(server) as url:
         assert run("SERVER TEXT --output run.json", url.replace("http://", "http://me:secret@")) == 0
-        assert run("SERVER TEXT", url) == 0
+        assert run("SERVER TEXT --api-key k --model m", url) == 0
+    assert server.keys[-20:] == ["Bearer k"] * 20
+    assert [body.get("model") for _, _, body in server.requests[-20:]] == ["m"] * 20
+    assert [path for _, path, _ in server.requests].count("/v1/tokens") == 1, "for the output alone"
     record = json.loads((folder / "run.json").read_text())
     assert (record["kind"], record["version"], record["client_version"]) == ("perplexity", 1, __version__)
     assert (record["urls"], record["server"]["vllm_version"]) == ([url], "0.32.0"), "without the password"
@@ -239,6 +224,7 @@ def test_the_output_repeats_the_run_and_has_the_values_of_every_token(folder, ca
     for short, long in (("nll_q", "nll_mean"), ("ppl_q", "perplexity")):
         assert statistics[short] == record[long]
         assert statistics[f"{short}_stderr"] == record[f"{long.removesuffix('_mean')}_stderr"]
+    assert record["token_texts"] == {str(token): token_text(token) for token in sorted(set(TOKENS) - {BOS})}
     assert arrays_of(folder / "run.json") == {
         "token_ids": ("int32", [token for window in WINDOWS for token in window[1:]]),
         "logprobs": ("float32", LOGPROBS),
@@ -247,34 +233,6 @@ def test_the_output_repeats_the_run_and_has_the_values_of_every_token(folder, ca
     }
     assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def test_a_server_side_run_has_the_servers_figures(folder):
-    with serve(Server()) as url:
-        assert run("SERVER TEXT --server-side --output run.json", url) == 0
-    record = json.loads((folder / "run.json").read_text())
-    assert (record["perplexity"], record["settings"]["server_side"], record["arrays"]) == (7.4, True, None)
-    assert record["windows"] == [{"index": 0, "num_scored": 10, "nll_sum": 20.0, "nlls": None}]
-
-
-def test_an_infinite_figure_is_null_in_json(folder):
-    # A single word of many tokens: exp(NLL of the word) is more than a float holds.
-    with serve(Server()) as url:
-        assert run(f"SERVER --text {'~' * 600} --output run.json", url) == 0
-    assert json.loads((folder / "run.json").read_text())["word_perplexity"] is None
-
-
-def test_the_api_key_and_the_model_reach_the_server():
-    server, keys = Server(), []
-
-    def note_key(request: httpx.Request) -> httpx.Response | None:
-        keys.append(request.headers.get("authorization"))
-        return server(request)
-
-    with serve(note_key) as url:
-        assert run("SERVER --text a --api-key k --model m", url) == 0
-    assert keys == ["Bearer k"] * 3, "info, tokenize, one window"
-    assert [body.get("model") for _, _, body in server.requests] == [None, "m", "m"]
 
 
 def test_the_output_of_kld_has_the_values_of_every_position(folder, references):
@@ -286,9 +244,23 @@ def test_the_output_of_kld_has_the_values_of_every_position(folder, references):
     assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
     same = (POSITIONS.top_token_ids == POSITIONS.reference_top_token_ids).mean()
     assert record["statistics"]["same_top_p"] == same, "a fraction"
-    arrays = {name: values for name, (_, values) in arrays_of(folder / "run.json").items()}
-    expected = {name: getattr(POSITIONS, name).tolist() for name in POSITION_DTYPES}
-    assert arrays == {**expected, "window_sizes": [7] * 20}
+    expected = {
+        name: (np.dtype(dtype).name, getattr(POSITIONS, name).tolist()) for name, dtype in POSITION_DTYPES.items()
+    }
+    assert arrays_of(folder / "run.json") == {**expected, "window_sizes": ("int32", [7] * 20)}
+    ids = {token for name in expected if name.endswith("token_ids") for token in expected[name][1]}
+    assert record["token_texts"] == {str(token): token_text(token) for token in sorted(ids)}
+
+
+@pytest.mark.parametrize("command", ["SERVER TEXT", "kld SERVER --reference base"])
+def test_a_server_without_texts_of_tokens_does_not_end_the_run(folder, references, command, capsys):
+    def older(request: httpx.Request) -> httpx.Response | None:
+        return error(404, "Not Found") if request.url.path == "/v1/tokens" else Server(references)(request)
+
+    with serve(older) as url:
+        assert run(f"{command} --output run.json", url) == 0
+    assert json.loads((folder / "run.json").read_text())["token_texts"] == {}
+    assert "the run is kept without the texts of its tokens: Not Found" in capsys.readouterr().err
 
 
 def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, references, capsys):
@@ -318,15 +290,19 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     ("command", "how_to_resume"),
     [
         ("SERVER TEXT --concurrency 1", ""),
+        ("SERVER TEXT --concurrency 1 --output new.json", "; FOLDER/new.json.journal has 2 of 20 windows: WITH_RESUME"),
         ("record SERVER --reference new TEXT", ": the same command goes on"),
-        ("corpus SERVER a.parquet --output out", ": the same command with --resume goes on"),
+        ("corpus SERVER a.parquet --output out", ": WITH_RESUME"),
     ],
 )
 def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
-    server, over = Server(), threading.Event()
+    server, over, num_before = Server(), threading.Event(), 2 * ("TEXT --concurrency" in command)
+    how_to_resume = how_to_resume.replace("FOLDER", str(folder))
+    how_to_resume = how_to_resume.replace("WITH_RESUME", "the same command with --resume goes on")
 
     def slow(request: httpx.Request) -> httpx.Response | None:
-        if request.method == "POST" and request.url.path in ("/v1/score", "/v1/references"):
+        is_scored = request.method == "POST" and request.url.path in ("/v1/score", "/v1/references")
+        if is_scored and server.num_scored == num_before:
             os.kill(os.getpid(), signal.SIGINT)
             over.wait(60)
         return server(request)
@@ -351,11 +327,11 @@ EXTRA = 'ppl-client: error: {} is missing: pip install "scoremode[{}]"\n'
     [
         ("arch", "compare near.json far.json", 1, EXTRA.format("arch", "report")),
         ("yaml", "sweep wrong.yaml", 1, EXTRA.format("yaml", "report")),
-        ("pyarrow", "corpus a.parquet --output out", 1, EXTRA.format("pyarrow", "corpora")),
+        ("pyarrow", "corpus a.parquet --output out --quiet", 1, EXTRA.format("pyarrow", "corpora")),
         ("arch scipy matplotlib jinja2 yaml pyarrow", "--version", 0, ""),
     ],
 )
-def test_a_missing_extra_is_named_by_the_commands_that_need_it(folder, missing, command, status, message):
+def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, status, message):
     main_alone = f"from scoremode.cli import main; sys.exit(main({shlex.split(command)}))"
     code = f"import sys; sys.modules |= {dict.fromkeys(missing.split())}; {main_alone}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -25,24 +25,14 @@ def parse(*chunks: bytes) -> list[bytes]:
         (b"data: one\n", []),
         ("data: a\u2028b\x85c\n\n".encode(), ["a\u2028b\x85c".encode()]),
     ],
-    ids=[
-        "two events",
-        "no space",
-        "only one space is taken away",
-        "CR LF",
-        "CR",
-        "several data lines",
-        "comments and other fields",
-        "unfinished",
-        "line separators that are none here",
-    ],
+    ids=["two", "no space", "one space is cut", "CR LF", "CR", "lines", "other fields", "unfinished", "not line ends"],
 )
-def test_events(stream, expected):
+def test_events_are_read_as_the_standard_says(stream, expected):
     assert parse(stream) == expected
 
 
 @given(st.data(), st.sampled_from([b"\n", b"\r\n"]))
-def test_chunk_boundaries_make_no_difference(data, line_end):
+def test_chunk_boundaries_do_not_matter(data, line_end):
     stream = line_end.join(
         [": hello", "data: é€", "", "data: two", "data: lines", "", ""][i].encode() for i in range(7)
     )

@@ -7,12 +7,6 @@ import pytest
 from scoremode.metrics import Perplexity, bits_per_byte, count_words, perplexity, text_metrics, word_perplexity
 
 
-def test_perplexity_of_a_fair_die_is_six():
-    result = perplexity([math.log(6)] * 4)
-    assert result.perplexity == pytest.approx(6, rel=1e-15)
-    assert result.nll_stderr == pytest.approx(0, abs=1e-12)
-
-
 def test_perplexity_and_its_error_by_hand():
     # NLLs 1, 2, 3: mean 2, sample deviation 1, standard error 1/sqrt(3); the perplexity's is e^2 times that.
     result = perplexity([1.0, 2.0, 3.0])
@@ -20,19 +14,14 @@ def test_perplexity_and_its_error_by_hand():
     assert result.nll_stderr == pytest.approx(0.5773502691896258)
     assert result.perplexity == pytest.approx(7.38905609893065)
     assert result.perplexity_stderr == pytest.approx(4.2660735237846)
+    assert perplexity([1e16, 1.0, 1.0]).nll_sum == 1e16 + 2, "no small NLL is lost"
+    fair_die = perplexity([math.log(6)] * 4)
+    assert (fair_die.perplexity, fair_die.nll_stderr) == (pytest.approx(6, rel=1e-15), pytest.approx(0, abs=1e-12))
 
 
-def test_one_token_has_no_error_bar():
-    result = perplexity([1.5])
-    assert (result.nll_stderr, result.perplexity_stderr) == (None, None)
-
-
-def test_sums_do_not_lose_small_nlls_beside_large_ones():
-    assert perplexity([1e16, 1.0, 1.0]).nll_sum == 1e16 + 2
-
-
-def test_perplexity_beyond_floats_is_infinite():
-    assert perplexity([9999.0]).perplexity == math.inf
+def test_one_token_has_no_error_and_may_have_an_infinite_perplexity():
+    result = perplexity([9999.0])
+    assert (result.nll_stderr, result.perplexity_stderr, result.perplexity) == (None, None, math.inf)
 
 
 @pytest.mark.parametrize(("nlls", "message"), [([], "no tokens"), ([1.0, math.nan], "NaN")])
@@ -41,11 +30,8 @@ def test_perplexity_of_nothing_is_an_error(nlls, message):
         perplexity(nlls)
 
 
-def test_bits_per_byte_of_uniform_bytes_is_eight():
+def test_metrics_of_uniform_bytes_and_words():
     assert bits_per_byte(10 * math.log(256), 10) == pytest.approx(8)
-
-
-def test_word_perplexity_is_per_word_whatever_the_tokens():
     assert word_perplexity(3 * math.log(50), 3) == pytest.approx(50)
 
 
@@ -60,7 +46,7 @@ def test_words_are_counted_as_lm_eval_does(text, words):
     ("method", "text_nll"),
     [("sliding", 30.0), ("rolling", 30.0), ("overlapping", 40.0), ("disjoint", 40.0), ("llama.cpp", 40.0)],
 )
-def test_a_texts_nll_is_the_sum_where_every_token_counts_once_and_else_the_mean_times_its_tokens(method, text_nll):
+def test_a_texts_nll_is_the_sum_or_else_its_tokens_times_the_mean(method, text_nll):
     result = Perplexity(15, 30.0, 2.0, None, math.exp(2), None)
     metrics = text_metrics(result, method, num_tokens=20, num_bytes=100, num_words=10)
     assert metrics.bits_per_byte == pytest.approx(text_nll / 69.31471805599453)

@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scoremode.windows import (
-    METHODS,
-    Window,
-    WindowError,
-    cut_windows,
-    resolve_context_length,
-    resolve_stride,
-)
+from scoremode.windows import METHODS, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 
 BOS = 999
 
@@ -81,15 +74,6 @@ def test_rolling_is_lm_evals(num_tokens, context_length):
     assert conditioned_targets(windows, num_tokens) == lm_eval_rolling(num_tokens, context_length, BOS)
 
 
-@given(lengths, contexts, st.data())
-def test_sliding_and_rolling_score_each_token_once(num_tokens, context_length, data):
-    stride = data.draw(st.integers(min_value=1, max_value=context_length - 1))
-    sliding = cut_windows(num_tokens, "sliding", context_length, stride)
-    rolling = cut_windows(num_tokens, "rolling", context_length, prefix_token_id=BOS)
-    assert [target for _, target in conditioned_targets(sliding, num_tokens)] == list(range(1, num_tokens))
-    assert [target for _, target in conditioned_targets(rolling, num_tokens)] == list(range(num_tokens))
-
-
 @given(lengths, contexts)
 def test_no_window_is_longer_than_its_method_says(num_tokens, context_length):
     for method in METHODS:
@@ -100,32 +84,17 @@ def test_no_window_is_longer_than_its_method_says(num_tokens, context_length):
 
 def test_sliding_by_hand():
     # Ten tokens, four at a time, two onward: the first window scores 1, 2, 3, every later one its last two.
-    assert cut_windows(10, "sliding", 4, 2) == [
-        Window(0, 4, 1),
-        Window(2, 6, 4),
-        Window(4, 8, 6),
-        Window(6, 10, 8),
-    ]
+    assert cut_windows(10, "sliding", 4, 2) == [Window(0, 4, 1), Window(2, 6, 4), Window(4, 8, 6), Window(6, 10, 8)]
+    assert cut_windows(7, "sliding", 4, 2)[-1] == Window(4, 7, 6), "a short window at the end"
+    assert cut_windows(8, "sliding", 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)], "first tokens are not scored"
 
 
-def test_sliding_ends_with_a_short_window():
-    assert cut_windows(7, "sliding", 4, 2)[-1] == Window(4, 7, 6)
-
-
-def test_sliding_with_a_stride_of_the_whole_context_cannot_score_first_tokens():
-    assert cut_windows(8, "sliding", 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)]
-
-
-def test_overlapping_takes_full_windows_and_all_their_targets():
+def test_overlapping_scores_all_targets_of_full_windows():
     # Starts 0, 2, 4 are below 10 - 4; a window at 6 would end with the text and is not taken.
     assert cut_windows(10, "overlapping", 4, 2) == [Window(0, 4, 1), Window(2, 6, 3), Window(4, 8, 5)]
-
-
-def test_overlapping_count_of_the_exl3_compatible_scripts():
-    num_tokens = 2048 + 72 * 512 + 1
-    windows = cut_windows(num_tokens, "overlapping", 2048, 512)
-    assert len(windows) == 73
-    assert sum(window.num_scored for window in windows) == 149_431
+    # The counts of scripts compatible with EXL3.
+    windows = cut_windows(2048 + 72 * 512 + 1, "overlapping", 2048, 512)
+    assert (len(windows), sum(window.num_scored for window in windows)) == (73, 149_431)
 
 
 def test_disjoint_windows_do_not_overlap():
@@ -135,16 +104,14 @@ def test_disjoint_windows_do_not_overlap():
 def test_llama_cpp_scores_the_second_half_of_whole_chunks():
     # Of 8 positions, 5, 6 and 7 count; two tokens are left over.
     assert cut_windows(18, "llama.cpp", 8) == [Window(0, 8, 5), Window(8, 16, 13)]
-
-
-def test_llama_cpp_replaces_the_first_token_of_a_chunk_by_bos():
+    # BOS replaces the first token of each.
     first, second = cut_windows(16, "llama.cpp", 8, bos_token_id=BOS)
     assert first.token_ids(range(16)) == [BOS, 1, 2, 3, 4, 5, 6, 7]
     assert second.token_ids(range(16)) == [BOS, 9, 10, 11, 12, 13, 14, 15]
     assert (second.first_scored, second.num_scored) == (5, 3)
 
 
-def test_rolling_last_window_reaches_back_until_it_is_full():
+def test_the_last_rolling_window_reaches_back_until_it_is_full():
     first, second, last = cut_windows(10, "rolling", 4, prefix_token_id=BOS)
     assert first.token_ids(range(10)) == [BOS, 0, 1, 2, 3]
     assert second.token_ids(range(10)) == [3, 4, 5, 6, 7]
@@ -169,19 +136,16 @@ def test_impossible_windows_name_the_field_at_fault(method, context_length, stri
     assert caught.value.field == field
 
 
-def test_default_context_length_is_2048_or_what_fits_the_model():
+def test_the_default_context_length_is_2048_or_what_fits_the_model():
     assert resolve_context_length("sliding", None, 4096) == 2048
     assert resolve_context_length("sliding", None, 1024) == 1024
     assert resolve_context_length("rolling", None, 1024) == 1023, "rolling feeds one token more than it predicts"
-
-
-def test_context_longer_than_the_model_says_both_numbers():
     with pytest.raises(WindowError, match=r"1025.*1024") as caught:
         resolve_context_length("rolling", 1024, 1024)
     assert caught.value.field == "context_length"
 
 
-def test_default_stride_is_a_quarter_of_the_context_where_windows_overlap():
+def test_the_default_stride_of_overlapping_windows_is_a_quarter():
     assert resolve_stride("sliding", 2048, None) == 512
     assert resolve_stride("overlapping", 3, None) == 1
     assert resolve_stride("disjoint", 2048, None) == 2048
