@@ -1,6 +1,6 @@
 """From logits to prompt logprobs on a GPU: our kernels and vLLM's, next to the projection that makes the logits.
 
-    python bench/kernels.py [--quick]
+    python bench/row_kernels.py [--quick]
 
 Needs torch, triton and vLLM, no model. Every part first compares some rows with float64, then prints median
 milliseconds; the projection is hidden states times a random bfloat16 weight. The floor is the time to read the logits
