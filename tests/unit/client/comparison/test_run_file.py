@@ -1,23 +1,26 @@
-"""A run is read back as it was written, and what is no run is refused by name."""
+"""A run is read back as it was written, has a label of its own, and is refused by name if it is not whole."""
 
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 from run_files import (
     TEXT,
     WINDOW_SIZES,
+    kld_run,
     made_up_nlls,
     made_up_reference,
     made_up_tokens,
+    perplexity_run,
     write_kld_run,
     write_perplexity_run,
 )
 from safetensors.numpy import load_file, save
 
-from scoremode.comparison import load_run
+from scoremode.comparison import load_run, load_runs
 from scoremode.corpora import Corpus
 from scoremode.errors import RunError
 
@@ -30,28 +33,21 @@ def perplexity_file(tmp_path):
     return write_perplexity_run(tmp_path / "run.json", NLLS)
 
 
-@pytest.fixture
-def kld_file(tmp_path):
-    return write_kld_run(tmp_path / "run.json", NLLS, KLD, reference=made_up_reference(noise_floor=0.01))
-
-
-def test_a_run_of_perplexity(perplexity_file):
+def test_a_run_of_perplexity_is_read_back(perplexity_file):
     run = load_run(perplexity_file)
-    assert (run.kind, run.label, run.model) == ("perplexity", "bytes", "bytes")
-    assert run.nlls.dtype == np.float64
-    assert run.nlls.tolist() == NLLS.tolist()
-    assert run.token_ids.tolist() == made_up_tokens().tolist()
+    assert (run.kind, run.label, run.model, run.nlls.dtype) == ("perplexity", "bytes", "bytes", np.float64)
+    assert (run.nlls.tolist(), run.token_ids.tolist()) == (NLLS.tolist(), made_up_tokens().tolist())
     assert run.window_sizes.tolist() == WINDOW_SIZES
     assert (run.method, run.context_length, run.stride) == ("sliding", 128, 100)
     assert (run.num_windows, run.num_scored, run.num_tokens, run.num_bytes) == (30, 3000, 3001, 12004)
-    assert run.corpus_name == "text"
-    assert run.text_identity == Corpus("text", TEXT, "", 1).fingerprint
+    assert (run.corpus_name, run.text_identity) == ("text", Corpus("text", TEXT, "", 1).fingerprint)
     assert (run.dtype, run.quantization, run.versions) == ("float32", None, "scoremode 9.9.9, vLLM 0.32.0")
     assert {run.kld is None, run.same_top is None, run.reference is None, run.noise_floor is None} == {True}
+    assert run.token_texts == {}
 
 
-def test_a_run_against_a_reference(kld_file):
-    run = load_run(kld_file, "mine")
+def test_a_run_against_a_reference_is_read_back(tmp_path):
+    run = kld_run(tmp_path, "mine", NLLS, KLD, reference=made_up_reference(noise_floor=0.01))
     assert (run.kind, run.label) == ("kld", "mine")
     assert run.kld.tolist() == KLD.astype(np.float64).tolist()
     assert run.reference_nlls.tolist() == made_up_nlls(0).tolist()
@@ -59,25 +55,18 @@ def test_a_run_against_a_reference(kld_file):
     assert run.reference_confidence.tolist() == [0.5] * 3000
     assert (run.method, run.context_length, run.stride, run.num_bytes) == ("sliding", 128, 100, 12004)
     assert (run.reference.name, run.noise_floor, run.as_noise_floor) == ("base", 0.01, False)
-    assert run.text_identity == "of the text"
+    assert (run.text_identity, run.corpus_name) == ("of the text", None)
     assert run.reference_identity == ("of the model", "of the text")
-    assert run.corpus_name is None
 
 
-def test_the_size_of_the_weights_is_known_where_the_server_said_it(tmp_path):
-    said = {"weight_bytes": 1_000_000, "num_parameters": 2_000_000}
-    run = load_run(write_perplexity_run(tmp_path / "said.json", NLLS, server=said))
-    assert (run.weight_bytes, run.num_parameters, run.bits_per_weight) == (1_000_000, 2_000_000, 4.0)
-    run = load_run(write_perplexity_run(tmp_path / "unsaid.json", NLLS))
-    assert (run.weight_bytes, run.num_parameters, run.bits_per_weight) == (None, None, None)
-    said = {"weight_bytes": 1_000_000, "num_parameters": None}
-    assert load_run(write_perplexity_run(tmp_path / "half.json", NLLS, server=said)).bits_per_weight is None
-
-
-def test_texts_of_tokens_are_there_where_the_run_kept_them(tmp_path, perplexity_file):
-    assert load_run(perplexity_file).token_texts == {}
-    path = write_perplexity_run(tmp_path / "texts.json", NLLS, more={"token_texts": {"7": " the", "8": "<b>"}})
-    assert load_run(path).token_texts == {7: " the", 8: "<b>"}
+@pytest.mark.parametrize(
+    ("num_bytes", "num_parameters", "bits"), [(10**6, 2 * 10**6, 4.0), (None, None, None), (10**6, None, None)]
+)
+def test_sizes_of_weights_and_texts_of_tokens_are_optional(tmp_path, num_bytes, num_parameters, bits):
+    server, texts = {"weight_bytes": num_bytes, "num_parameters": num_parameters}, {7: " the", 8: "<b>"}
+    run = perplexity_run(tmp_path, "run", NLLS, server=server, token_texts=texts)
+    assert run.token_texts == texts
+    assert (run.weight_bytes, run.num_parameters, run.bits_per_weight) == (num_bytes, num_parameters, bits)
 
 
 def test_both_files_may_be_renamed_together(perplexity_file):
@@ -93,11 +82,20 @@ def changed(path, **fields):
 
 
 def with_arrays(path, **arrays):
-    """The same record with other arrays, which it says are its own."""
+    """The same record with other arrays, which it names as its own."""
     kept = {**load_file(path.with_suffix(".safetensors")), **arrays}
     content = save({name: array for name, array in kept.items() if array is not None})
     path.with_suffix(".safetensors").write_bytes(content)
     changed(path, arrays={"file": "run.safetensors", "sha256": hashlib.sha256(content).hexdigest()})
+
+
+def with_arrays_of_another_run(path):
+    other = write_perplexity_run(path.with_name("b.json"), NLLS + 1)
+    shutil.copy(other.with_suffix(".safetensors"), path.with_suffix(".safetensors"))
+
+
+EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
+WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -110,46 +108,43 @@ def with_arrays(path, **arrays):
         (lambda path: changed(path, kind="guess"), "{path} is no result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
         (lambda path: changed(path, settings={}), "{path}: settings.method: Field required"),
-        (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
+        (lambda path: write_perplexity_run(path, NLLS, token_ids=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
-        (
-            lambda path: shutil.copy(
-                write_perplexity_run(path.with_name("b.json"), NLLS + 1).with_suffix(".safetensors"),
-                path.with_suffix(".safetensors"),
-            ),
-            "{path}: the values of its tokens, run.safetensors, are missing beside it or of another run",
-        ),
+        (with_arrays_of_another_run, "run.safetensors, are missing beside it or of another run"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
-        (
-            lambda path: with_arrays(path, window_sizes=np.array([1, 2], np.int32)),
-            "{path}: its windows have 3 tokens, and logprobs is of shape (3000,)",
-        ),
-        (lambda path: with_arrays(path, logprobs=np.full(3000, np.nan, np.float32)), "{path}: logprobs has NaN"),
-        (
-            lambda path: with_arrays(
-                path,
-                window_sizes=np.array([], np.int32),
-                logprobs=np.array([], np.float32),
-                token_ids=np.array([], np.int32),
-            ),
-            "{path} has no scored token",
-        ),
+        (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
+        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
+        (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
+        (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
     ],
 )
-def test_what_is_no_run_is_refused_by_name(perplexity_file, spoil, message):
+def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
     spoil(perplexity_file)
     with pytest.raises(RunError) as caught:
         load_run(perplexity_file)
     assert message.format(path=perplexity_file) in str(caught.value)
 
 
-def test_a_server_side_run_has_no_values_of_tokens(tmp_path):
-    path = write_perplexity_run(tmp_path / "run.json", NLLS, server_side=True)
-    with pytest.raises(RunError, match="no values of single tokens, as a run with --server-side"):
-        load_run(path)
+@pytest.mark.parametrize(
+    ("models", "labels"),
+    [
+        ({"a.json": "org/base", "b.json": "org/int4"}, ["org/base", "org/int4"]),
+        ({"a.json": "/models/base", "b.json": "/models/int4"}, ["base", "int4"]),
+        ({"fp8.json": "m", "int4.json": "m", "c.json": "other"}, ["fp8", "int4", "other"]),
+        ({"a/run.json": "m", "b/run.json": "m"}, ["a/run.json", "b/run.json"]),
+    ],
+)
+def test_labels_are_the_shortest_names_that_differ(tmp_path, monkeypatch, models, labels):
+    monkeypatch.chdir(tmp_path)
+    for path, model in models.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        write_perplexity_run(Path(path), NLLS, model=model)
+    assert [run.label for run in load_runs([*models])] == labels
 
 
-def test_a_run_against_a_reference_needs_all_of_its_arrays(kld_file):
-    with_arrays(kld_file, kld=None, ranks=None)
-    with pytest.raises(RunError, match="lack kld, ranks"):
-        load_run(kld_file)
+def test_a_file_twice_is_numbered_and_labels_may_be_given(perplexity_file):
+    paths = [perplexity_file] * 2
+    assert [run.label for run in load_runs(paths)] == [f"{perplexity_file} (1)", f"{perplexity_file} (2)"]
+    assert [run.label for run in load_runs(paths, ["one", "two"])] == ["one", "two"]
+    with pytest.raises(RunError, match="1 labels for 2 runs"):
+        load_runs(paths, ["one"])

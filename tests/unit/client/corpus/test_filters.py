@@ -1,4 +1,4 @@
-"""`--filter`: Python's conditions on columns, worked out by pyarrow."""
+"""`--filter`: Python's conditions on columns, computed by pyarrow."""
 
 import pyarrow as pa
 import pytest
@@ -50,26 +50,11 @@ def test_rows_that_a_condition_keeps(condition, rows):
 @pytest.mark.parametrize(
     "condition",
     [
-        "",
-        "row <",
-        "__import__('os').system('true')",
-        "row.__class__",
-        "(lambda: 1)()",
-        "[row for row in row]",
-        "row ** 2 > 1",
-        "open('x')",
-        "row is 3",
-        "None",
-        "row; row",
-        "language in other",
+        *("", "row <", "None", "row; row", "row is 3", "row ** 2 > 1", "language in other", "row.__class__"),
+        *("missing > 1", "language > 3", "row + 1"),
+        *("open('x')", "__import__('os').system('true')", "(lambda: 1)()", "[row for row in row]"),
     ],
 )
-def test_anything_else_is_refused(condition):
+def test_other_conditions_are_refused(condition):
     with pytest.raises(CorpusError, match=r"--filter"):
-        check_filter(parse_filter(condition), TABLE.schema)
-
-
-@pytest.mark.parametrize("condition", ["missing > 1", "language > 3", "row + 1"])
-def test_conditions_that_do_not_fit_the_columns_are_refused(condition):
-    with pytest.raises(CorpusError, match="--filter does not fit"):
         check_filter(parse_filter(condition), TABLE.schema)

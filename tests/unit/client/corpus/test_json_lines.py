@@ -1,7 +1,8 @@
-"""JSON lines: one type a column over the whole file, and nothing lost unsaid."""
+"""JSON lines: one type per column over the whole file, and nothing lost without an error."""
 
 import gzip
 import json
+import re
 
 import pyarrow as pa
 import pytest
@@ -13,13 +14,8 @@ from scoremode.corpus.json_lines import JsonLines
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """So that a few lines are several blocks."""
+    """A few lines are several blocks."""
     monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def read(path):
@@ -30,42 +26,31 @@ def read(path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_rows_come_back_in_order_however_they_are_compressed(tmp_path, suffix):
+def test_rows_are_read_in_order_from_any_compression(tmp_path, suffix):
     rows = [{"text": f"text {index} é", "id": index} for index in range(50)]
-    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     path = tmp_path / f"rows{suffix}"
     with pa.output_stream(str(path), compression="detect") as stream:
-        stream.write(content)
+        stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
     assert read(path)[1] == rows
-    if suffix == ".jsonl.gz":
-        assert gzip.decompress(path.read_bytes()) == content
 
 
-def test_columns_and_numbers_that_come_late_are_found(tmp_path):
-    early = [{"text": "a", "n": 1, "meta": {"a": 1}, "list": []} for _ in range(20)]
-    late = [{"text": "b", "n": 2.5, "new": "x", "meta": {"b": [True]}, "list": [1]} for _ in range(20)]
-    schema, rows = read(write(tmp_path / "rows.jsonl", early + late))
+def test_one_type_per_column_fits_early_and_late_rows(tmp_path):
+    """Text that looks like a time stays text."""
+    early = {"text": "a", "n": 1, "meta": {"a": 1}, "list": [], "when": "2024-01-01", "all": [{"at": "2024-01-01"}]}
+    late = {"text": "b", "n": 2.5, "new": "x", "meta": {"b": [True]}, "list": [1], "when": "yesterday", "all": []}
+    (tmp_path / "rows.jsonl").write_text(20 * f"{json.dumps(early)}\n" + 20 * f"{json.dumps(late)}\n")
+    schema, rows = read(tmp_path / "rows.jsonl")
     assert schema.field("n").type == pa.float64()
-    assert rows[0] == {"text": "a", "n": 1.0, "meta": {"a": 1, "b": None}, "list": [], "new": None}
-    assert rows[-1] == {"text": "b", "n": 2.5, "meta": {"a": None, "b": [True]}, "list": [1], "new": "x"}
+    assert rows[:20] == [{**early, "meta": {"a": 1, "b": None}, "new": None}] * 20
+    assert rows[20:] == [{**late, "meta": {"a": None, "b": [True]}}] * 20
 
 
-def test_what_looks_like_a_time_stays_the_text_that_it_is(tmp_path):
-    rows = [{"text": "a", "when": "2024-01-01", "all": [{"at": "2024-01-01 10:00:00"}]}] * 3 + [
-        {"text": "b", "when": "yesterday", "all": []}
-    ]
-    assert read(write(tmp_path / "rows.jsonl", rows))[1] == rows
-
-
-def test_long_lines_empty_lines_and_a_last_line_without_an_end(tmp_path):
+def test_lines_may_be_long_or_empty_and_the_last_without_an_end(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"text": "' + "x" * 500 + '"}\r\n\n\n{"text": "y"}\n\n{"text": "z"}')
     assert [row["text"] for row in read(path)[1]] == ["x" * 500, "y", "z"]
-
-
-def test_no_line_is_no_row(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n")
-    assert read(tmp_path / "rows.jsonl") == (pa.schema([]), [])
+    path.write_text("\n")
+    assert read(path) == (pa.schema([]), [])
 
 
 @pytest.mark.parametrize(
@@ -77,23 +62,19 @@ def test_no_line_is_no_row(tmp_path):
         ("[1, 2]", "in line"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"text": "x", "id": 12345678901234567890}', "too large to be kept"),
+        ('{"text": "x", "id": 12345678901234567.0}', "too large to be kept"),
     ],
-    ids=["text for number", "object for number", "torn", "no object", "surrogate", "large number"],
 )
 @pytest.mark.parametrize("place", [1, 21], ids=["second line", "line 22"])
-def test_what_has_no_one_type_is_refused_with_file_and_line(tmp_path, line, named, place):
+def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, named, place):
     lines = [f'{{"text": "a", "id": {index}}}' for index in range(30)]
     lines[place] = line
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(lines) + "\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(CorpusError, match=named) as failure:
-        read(path)
-    message = str(failure.value)
-    assert "rows.jsonl" in message
-    numbers = [int(word) for word in message.replace(":", " ").replace(",", " ").split() if word.isdigit()]
-    assert "line" in message
-    assert min(numbers) <= place + 1 <= max(numbers)
-    assert max(numbers) - min(numbers) <= 3
+        read(tmp_path / "rows.jsonl")
+    _, message = str(failure.value).split("rows.jsonl")
+    numbers = [int(word) for word in re.findall(r"\b\d+\b", message.partition("line")[2])]
+    assert min(numbers) <= place + 1 <= max(numbers) <= min(numbers) + 3
 
 
 def test_a_damaged_archive_is_named(tmp_path):

@@ -1,4 +1,4 @@
-"""What a sweep takes as a change that has a model measured again, and what it does not see."""
+"""Which changes have a sweep measure a model again, and which do not."""
 
 import json
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_scoremode import INFO
+from fake_server import INFO
 
 from scoremode.corpora import Corpus
 from scoremode.protocol import ServerInfo
@@ -51,21 +51,19 @@ def kept_run(folder: Path, marks: dict[str, Any]) -> Path:
         ({"command": ["scoremode-of-another-environment", "serve"]}, "flags"),
         ({"models": [{"name": "int8", "model": "folder", "serve": "--dtype float32"}]}, "flags"),
         ({"models": [{"name": "int8", "model": "./folder"}]}, "model"),
-        ({"compare": {"html": None}, "start_timeout": 99}, ""),
-        ({"output": "elsewhere"}, ""),
+        ({"compare": {"html": None}, "start_timeout": 99, "output": "elsewhere"}, ""),
         ({"models": [{"name": "renamed", "model": "folder"}]}, ""),
         ({"corpus": Corpus("fox", CORPUS.text, "another place", 2)}, ""),
     ],
     ids=str,
 )
-def test_what_decides_the_figures_has_a_run_measured_again(folder: Path, changed: dict[str, Any], found: str):
+def test_a_change_that_decides_figures_is_found(folder: Path, changed: dict[str, Any], found: str):
     run = kept_run(folder, marks_of(folder))
     assert changes(run, marks_of(folder, **changed)) == found
 
 
-def test_files_that_were_replaced_added_or_touched_have_it_too(folder: Path):
+def test_a_replaced_or_added_file_is_found(folder: Path):
     run, weights = kept_run(folder, marks_of(folder)), folder / "folder" / "model.safetensors"
-    assert changes(run, marks_of(folder)) == ""
     later = weights.stat().st_mtime_ns + 10**9
     os.utime(weights, ns=(later, later))
     assert changes(run, marks_of(folder)) == "files"
@@ -74,16 +72,16 @@ def test_files_that_were_replaced_added_or_touched_have_it_too(folder: Path):
     assert changes(run, marks_of(folder)) == "files"
 
 
-def test_a_run_that_is_not_whole_or_not_of_a_sweep_is_none(folder: Path):
+@pytest.mark.parametrize("content", [None, "", "[]", '{"kind": "kld"}', '{"sweep": null}'])
+def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder: Path, content: str | None):
     marks = marks_of(folder)
     assert changes(folder / "nothing.json", marks) is None
     run = kept_run(folder, marks)
-    run.with_suffix(".safetensors").unlink()
-    assert changes(run, marks) is None
-    for content in ("", "[]", '{"kind": "kld"}'):
-        run = kept_run(folder, marks)
+    if content is None:
+        run.with_suffix(".safetensors").unlink()
+    else:
         run.write_text(content)
-        assert changes(run, marks) is None
+    assert changes(run, marks) is None
 
 
 def test_a_running_server_is_known_by_what_decides_its_figures(folder: Path):
@@ -92,14 +90,11 @@ def test_a_running_server_is_known_by_what_decides_its_figures(folder: Path):
     for changed in ({"fingerprint": "int4"}, {"vllm_version": "9.9.9"}, {"dtype": "float16"}):
         assert changes(run, running_marks(SERVER.model_copy(update=changed), ENTRY)) == "model"
     assert changes(run, running_marks(SERVER, ENTRY.model_copy(update={"model": "adapter"}))) == "model"
+    without_fingerprint = running_marks(SERVER.model_copy(update={"fingerprint": None}), ENTRY)
+    assert changes(kept_run(folder, without_fingerprint), without_fingerprint) == "model", "measured every time"
 
 
-def test_a_server_without_a_fingerprint_is_measured_every_time(folder: Path):
-    older = running_marks(SERVER.model_copy(update={"fingerprint": None}), ENTRY)
-    assert changes(kept_run(folder, older), older) == "model"
-
-
-def test_a_reference_is_another_for_another_model_text_or_windows_and_the_same_with_a_floor(folder: Path):
+def test_a_reference_has_another_name_for_other_content(folder: Path):
     entry = ModelEntry(name="4 bits, g=128", model="folder")
     name = reference_name(entry, marks_of(folder))
     assert name.startswith("sweep-4-bits--g-128-")

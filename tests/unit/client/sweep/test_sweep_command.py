@@ -16,15 +16,14 @@ from scoremode.cli import main
 
 pytestmark = pytest.mark.processes
 
-TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow! " * 2
 # What it writes into a pipe shows how long it runs.
 SILENT = "import sys, time; pipe = open(sys.argv[1], 'wb', 0); pipe.write(b'up'); time.sleep(120); pipe.write(b'left')"
 
 
 def write_plan(folder: Path, *models: dict[str, Any], **changes: Any) -> str:
     windows = {"method": "disjoint", "context_length": 8}
-    plan = {"output": "runs", "text": {"text": TEXT}, "windows": windows, "models": models, **changes}
-    (folder / "plan.yaml").write_text(json.dumps(plan))
+    plan = {"output": "runs", "text": {"text": "The quick brown fox. " * 8}, "windows": windows, "models": models}
+    (folder / "plan.yaml").write_text(json.dumps({**plan, **changes}))
     return str(folder / "plan.yaml")
 
 
@@ -36,12 +35,11 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         assert main(["sweep", write_plan(tmp_path, *models, broken), "--quiet"]) == 1
         printed = capsys.readouterr()
         assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, False]
-        assert "ppl-client: near: measuring KL divergence and perplexity" in printed.err.splitlines()
         assert printed.err.splitlines()[-1] == "    out of memory"
         assert list((runs / "plots").glob("*.svg"))
         written = (runs / "report.html").stat().st_mtime_ns
-        newer = (runs / "near.json").read_text().replace('"vllm_version": "0.32.0"', '"vllm_version": "0.33.0"')
-        (runs / "near.json").write_text(newer)
+        near = runs / "near.json"
+        near.write_text(near.read_text().replace('"vllm_version": "0.32.0"', '"vllm_version": "0.33.0"'))
         assert main(["sweep", write_plan(tmp_path, *models, compare={"html": None, "plots": None}), "--quiet"]) == 0
     messages = capsys.readouterr().err
     assert messages.count("measured before") == 2
@@ -62,11 +60,9 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
         assert os.read(pipe, 9) == b"up"
         sweep.send_signal(signal_number)
         _, messages = sweep.communicate(timeout=60)
-    if signal_number == signal.SIGKILL:
-        assert sweep.returncode == -signal.SIGKILL
-        assert select.select([pipe], [], [], 60)[0]
-    else:
-        assert sweep.returncode == 130
-        assert messages.endswith("interrupted, servers are stopped: the same command goes on\n")
+    is_killed = signal_number == signal.SIGKILL
+    assert sweep.returncode == (-signal.SIGKILL if is_killed else 130)
+    assert is_killed or messages.endswith("interrupted, servers are stopped: the same command goes on\n")
+    assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)
