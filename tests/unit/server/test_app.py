@@ -1,7 +1,6 @@
 """Settings of an API server process that are made once."""
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,11 +15,10 @@ from scoremode_server.settings import ServerSettings
 @pytest.mark.parametrize(
     ("num_in_flight", "num_engines", "expected"),
     [
-        # A CPU, a GPU, eight replicas on GPUs, a pipeline of four.
+        # A CPU, a GPU, eight replicas on GPUs.
         (1, 1, EngineSize(tokens=2 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
         (2, 1, EngineSize(tokens=3 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
         (2, 8, EngineSize(tokens=24 * 2048, sequences=16 * 8, max_scoring_tokens=128 * 9000, kept_tokens=2048)),
-        (5, 1, EngineSize(tokens=6 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
     ],
 )
 def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight, num_engines, expected):
@@ -35,21 +33,13 @@ def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight, num_engin
     assert engine_size(config, given) == replace(expected, max_scoring_tokens=100, request_timeout=3)
 
 
-@pytest.fixture
-def restored() -> Iterator[None]:
+def test_garbage_is_collected_less_often_and_the_environment_read_once(monkeypatch, request):
     thresholds = gc.get_threshold()
-    yield
-    gc.set_threshold(*thresholds)
-    envs.disable_envs_cache()
-
-
-@pytest.mark.usefixtures("restored")
-def test_garbage_is_collected_less_often_and_the_environment_read_once(monkeypatch):
-    _, *older = gc.get_threshold()
-    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "3")
-    for _ in range(2):
+    request.addfinalizer(lambda: gc.set_threshold(*thresholds))
+    request.addfinalizer(envs.disable_envs_cache)
+    for interval in ("3", "4"):
+        monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", interval)
         prepare_process()
-        assert gc.isenabled()
-        assert gc.get_threshold() == (GC_THRESHOLD, *older)
         assert envs.VLLM_LOG_STATS_INTERVAL == 3
-        monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "4")
+    assert gc.isenabled()
+    assert gc.get_threshold() == (GC_THRESHOLD, *thresholds[1:])

@@ -45,7 +45,7 @@ def test_every_token_but_the_first_has_a_logprob_and_a_rank():
     assert score.top_token_ids.shape == score.top_logprobs.shape == (3, 0)
 
 
-def test_the_likeliest_tokens_come_after_the_actual_one():
+def test_the_top_tokens_come_after_the_actual_one():
     prompt = flat(None, [(7, -1.5, 3), (2, -0.5, 1), (5, -1.0, 2)])
     sampled = flat([(9, -0.25, 1), (9, -0.25, 1), (1, -3.0, 2)])
     score = read_score(TOKENS, 2, output_of(prompt, sampled))
@@ -71,13 +71,13 @@ def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: 
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_request_that_the_engine_gave_up_says_so(reason: str):
+def test_the_error_says_that_the_engine_aborted_the_request(reason: str):
     with pytest.raises(UnfinishedError, match=reason) as error:
         read_score(TOKENS, 0, output_of(flat(None, [(7, -1.5, 3)]), None, reason))
     assert error.value.finish_reason == reason
 
 
-def test_rows_of_cached_positions_are_not_trusted_whatever_they_hold():
+def test_rows_of_cached_positions_are_never_used():
     """The V1 runner returns them with anything in them; the V2 runner leaves them out."""
     token_ids, garbage = [1, 2, 3, 4, 5], -99.0
     ids, logprobs = np.array([[2], [3], [4], [5]], np.int32), np.array([[garbage], [garbage], [-3], [-4]], np.float32)
@@ -94,7 +94,7 @@ def test_rows_of_cached_positions_are_not_trusted_whatever_they_hold():
         assert rows.ranks[2:].tolist() == [3, 4]
 
 
-def test_parts_of_a_prompt_are_put_together():
+def test_parts_of_a_prompt_are_joined():
     logprobs = PromptLogprobs()
     assert [part.shape for part in logprobs.columns(2)] == [(0, 2), (0, 2), (0,)]
     for start in (0, 3):
@@ -108,7 +108,7 @@ def test_parts_of_a_prompt_are_put_together():
     assert len(ranks) == 6
 
 
-def test_rows_are_kept_bit_for_bit():
+def test_rows_are_stored_bit_for_bit():
     rows = Rows.of(np.array([[7, 8]]), np.array([[-0.0, -np.inf]], np.float32), np.array([200_000]))
     again = Rows.from_bytes(rows.table.tobytes(), 2)
     assert (again.num_columns, len(again)) == (2, 1)

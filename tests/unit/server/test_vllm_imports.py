@@ -1,13 +1,17 @@
-"""What the server may import from vLLM, and where.
+"""What the server may import from vLLM, and where; and what vLLM's processes import of the server.
 
 Private parts of vLLM are for `vllm_patches`, and for `completions`, which extends vLLM's handlers. All other modules
 keep to the list below. Ruff checks that no other module uses a private attribute (SLF001).
 """
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import vllm
 
 from scoremode_server.vllm_patches.source import Sources
@@ -37,27 +41,36 @@ sources = Sources(Path(vllm.__file__).parents[1])
 def modules_imported(tree: ast.Module) -> Iterator[str]:
     """The modules of vLLM that a module imports, or names of which it imports."""
     for statement in ast.walk(tree):
-        if isinstance(statement, ast.Import):
-            found = [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and not statement.level:
-            names = [f"{statement.module}.{alias.name}" for alias in statement.names]
-            found = [name if sources.module(name) else statement.module or "" for name in names]
-        else:
-            continue
-        yield from (name for name in found if name.partition(".")[0] == "vllm")
+        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import | ast.ImportFrom) else []
+        if isinstance(statement, ast.ImportFrom):
+            parts = [f"{statement.module}.{name}" for name in names if not statement.level]
+            names = [part if sources.module(part) else str(statement.module) for part in parts]
+        yield from (name for name in names if name.partition(".")[0] == "vllm")
 
 
 def test_only_public_modules_of_vllm_are_imported_and_all_of_the_list():
-    code = "import vllm.a as b, numpy\nfrom . import vllm\ndef f():\n    from vllm.v1 import outputs\n"
-    code += "    from vllm import SamplingParams, envs\n    from vllm.v1.outputs import LogprobsTensors"
-    assert sorted(modules_imported(ast.parse(code))) == [
-        *("vllm", "vllm.a", "vllm.envs", "vllm.v1.outputs", "vllm.v1.outputs")
-    ]
-    paths = {file.relative_to(SERVER): file for file in SERVER.rglob("*.py")}
     imported = {
-        path: set(modules_imported(ast.parse(file.read_text())))
-        for path, file in paths.items()
-        if path.parts[0] not in EXEMPT
+        file: set(modules_imported(ast.parse(file.read_text())))
+        for file in SERVER.rglob("*.py")
+        if file.relative_to(SERVER).parts[0] not in EXEMPT
     }
-    assert not {path: found for path, modules in imported.items() if (found := modules - PUBLIC)}
+    assert not {file: found for file, modules in imported.items() if (found := modules - PUBLIC)}
     assert set().union(*imported.values()) == PUBLIC
+
+
+CALL = """
+import sys
+from scoremode_server.plugin import general_plugin
+general_plugin()
+print(*[name for name in sys.modules if name.startswith("scoremode") or name in ("vllm", "torch", "fastapi", "numpy")])
+"""
+"""vLLM calls the plugin in every process of an environment that Scoremode is installed in."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plugins", [{}, {"VLLM_PLUGINS": "scoremode-extras"}], ids=["unset", "another"])
+def test_unless_it_is_named_the_plugin_prints_and_imports_nothing(plugins):
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"} | plugins
+    done = subprocess.run([sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, check=True)
+    assert not done.stderr
+    assert done.stdout.split() == ["scoremode_server", "scoremode_server.settings", "scoremode_server.plugin"]

@@ -1,4 +1,4 @@
-"""With an API key, every path but the open ones asks for it, however the path is written."""
+"""With an API key, every path but the open ones requires it, however the path is written."""
 
 from argparse import Namespace
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, WebSocket
-from starlette.middleware.cors import CORSMiddleware
 from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.types import Message
 
 from scoremode_server.api.authentication import OPEN_PATHS, Authentication, configured_keys
+from scoremode_server.api.request_ids import RequestIds
+from tests.unit.server.api.light_app import ask
 
-GUARDED = ["/v1/score", "/invocations", "/tokenizer_info", "/"]
 ODD_PATHS = (
     "//v1/score /v1//score /v1/score/ /V1/score /%76%31/score /v1%2Fscore /v1/score%0A /v1/score%00 /v1/score;health "
     "/v1/score?/health /health/../v1/score /health%2F..%2Fv1%2Fscore /health%0A /health%2Fx //health /HEALTH /healthz "
@@ -23,8 +23,8 @@ ODD_PATHS = (
 def guarded_app(**options: Any) -> Authentication:
     """An app that answers "inside" on every path of these tests, and accepts two keys."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    for path in (*GUARDED, *OPEN_PATHS):
-        app.add_api_route(path, lambda: "inside", methods=["GET", "POST"])
+    for path in ("/v1/score", *OPEN_PATHS):
+        app.add_api_route(path, lambda: "inside", methods=["GET", "OPTIONS"])
 
     @app.websocket("/v1/realtime")
     async def talk(websocket: WebSocket) -> None:
@@ -34,138 +34,96 @@ def guarded_app(**options: Any) -> Authentication:
     return Authentication(app, ["first key", "clé"], **options)
 
 
-async def ask(
-    path: str, *authorization: str, method: str = "GET", root_path: str = "", **headers: str
-) -> httpx.Response:
-    """The answer to a path as it is written: httpx would tidy it up."""
-    keys = [("Authorization", value.encode("latin-1")) for value in authorization]
-    transport = httpx.ASGITransport(guarded_app(), root_path=root_path)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        url = httpx.URL("http://server").copy_with(raw_path=path.encode())
-        return await client.request(method, url, headers=[*headers.items(), *keys])
+async def ask_with(*keys: str) -> httpx.Response:
+    """The answer to a request with each key in a header of its own."""
+    headers = [("Authorization", key.encode("latin-1")) for key in keys]
+    return await ask(guarded_app(), "/v1/score", headers=headers)
 
 
 def assert_refused(response: httpx.Response) -> None:
-    assert response.status_code == 401
-    assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
     error = response.json()["error"]
     assert error.pop("message")
     assert error == {"type": "AuthenticationError", "param": None, "code": 401}
 
 
-@pytest.mark.parametrize("path", GUARDED)
-async def test_guarded_paths_answer_only_with_a_key(path):
-    for method in ("GET", "POST"):
-        assert_refused(await ask(path, method=method))
-        assert (await ask(path, "Bearer first key", method=method)).json() == "inside"
-
-
-async def test_open_paths_answer_without_a_key():
+async def test_open_paths_and_preflight_requests_need_no_key():
     for path in ("/%68ealth", *OPEN_PATHS):
-        assert (await ask(path)).json() == "inside"
-        assert (await ask(f"{path}/")).status_code == 307
+        assert (await ask(guarded_app(), path)).json() == "inside"
+        assert (await ask(guarded_app(), f"{path}/")).status_code == 307
+    assert (await ask(guarded_app(), "/v1/score", method="OPTIONS")).json() == "inside"
 
 
-@pytest.mark.parametrize("path", ODD_PATHS.split())
+@pytest.mark.parametrize("path", ["/", *ODD_PATHS.split()])
 async def test_oddly_written_paths_are_refused(path):
-    assert_refused(await ask(path))
-
-
-async def test_the_host_header_is_not_part_of_the_path():
-    # CVE-2026-48710: a URL made of both reads as another path than the one that is routed.
-    assert_refused(await ask("/v1/score", Host="server/health?"))
+    # CVE-2026-48710: a URL made of host and path reads as another path than the one that is routed.
+    assert_refused(await ask(guarded_app(), path, headers={"Host": "server/health?"}))
 
 
 @pytest.mark.parametrize(
-    "authorization",
+    "keys",
     [
-        *("first key", "Basic first key", "Bearer", "Bearer ", "Bearer  first key", "Bearer first key "),
-        *("Bearer first", "Bearer First key", "Bearer first key,clé", "Bearer \xff\xfe"),
+        *([], ["first key"], ["Basic first key"], ["Bearer "], ["Bearer  first key"], ["Bearer first key "]),
+        *(
+            ["Bearer first"],
+            ["Bearer First key"],
+            ["Bearer first key,clé"],
+            ["Bearer \xff"],
+            ["Bearer x", "Bearer clé"],
+        ),
     ],
 )
-async def test_wrong_keys_are_refused(authorization):
-    assert_refused(await ask("/v1/score", authorization))
-
-
-async def test_either_key_is_valid_and_only_the_first_header_counts():
-    for authorization in ("Bearer first key", "bearer first key", "BEARER clé"):
-        assert (await ask("/v1/score", authorization)).json() == "inside"
-    assert_refused(await ask("/v1/score", "Bearer wrong", "Bearer first key"))
+async def test_wrong_keys_are_refused(keys):
+    assert_refused(await ask_with(*keys))
+    for key in ("Bearer first key", "bearer first key", "BEARER clé"):
+        assert (await ask_with(key, *keys)).json() == "inside"
 
 
 @pytest.mark.parametrize(
     ("root_path", "path", "status"),
     [
-        ("/api", "/api/health", 200),
-        ("/api", "/health", 200),
-        ("/api", "/api/v1/score", 401),
-        ("/api", "/v1/score", 401),
-        ("/api", "/api/api/health", 401),
-        ("/api", "/apihealth", 401),
-        # vLLM guards prefixes, and takes this for "1/score", which Starlette routes to /v1/score.
+        *(("/api", "/api/health", 200), ("/api", "/health", 200), ("/api", "/api/v1/score", 401)),
+        *(("/api", "/api/api/health", 401), ("/api", "/apihealth", 401), ("/health", "/health", 401)),
+        # vLLM guards prefixes, and reads this as "1/score", which Starlette routes to /v1/score.
         ("/v", "/v1/score", 401),
-        ("/v1", "/v1/score", 401),
-        ("/health", "/health", 401),
     ],
 )
 async def test_paths_below_a_root_path_are_guarded(root_path, path, status):
-    assert (await ask(path, root_path=root_path)).status_code == status
-
-
-async def test_preflight_requests_of_browsers_pass():
-    app = FastAPI()
-    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    headers = {"Origin": "http://page", "Access-Control-Request-Method": "POST"}
-    assert TestClient(Authentication(app, ["key"])).options("/v1/score", headers=headers).status_code == 200
+    assert (await ask(guarded_app(), path, root_path=root_path)).status_code == status
 
 
 @pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({"allowed_origins": ["*"]}, "*"),
-        ({"allowed_origins": ["*"], "allow_credentials": True}, "http://page"),
-        ({"allowed_origins": ["http://page"]}, "http://page"),
-        ({"allowed_origins": ["http://other"]}, None),
-    ],
+    ("origins", "allow_credentials", "allowed"),
+    [(["*"], False, "*"), (["*"], True, "http://page"), (["http://other"], False, None)],
 )
-def test_pages_that_may_read_answers_may_read_the_refusal(options, allowed):
-    response = TestClient(guarded_app(**options)).post("/v1/score", headers={"Origin": "http://page"})
+def test_pages_that_may_read_answers_may_read_the_refusal(origins, allow_credentials, allowed):
+    app = guarded_app(allowed_origins=origins, allow_credentials=allow_credentials)
+    response = TestClient(app).get("/v1/score", headers={"Origin": "http://page"})
     assert_refused(response)
     assert response.headers.get("Access-Control-Allow-Origin") == allowed
 
 
-def test_websockets_are_refused_before_they_open():
-    client = TestClient(guarded_app())
+async def test_websockets_are_refused_before_they_open():
+    client = TestClient(RequestIds(guarded_app()))
     with pytest.raises(WebSocketDenialResponse) as refusal, client.websocket_connect("/v1/realtime"):
         pass
     assert_refused(refusal.value)
     with client.websocket_connect("/v1/realtime", headers={"Authorization": "Bearer first key"}) as websocket:
         assert websocket.receive_text() == "inside"
-
-
-async def test_a_server_that_cannot_refuse_a_websocket_closes_it():
+        assert b"x-request-id" in dict(websocket.extra_headers)
+    # Not every server can answer a websocket with a status.
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async def receive() -> Message:
-        return {"type": "websocket.connect"}
-
-    await guarded_app()({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send)
+    await guarded_app()({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
     assert [(message["type"], message["code"]) for message in sent] == [("websocket.close", 1008)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "keys"),
-    [
-        (None, "", []),
-        (None, "environment", ["environment"]),
-        ([], "environment", ["environment"]),
-        (["a", "b"], "environment", ["a", "b"]),
-        ([""], "environment", []),
-        (["", "a"], "", ["a"]),
-    ],
+    [(None, "", []), ([], "one", ["one"]), (["a", "b"], "one", ["a", "b"]), (["", "a"], "one", ["a"])],
 )
 def test_keys_are_read_as_vllm_reads_them(arguments, environment, keys, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", environment)

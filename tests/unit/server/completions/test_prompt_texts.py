@@ -2,6 +2,7 @@
 
 import random
 from hashlib import blake2b
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -9,7 +10,6 @@ from transformers import AutoTokenizer
 from scoremode_server.completions.prompt_texts import PromptTexts
 
 SIZE = 4
-TOKENIZERS = ["random_model", "byte_fallback_model"]
 
 
 def block_hashes(token_ids: list[int]) -> list[bytes]:
@@ -18,7 +18,7 @@ def block_hashes(token_ids: list[int]) -> list[bytes]:
     return [blake2b(repr(token_ids[:end]).encode()).digest() for end in ends]
 
 
-@pytest.mark.parametrize("model", TOKENIZERS)
+@pytest.mark.parametrize("model", ["random_model", "byte_fallback_model"])
 def test_joined_texts_equal_those_of_whole_prompts(request, model):
     """Prompts that branch at random, of any tokens: parts of characters, special tokens, spaces."""
     tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue(model))
@@ -33,41 +33,25 @@ def test_joined_texts_equal_those_of_whole_prompts(request, model):
         assert texts.text(prompt, hashes[: rng.randint(0, len(hashes))]) == tokenizer.decode(prompt)
 
 
-def test_bytes_after_an_invalid_byte_are_decoded_as_the_tokenizer_does(byte_fallback_model):
-    """SentencePiece's decoder gives up on a whole run of bytes, however long, if one of them fits no character."""
+@pytest.mark.parametrize("start", [b"\x80\x80", b""])
+def test_a_long_run_of_bytes_is_decoded_as_the_tokenizer_does(byte_fallback_model, start):
+    """SentencePiece's decoder replaces a whole run of bytes, however long, if one of them fits no character."""
     tokenizer = AutoTokenizer.from_pretrained(byte_fallback_model)
     texts = PromptTexts(lambda: tokenizer, SIZE)
-    run = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in b"\x80\x80" + "é".encode() * 20])
+    run = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in start + "日".encode() * 20])
     for num_blocks in range(len(run) // SIZE):
         assert texts.text(run, block_hashes(run)[:num_blocks]) == tokenizer.decode(run)
 
 
-class CountingTokenizer:
-    """Decodes a token to a letter, and counts the tokens that it was given."""
-
-    def __init__(self) -> None:
-        self.num_decoded = 0
-
-    def decode(self, token_ids: list[int]) -> str:
-        self.num_decoded += len(token_ids)
-        return "".join(chr(97 + token_id) for token_id in token_ids)
-
-
-def test_a_common_prefix_is_decoded_once():
-    tokenizer = CountingTokenizer()
+def test_a_common_prefix_is_decoded_once_unless_its_text_was_dropped(monkeypatch):
+    monkeypatch.setattr("scoremode_server.completions.prompt_texts.KEPT_CHARACTERS", 3 * 700)
+    tokenizer = Mock()
+    tokenizer.decode.side_effect = lambda token_ids: "".join(chr(97 + token_id) for token_id in token_ids)
     texts = PromptTexts(lambda: tokenizer, SIZE)
-    prefix = [position % 26 for position in range(400)]
+    prefixes = [[letter] * 400 for letter in range(4)]
     for end in (1, 2, 3):
-        assert texts.text([*prefix, end], block_hashes(prefix))[-1] == chr(97 + end)
-    assert tokenizer.num_decoded < 600
-
-
-def test_the_least_recently_used_texts_are_dropped(monkeypatch):
-    monkeypatch.setattr("scoremode_server.completions.prompt_texts.KEPT_CHARACTERS", 3 * 300)
-    tokenizer = CountingTokenizer()
-    texts = PromptTexts(lambda: tokenizer, SIZE)
-    prompts = [[letter] * 41 for letter in range(4)]
-    for prompt in prompts:
-        texts.text(prompt, block_hashes(prompt))
-    assert block_hashes(prompts[0])[-1] not in texts._kept
-    assert len(texts._kept) == 3
+        assert texts.text([*prefixes[0], end], block_hashes(prefixes[0]))[-1] == chr(97 + end)
+    assert sum(len(call.args[0]) for call in tokenizer.decode.mock_calls) < 600
+    for prefix in prefixes[1:]:
+        texts.text(prefix, block_hashes(prefix))
+    assert (block_hashes(prefixes[0])[-1] in texts._kept, len(texts._kept)) == (False, 3)

@@ -1,7 +1,6 @@
 """Large responses, written while they are sent."""
 
 import asyncio
-from collections.abc import Iterator
 
 import orjson
 
@@ -12,31 +11,22 @@ from scoremode_server.scoring.turns import Turns
 
 def test_gaps_are_filled_in_order_each_when_it_is_reached():
     content = {"a": GAP, "text": "\0 \\u0000", "choices": [{"b": GAP, "c": None}, {"b": GAP}]}
-    asked = []
-
-    def fillings() -> Iterator[list[bytes]]:
-        for filling in ([b"[1", b",2]"], [b"", b"3"], [b"null"]):
-            asked.append(filling)
-            yield filling
-
-    parts = filled(content, fillings())
-    written = [(next(parts), len(asked)) for _ in range(4)]
-    assert written == [(b'{"a":', 0), (b"[1", 1), (b",2]", 1), (b',"text":"\\u0000 \\\\u0000","choices":[{"b":', 1)]
-    assert orjson.loads(b"".join([*(part for part, _ in written), *parts])) == {
+    events = []
+    fillings = (events.append("asked") or filling for filling in ([b"[1", b",2]"], [b"", b"3"], [b"null"]))
+    for part in filled(content, fillings):
+        events += [part]
+    middle = b',"text":"\\u0000 \\\\u0000","choices":[{"b":'
+    assert events[:6] == [b'{"a":', "asked", b"[1", b",2]", middle, "asked"]
+    assert orjson.loads(b"".join(part for part in events if part != "asked")) == {
         "a": [1, 2],
         "text": "\0 \\u0000",
         "choices": [{"b": 3, "c": None}, {"b": None}],
     }
 
 
-async def test_other_tasks_run_between_two_parts(monkeypatch):
+async def test_other_tasks_run_between_two_large_parts(monkeypatch):
     monkeypatch.setattr(response_parts, "HELD_SECONDS", -1)
     events = []
-
-    def parts() -> Iterator[bytes]:
-        for part in (b"a", b"", b"b"):
-            events.append(part)
-            yield part
 
     async def other() -> None:
         for _ in range(3):
@@ -44,12 +34,12 @@ async def test_other_tasks_run_between_two_parts(monkeypatch):
             await asyncio.sleep(0)
 
     running = asyncio.create_task(other())
-    sent = [part async for part in in_turns(parts(), Turns(at_once=1))]
+    sent = [
+        part async for part in in_turns((events.append(part) or part for part in (b"a", b"", b"b")), Turns(at_once=1))
+    ]
     await running
     assert b"".join(sent) == b"ab"
     assert events == ["other", b"a", "other", b"", "other", b"b"]
-
-
-async def test_small_parts_are_sent_as_one(monkeypatch):
+    # Small parts are sent as one.
     monkeypatch.setattr(response_parts, "HELD_SECONDS", 60)
     assert [part async for part in in_turns([b"a", b"b", b"c"], Turns())] == [b"abc"]

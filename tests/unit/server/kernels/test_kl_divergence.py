@@ -169,7 +169,7 @@ def test_nan_on_either_side_is_never_a_number(side: str, dtype: torch.dtype, bad
     assert not other.logprobs.isnan().any()
 
 
-def test_a_row_of_nothing_but_minus_infinity_is_no_distribution():
+def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
     nothing = torch.full((1, 300), -math.inf)
     for served, reference in ((nothing, torch.zeros(1, 300)), (torch.zeros(1, 300), nothing), (nothing, nothing)):
         comparison = compared(served, reference)
@@ -178,7 +178,7 @@ def test_a_row_of_nothing_but_minus_infinity_is_no_distribution():
         assert comparison.acceptance.isnan().all()
 
 
-def test_fewer_tokens_than_wanted():
+def test_fewer_tokens_than_requested():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     served = compared(logits, logits, 5).served
     assert served.tokens.tolist() == [[0, 1, 2, 0, -1, -1]]

@@ -86,7 +86,7 @@ def test_bytes_of_a_row_of_both_sides(
 
 
 @pytest.mark.parametrize("vocab", [1000, 49_152, 300_000])
-def test_the_cpus_blocks_take_what_is_said(vocab: int):
+def test_blocks_on_the_cpu_need_the_stated_bytes(vocab: int):
     """Measured, with logits that exist before and so are not counted."""
     shape, logits = LogitsShape(vocab, 4), torch.zeros(600 if vocab < 10_000 else 12, vocab)
 

@@ -81,7 +81,7 @@ def names(letter: str, count: int) -> list[str]:
     return [f"{letter}{index}" for index in range(count)]
 
 
-async def test_the_engine_gets_as_many_sequences_as_it_holds_but_one_and_answers_are_in_order():
+async def test_the_engine_gets_all_but_one_of_the_sequences_that_it_holds():
     engine = Engine(sequences=12)
     answer = asyncio.create_task(engine.request(names("a", 30)))
     steps = []
@@ -92,7 +92,7 @@ async def test_the_engine_gets_as_many_sequences_as_it_holds_but_one_and_answers
     engine.check_nothing_is_left()
 
 
-async def test_the_engine_gets_as_many_tokens_as_it_holds_and_a_sequence_of_any_length_when_there_is_room():
+async def test_the_engine_gets_as_many_tokens_as_it_holds():
     engine = Engine(tokens=300)
     answer = asyncio.create_task(engine.request(names("a", 5), num_tokens=150))
     assert len(await engine.step()) == 2
@@ -104,7 +104,7 @@ async def test_the_engine_gets_as_many_tokens_as_it_holds_and_a_sequence_of_any_
     await huge
 
 
-async def test_sequences_that_are_counted_as_they_begin_are_few_and_leave_room_for_others():
+async def test_few_sequences_that_are_counted_as_they_begin_run_at_once():
     engine = Engine(tokens=300, sequences=24, max_scoring_tokens=1000)
     answer = asyncio.create_task(engine.windows(names("a", 30), num_tokens=50))
     most = 0
@@ -118,7 +118,7 @@ async def test_sequences_that_are_counted_as_they_begin_are_few_and_leave_room_f
     engine.check_nothing_is_left()
 
 
-async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_time():
+async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
     engine = Engine(tokens=300)
     answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
     steps = []
@@ -130,7 +130,7 @@ async def test_of_sequences_larger_than_what_the_engine_holds_one_is_begun_at_a_
     engine.check_nothing_is_left()
 
 
-async def test_tokens_are_kept_for_a_request_that_has_none_in_the_engine():
+async def test_tokens_are_reserved_for_a_request_without_any_in_the_engine():
     engine = Engine(tokens=300, kept_tokens=50)
     large = asyncio.create_task(engine.request(names("a", 9), num_tokens=50))
     await settle()
@@ -188,7 +188,7 @@ async def test_requests_take_turns_whatever_their_size():
     engine.check_nothing_is_left()
 
 
-async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
+async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
     engine = Engine(sequences=12)
     leaves = asyncio.create_task(engine.request(names("a", 1000)))
     await settle()
@@ -204,7 +204,7 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_go_on():
     engine.check_nothing_is_left()
 
 
-async def test_a_waiting_sequence_that_is_cancelled_blocks_nobody():
+async def test_a_waiting_sequence_that_is_cancelled_blocks_no_other():
     engine = Engine(sequences=3)
     inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
     await settle()
@@ -220,7 +220,7 @@ async def test_a_waiting_sequence_that_is_cancelled_blocks_nobody():
     engine.check_nothing_is_left()
 
 
-async def test_a_sequence_that_is_cancelled_in_the_moment_of_its_turn_gives_it_back():
+async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     engine = Engine(sequences=3)
     inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
     await settle()
@@ -255,7 +255,7 @@ async def test_a_failure_cancels_the_rest_and_is_raised_as_it_is():
     engine.check_nothing_is_left()
 
 
-async def test_more_tokens_than_may_ever_wait_are_refused_and_so_are_more_than_may_wait_now():
+async def test_more_tokens_than_may_wait_now_or_ever_are_refused():
     engine = Engine(max_scoring_tokens=100)
     with pytest.raises(RequestError, match="--max-scoring-tokens") as refused:
         await engine.request(["a"], num_tokens=101)
@@ -280,7 +280,7 @@ async def test_a_request_that_takes_too_long_is_aborted_and_answered_504():
     engine.check_nothing_is_left()
 
 
-async def test_before_a_shutdown_what_is_here_may_finish_and_nothing_new_comes():
+async def test_before_a_shutdown_requests_may_finish_and_none_may_begin():
     engine = Engine()
     running = asyncio.create_task(engine.request(names("a", 20)))
     await settle()
@@ -296,7 +296,7 @@ async def test_before_a_shutdown_what_is_here_may_finish_and_nothing_new_comes()
     assert await running == names("a", 20)
 
 
-async def test_after_the_time_of_grace_the_rest_is_ended():
+async def test_after_the_grace_period_the_remaining_requests_end():
     engine = Engine(sequences=3)
     requests = [asyncio.create_task(engine.request(names(letter, 5))) for letter in "abc"]
     await settle()
@@ -310,7 +310,7 @@ async def test_after_the_time_of_grace_the_rest_is_ended():
     engine.check_nothing_is_left()
 
 
-async def test_a_turn_that_is_given_in_the_moment_of_the_end_is_not_taken():
+async def test_a_turn_that_is_given_at_the_end_is_not_used():
     engine = Engine(sequences=2)
     async with engine.admission.request("/v1/score", "id", 2, 20) as queue:
         for name in names("a", 2):
@@ -326,7 +326,7 @@ async def test_a_turn_that_is_given_in_the_moment_of_the_end_is_not_taken():
     engine.check_nothing_is_left()
 
 
-async def test_a_client_that_leaves_leaves_nothing_though_its_abort_is_cancelled():
+async def test_nothing_is_left_of_a_client_whose_abort_is_cancelled():
     engine, aborting = Engine(), asyncio.Event()
 
     async def abort(request_ids: list[str]) -> None:
@@ -345,7 +345,7 @@ async def test_a_client_that_leaves_leaves_nothing_though_its_abort_is_cancelled
     engine.check_nothing_is_left()
 
 
-async def test_a_shutdown_waits_for_what_was_begun_and_not_for_a_reader_that_has_stopped(
+async def test_a_shutdown_waits_for_begun_requests_but_not_for_stuck_readers(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(module, "UNREAD_SECONDS", 0)
@@ -376,7 +376,7 @@ async def test_a_shutdown_waits_for_what_was_begun_and_not_for_a_reader_that_has
     engine.check_nothing_is_left()
 
 
-async def test_what_is_not_accepted_yet_is_refused_when_the_server_stops():
+async def test_requests_not_accepted_yet_are_refused_when_the_server_stops():
     held = Engine().admission
 
     async def tokenize() -> None:
@@ -399,7 +399,7 @@ async def test_what_is_not_accepted_yet_is_refused_when_the_server_stops():
     ("error", "status"),
     [(None, 200), (RequestError("no", "prompt"), 400), (ValueError(), 500), (asyncio.CancelledError(), 499)],
 )
-async def test_one_line_tells_what_became_of_a_request(
+async def test_one_log_line_has_the_outcome_of_a_request(
     error: BaseException | None, status: int, monkeypatch: pytest.MonkeyPatch
 ):
     lines: list[str] = []
@@ -415,6 +415,6 @@ async def test_one_line_tells_what_became_of_a_request(
     assert line.startswith(f"request id=score-7 route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited=")
 
 
-def test_the_line_is_written_below_vllms_name():
+def test_the_log_line_has_a_logger_below_vllms():
     assert isinstance(module.logger, logging.Logger)
     assert module.logger.name.startswith("vllm.")

@@ -18,7 +18,7 @@ def test_a_hash_for_each_whole_block_after_the_first_token(length: int, num_bloc
     assert len(set(hashes(*range(length)))) == num_blocks
 
 
-def test_what_comes_after_a_block_does_not_matter():
+def test_tokens_after_a_block_do_not_matter():
     token_ids = np.random.default_rng(1).integers(0, 2**31 - 1, 3000).tolist()
     short = hashes(*token_ids[:50])
     assert hashes(*token_ids)[: len(short)] == short

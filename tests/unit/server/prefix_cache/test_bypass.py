@@ -39,7 +39,7 @@ async def test_other_requests_are_computed_whole_and_leave_nothing(ask: Ask, max
     assert len(made.store) == 0
 
 
-async def test_a_token_of_no_vocabulary_is_refused_by_the_engine():
+async def test_the_engine_refuses_a_token_outside_the_vocabulary():
     class RefusingEngine(FakeEngine):
         async def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
             raise ValueError(f"Token id {max(prompt['prompt_token_ids'])} is out of vocabulary")
@@ -65,7 +65,7 @@ async def test_the_requests_params_and_prompt_stay_as_they_are():
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("first", [40, 41, 42, 43])
-async def test_rows_that_nobody_needs_do_not_make_the_whole_prompt_run_again(runner: str, first: int):
+async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(runner: str, first: int):
     """A continuation after a prompt whose rows were let go, while its keys and values are still with the engine."""
     made = setup(runner)
     context = [index % 7 for index in range(first)]
@@ -98,14 +98,14 @@ def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> A
     )
 
 
-def test_the_block_size_is_the_engines_and_an_engine_without_a_prefix_cache_has_none():
+def test_the_block_size_is_the_engines_prefix_caches():
     store = make_store(engine_config(), 9)
     assert (store.block_size, store.max_bytes) == (16, 9)
     assert not make_store(engine_config(prefix_caching=False), 9).enabled
 
 
 @pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])
-def test_no_rows_are_kept_where_another_api_server_may_change_the_weights(
+def test_no_rows_are_stored_where_another_server_may_change_the_weights(
     monkeypatch: pytest.MonkeyPatch, mode: str, count: int, enabled: bool
 ):
     """The routes that do so are vLLM's development mode's, and reach one of the processes."""
@@ -157,7 +157,7 @@ SPOILS = [with_nan, with_nan_in_the_first_block, of_other_tokens, too_few, too_m
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-async def test_an_output_that_is_not_what_was_asked_for_is_asked_for_again_once(spoil: Any):
+async def test_an_output_other_than_requested_is_requested_again_once(spoil: Any):
     made = Setup(BrokenEngine(spoil, 1), RowStore(SIZE, ROOM))
     await made.ask(Ask(list(range(13))))
     assert made.engine.num_requests == 2
@@ -171,7 +171,7 @@ async def test_an_output_that_is_not_what_was_asked_for_is_asked_for_again_once(
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-async def test_without_the_cache_it_is_an_error_and_never_a_number(spoil: Any):
+async def test_without_the_cache_such_an_output_is_an_error(spoil: Any):
     broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, 0))
     with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
         await broken.ask(Ask(list(range(13))))

@@ -39,7 +39,7 @@ def held() -> tuple[Setup, Any]:
 
 
 @pytest.mark.parametrize("cancels", [False, True], ids=["fails", "is cancelled"])
-async def test_who_waits_for_a_request_that_fails_computes_it_all(cancels: bool):
+async def test_a_waiter_for_a_request_that_fails_computes_it_all(cancels: bool):
     made, engine = held()
     owner = asyncio.create_task(outcome(made, Ask(list(range(30)))))
     await turns()
@@ -77,7 +77,7 @@ async def test_a_waiter_that_is_cancelled_leaves_the_owner_and_the_others_alone(
     made.check_nothing_is_left()
 
 
-async def test_the_engine_is_at_work_on_a_request_that_will_have_to_wait():
+async def test_the_engine_works_on_a_request_that_will_have_to_wait():
     made, engine = held()
     tasks = [asyncio.create_task(made.ask(Ask([*range(22), option]))) for option in range(2)]
     await turns()
@@ -87,7 +87,7 @@ async def test_the_engine_is_at_work_on_a_request_that_will_have_to_wait():
     await asyncio.gather(*tasks)
 
 
-async def test_a_waiter_takes_rows_from_the_owner_that_the_cache_had_no_room_for():
+async def test_a_waiter_gets_rows_of_the_owner_that_the_cache_did_not_store():
     made = Setup(FakeEngine(SIZE, "v1", in_order=True), RowStore(SIZE, ENTRY_BYTES))
     outputs = await asyncio.gather(*(made.ask(Ask([*range(22), option, 50])) for option in range(3)))
     assert len(made.store) == 0
@@ -116,7 +116,7 @@ async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: s
     assert (await made.ask(ask)).num_cached_tokens == 8
 
 
-async def test_rows_of_a_request_that_began_before_a_change_are_not_kept():
+async def test_rows_of_a_request_that_began_before_a_change_are_not_stored():
     made, engine = held()
     task = asyncio.create_task(made.ask(Ask(list(range(13)))))
     await turns()
@@ -137,7 +137,7 @@ async def test_a_request_that_waits_while_weights_change_is_computed_whole():
     assert engine.num_requests == 3
 
 
-async def test_what_was_written_of_earlier_rows_is_not_used_for_a_request_that_saw_weights_change():
+async def test_json_of_earlier_rows_is_not_used_after_weights_change():
     """The block hashes, under which pieces of JSON are kept, are those of before the change."""
     made, engine = held()
     for gate in engine.gates[:2] + engine.gates[3:]:

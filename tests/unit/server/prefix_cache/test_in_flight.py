@@ -7,7 +7,7 @@ def request(num_columns: int, *block_hashes: bytes) -> InFlightRequest:
     return InFlightRequest(block_hashes, num_columns)
 
 
-def test_a_request_lets_go_of_its_own_blocks_only():
+def test_a_request_releases_only_its_own_blocks():
     in_flight = InFlightRequests()
     first, second, third = request(1, b"a", b"b"), request(1, b"a", b"b", b"c"), request(1, b"a", b"b", b"c")
     assert in_flight.register(first) == {}
@@ -30,7 +30,7 @@ def test_blocks_that_were_found_are_not_computed():
     assert len(in_flight) == 0
 
 
-def test_a_request_with_fewer_columns_is_not_waited_for_and_gives_way():
+def test_no_request_waits_for_one_with_fewer_columns():
     in_flight = InFlightRequests()
     narrow, wide, middle = request(1, b"a"), request(3, b"a"), request(2, b"a")
     in_flight.register(narrow)

@@ -42,7 +42,7 @@ async def test_requests_one_after_another_compute_only_what_is_new(runner: str, 
     assert made.counted("joined") == 0
 
 
-async def test_what_a_short_run_computed_anew_is_no_hit():
+async def test_rows_that_a_short_run_computed_again_are_not_hits():
     """The keys and values are let go between a request's run and the one for the last block that it lacks."""
 
     class ForgettingEngine(FakeEngine):
@@ -59,7 +59,7 @@ async def test_what_a_short_run_computed_anew_is_no_hit():
     assert made.counted("hits") == 0
 
 
-async def test_equal_requests_at_once_compute_once_but_for_the_last_block():
+async def test_equal_requests_at_once_compute_all_but_the_last_block_once():
     made = setup(in_order=True)
     ask = Ask(list(range(42)))
     await asyncio.gather(*(made.ask(ask) for _ in range(5)))
@@ -109,7 +109,7 @@ async def test_another_process_gives_no_hit_without_rows():
     assert made.engine.num_requests == 3
 
 
-async def test_nobody_waits_for_rows_that_a_continuation_leaves_out():
+async def test_no_request_waits_for_rows_that_a_continuation_leaves_out():
     """Its context's keys and values are with the engine, but their rows were dropped."""
     made = setup(in_order=True)
     context = [index % 7 for index in range(40)]

@@ -21,7 +21,7 @@ def cost(*blocks: bytes) -> int:
     return sum(len(each) + ENTRY_BYTES for each in blocks)
 
 
-def test_rows_come_back_bit_for_bit_and_with_fewer_columns_where_fewer_are_asked_for():
+def test_rows_come_back_bit_for_bit_in_as_many_columns_as_requested():
     store = RowStore(SIZE, ROOM)
     ids = np.arange(12).reshape(4, 3)
     logprobs = np.array([[-0.0, -1e-30, -np.inf]] * 4, np.float32) - ids.astype(np.float32)
@@ -40,7 +40,7 @@ def test_rows_come_back_bit_for_bit_and_with_fewer_columns_where_fewer_are_asked
     assert store.get(hashes, 4) == {}
 
 
-def test_a_block_with_more_columns_replaces_one_with_fewer_and_not_the_other_way():
+def test_only_a_block_with_more_columns_replaces_another():
     store = RowStore(SIZE, ROOM)
     for block_put, kept in [(block(1), block(1)), (block(2, 2), block(2, 2)), (block(3), block(2, 2))]:
         store.put(0, [b"a"], {b"a": block_put})
@@ -48,7 +48,7 @@ def test_a_block_with_more_columns_replaces_one_with_fewer_and_not_the_other_way
         assert store.num_bytes == cost(kept)
 
 
-def test_the_least_recently_used_goes_first_and_of_a_sequence_its_last_blocks():
+def test_the_last_blocks_of_the_least_recently_used_sequence_go_first():
     store = RowStore(SIZE, 4 * cost(block(0)))
     store.put(0, [b"a", b"b", b"c"], {key: block(0) for key in (b"a", b"b", b"c")})
     store.put(0, [b"x"], {b"x": block(0)})
@@ -59,7 +59,7 @@ def test_the_least_recently_used_goes_first_and_of_a_sequence_its_last_blocks():
     assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], 1)) == [b"w", b"z", b"b", b"a"]
 
 
-def test_a_sequence_that_is_put_again_is_used_again_where_only_its_last_blocks_are_new():
+def test_storing_a_sequence_again_with_new_last_blocks_uses_it_again():
     store = RowStore(SIZE, 3 * cost(block(0)))
     store.put(0, [b"a"], {b"a": block(0)})
     store.put(0, [b"x"], {b"x": block(0)})
@@ -68,7 +68,7 @@ def test_a_sequence_that_is_put_again_is_used_again_where_only_its_last_blocks_a
     assert set(store.get([b"a", b"b", b"x", b"y"], 1)) == {b"a", b"b", b"y"}
 
 
-def test_nothing_of_an_earlier_generation_is_kept():
+def test_nothing_of_an_earlier_generation_stays():
     store = RowStore(SIZE, ROOM)
     store.put(0, [b"a"], {b"a": block(0)})
     store.clear()
@@ -79,7 +79,7 @@ def test_nothing_of_an_earlier_generation_is_kept():
     assert len(store) == 1
 
 
-def test_the_store_is_off_while_weights_change_and_begins_a_generation_before_and_after():
+def test_the_store_is_off_while_weights_change_and_begins_anew():
     store = RowStore(SIZE, ROOM)
     with store.change():
         assert (store.enabled, store.generation) == (False, 1)
@@ -90,14 +90,14 @@ def test_the_store_is_off_while_weights_change_and_begins_a_generation_before_an
     assert (store.enabled, store.generation, len(store)) == (True, 4, 0)
 
 
-def test_a_change_that_fails_has_changed_something_and_is_over():
+def test_a_change_that_fails_counts_as_a_change_and_is_over():
     store = RowStore(SIZE, ROOM)
     with pytest.raises(ZeroDivisionError), store.change():
         raise ZeroDivisionError
     assert (store.enabled, store.generation) == (True, 2)
 
 
-def test_no_budget_is_off():
+def test_without_a_budget_the_store_is_off():
     assert not RowStore(SIZE, 0).enabled
 
 
@@ -135,7 +135,7 @@ def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
     assert set(store.get(hashes, 1)) == set(hashes[:3])
 
 
-def test_blocks_that_make_no_room_take_what_is_free_and_go_first():
+def test_blocks_that_may_not_evict_use_free_bytes_and_go_first():
     store = RowStore(SIZE, 3 * cost(block(0)))
     store.put(0, [b"a"], {b"a": block(0)})
     windows = {key: block(1) for key in (b"w", b"x", b"y")}

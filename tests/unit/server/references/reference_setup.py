@@ -1,6 +1,5 @@
 """A small reference: two documents, windows with and without a head, random hidden states."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,7 +66,6 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def with_head(reference: StoredReference, **changes: object) -> StoredReference:
-    """The reference with another format of its head, in memory alone."""
-    head = HEAD.model_copy(update=changes)
-    return replace(reference, manifest=reference.manifest.model_copy(update={"head": head}))
+def full_disk(*arguments: object) -> None:
+    """Stands in for a function that writes a file."""
+    raise OSError(28, "No space left on device")

@@ -1,6 +1,7 @@
-"""Scoring on an engine, without HTTP."""
+"""Scoring on an engine, without HTTP, and the turns that answers take."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,30 +25,23 @@ async def scored(made: Setup, tokens: list[int], turns: Turns | None = None, fir
     return answer
 
 
-@pytest.mark.parametrize("first", [1, 7, 19])
-async def test_rows_are_of_the_tokens_that_were_asked_for(first: int):
-    answer = await scored(setup(), TOKENS, first=first, top_logprobs=2)
-    ids, logprobs, ranks = (array[first - 1 :] for array in expected_rows(TOKENS, 3))
-    assert np.array_equal(answer.rows.token_ids, ids)
-    assert np.array_equal(answer.rows.logprobs, logprobs)
-    assert np.array_equal(answer.rows.ranks, ranks)
-
-
-async def test_a_single_token_has_no_rows_and_no_request():
+async def test_rows_are_those_of_the_requested_tokens():
     made = setup()
+    answer = await scored(made, TOKENS, first=7, top_logprobs=2)
+    assert np.array_equal(answer.rows.logprobs, expected_rows(TOKENS, 3)[1][6:])
     answer = await scored(made, [4], top_logprobs=3)
-    assert answer.rows.logprobs.shape == (0, 4)
-    assert answer.num_cached_tokens == 0
-    assert made.engine.num_requests == 0
+    assert (answer.rows.logprobs.shape, answer.num_cached_tokens, made.engine.num_requests) == ((0, 4), 0, 1)
 
 
-async def test_what_may_not_be_cached_has_a_salt_of_its_own():
-    made = setup()
-    for _ in range(2):
-        await scored(made, TOKENS, use_cache=False, cache_salt="shared")
-    first, second = made.engine.salts
-    assert first != second
-    assert not made.engine.prefix_cache.keys() & {"shared"}
+@pytest.mark.parametrize(
+    ("max_bytes", "options"),
+    [(1 << 24, [{"use_cache": False, "cache_salt": "shared"}] * 2), (0, [{"owner": "a"}, {"owner": "b"}])],
+)
+async def test_keys_and_values_that_may_not_be_shared_have_different_salts(max_bytes, options):
+    made = setup(max_bytes=max_bytes)
+    for each in options:
+        await scored(made, TOKENS, **each)
+    assert len({*made.engine.salts, None, ""}) == 4
 
 
 async def test_owners_and_salts_share_nothing():
@@ -58,44 +52,39 @@ async def test_owners_and_salts_share_nothing():
     assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
 
 
-async def test_keys_and_values_of_an_owner_have_a_salt_even_where_no_rows_are_kept():
-    made = setup(max_bytes=0)
-    for owner in ("a", "b"):
-        await scored(made, TOKENS, owner=owner)
-    first, second = made.engine.salts
-    assert first
-    assert second
-    assert first != second
-
-
 async def test_a_score_waits_for_its_turn():
-    class LateTurns(Turns):
-        async def take(self) -> None:
-            await come.wait()
-
-    made = setup(latency=0)
-    come = asyncio.Event()
-    scoring = asyncio.create_task(scored(made, TOKENS, LateTurns()))
+    made, come = setup(latency=0), asyncio.Event()
+    scoring = asyncio.create_task(scored(made, TOKENS, SimpleNamespace(take=come.wait)))
     for _ in range(60):
         await asyncio.sleep(0)
-    assert (made.engine.num_requests, made.engine.num_running) == (1, 0)
-    assert not scoring.done()
+    assert (made.engine.num_requests, made.engine.num_running, scoring.done()) == (1, 0, False)
     come.set()
     assert len((await scoring).rows) == 19
 
 
-def engine_config(logprobs_mode: str = "raw_logprobs", fast_prefill: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(logprobs_mode=logprobs_mode),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
-    )
+async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served():
+    turns, went, loop_turn = Turns(at_once=3), [], 0
+
+    async def answer(number: int) -> None:
+        await turns.take()
+        went.append((number, loop_turn))
+
+    tasks = [asyncio.create_task(answer(number)) for number in range(20)]
+    while not all(task.done() for task in tasks):
+        loop_turn += 1
+        await asyncio.sleep(0)
+    assert [number for number, _ in went] == list(range(20))
+    assert max(Counter(turn for _, turn in went).values()) == 3
 
 
 @pytest.mark.parametrize(
-    ("config", "flag"),
-    [(engine_config("processed_logprobs"), "--logprobs-mode"), (engine_config(fast_prefill=True), "--kv-sharing")],
+    ("mode", "fast_prefill", "flag"),
+    [("processed_logprobs", False, "--logprobs-mode"), ("raw_logprobs", True, "--kv-sharing")],
 )
-def test_settings_that_make_logprobs_something_else_are_refused(config: SimpleNamespace, flag: str):
-    check_engine(engine_config())
+def test_settings_that_change_logprobs_are_refused(mode: str, fast_prefill: bool, flag: str):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(logprobs_mode=mode),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
+    )
     with pytest.raises(ValueError, match=flag):
         check_engine(config)

@@ -68,7 +68,7 @@ def servers(count: int, **bounds: Any) -> list[Client]:
     return [Client(SharedAdmissionStats(shared[index], count, index), **bounds) for index in range(count)]
 
 
-def test_scoring_takes_nothing_of_the_bound_of_requests():
+def test_scoring_uses_nothing_of_the_bound_on_requests():
     client = Client(requests=3)
     client.score(50)
     client.generate(2)
@@ -77,7 +77,7 @@ def test_scoring_takes_nothing_of_the_bound_of_requests():
         client.check_admission(2)
 
 
-def test_scoring_takes_nothing_of_the_bound_of_tokens():
+def test_scoring_uses_nothing_of_the_bound_on_tokens():
     client = Client(tokens=20)
     client.score(50)
     client.generate(1)
@@ -87,7 +87,7 @@ def test_scoring_takes_nothing_of_the_bound_of_tokens():
         client.check_admission()
 
 
-def test_scoring_is_not_refused_by_either():
+def test_neither_bound_refuses_scoring():
     client = Client(requests=0, tokens=0)
     with exempt_from_queue_bounds():
         client.check_admission(9)
@@ -95,7 +95,7 @@ def test_scoring_is_not_refused_by_either():
         client.check_admission()
 
 
-def test_scores_of_one_server_take_nothing_of_a_bound_that_it_shares_with_another():
+def test_scores_use_nothing_of_a_bound_that_two_servers_share():
     scoring, generating = servers(2, requests=3)
     scoring.score(50)
     scoring.generate(1)
@@ -105,7 +105,7 @@ def test_scores_of_one_server_take_nothing_of_a_bound_that_it_shares_with_anothe
         generating.check_admission(2)
 
 
-def test_scores_that_end_leave_no_room_for_more_generation_than_the_bound_allows():
+def test_scores_that_end_allow_no_more_generation_than_the_bound():
     scoring, generating = servers(2, requests=3)
     scoring.generate(3)
     scoring.score(50)

@@ -171,7 +171,7 @@ def test_a_preempted_window_begins_again(tmp_path: Path):
     assert torch.equal(reference.read_shard(0)[0], STATES[2:])
 
 
-def test_hidden_states_are_kept_as_they_were_when_they_came(tmp_path: Path):
+def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
     """The runner writes those of the next step into the same memory."""
     reference, buffer = create(tmp_path), torch.empty(NUM_FED, HIDDEN)
     with windows_in(tmp_path) as windows:
@@ -225,7 +225,7 @@ def of_another_size(reference: StoredReference) -> None:
     ],
 )
 @pytest.mark.parametrize("num_top", [0, 3])
-def test_what_cannot_be_read_gives_rows_that_are_no_numbers(
+def test_unreadable_files_give_rows_that_are_not_numbers(
     reference: StoredReference, harm: Callable[[StoredReference], Any], num_top: int
 ):
     """As wide as the others, so that nothing depends on which it is."""
@@ -252,7 +252,7 @@ def test_another_reference_of_the_name_is_not_read_and_not_written_to(reference:
     assert files(reference.path) == before
 
 
-def test_a_name_that_was_given_anew_while_a_window_was_computed(reference: StoredReference):
+def test_a_name_may_be_given_again_while_a_window_is_computed(reference: StoredReference):
     root = reference.path.parent
     with windows_in(root) as windows:
         steps(add(windows, mark("record", 1)), NUM_FED)
@@ -277,14 +277,14 @@ def test_a_head_that_does_not_load_gives_no_numbers(reference: StoredReference):
     assert rows.logprobs.isnan().all()
 
 
-def test_ranks_compare_together_or_not_at_all(reference: StoredReference):
+def test_all_ranks_compare_or_none_does(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
         rows = steps(add(windows, mark("compare", 1)), NUM_FED, projections=LinearProjections(agrees=False))
     assert rows is not None
     assert rows.logprobs.isnan().all()
 
 
-def test_why_a_window_was_not_written_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_worker_says_once_why_a_window_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     create(tmp_path)
 
     def full(*arguments: object) -> None:
@@ -332,7 +332,7 @@ def test_the_engine_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert ReferenceDirectory(tmp_path).open("base").recorded() == set(range(most + 1))
 
 
-def test_windows_of_requests_that_are_gone_are_let_go(reference: StoredReference):
+def test_windows_of_requests_that_are_gone_are_released(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
         for name in "abc":
             add(windows, mark("compare", 1), name)
@@ -343,7 +343,7 @@ def test_windows_of_requests_that_are_gone_are_let_go(reference: StoredReference
         assert not windows._windows
 
 
-def test_a_window_that_is_let_go_early_is_not_written(tmp_path: Path):
+def test_a_window_that_is_released_early_is_not_written(tmp_path: Path):
     reference = create(tmp_path)
     with windows_in(tmp_path) as windows:
         window = add(windows, mark("record", 1))

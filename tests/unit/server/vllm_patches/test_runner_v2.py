@@ -240,7 +240,7 @@ def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (257, "raw_logprobs"), (0, "raw_logits")])
-def test_what_one_pass_does_not_give_is_left_to_vllm(num_top: int, mode: str):
+def test_vllm_computes_what_one_pass_does_not_give(num_top: int, mode: str):
     compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
     arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
     assert compute(*arguments) == arguments

@@ -63,7 +63,7 @@ def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (257, "raw_logprobs"), (0, "raw_logits")])
-def test_what_one_pass_does_not_give_is_left_to_vllm(num_top: int, mode: str):
+def test_vllm_computes_what_one_pass_does_not_give(num_top: int, mode: str):
     compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
     arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
     assert compute(*arguments) == arguments
@@ -239,7 +239,7 @@ def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch:
     assert torch.equal(logprobs, results["window"].logprobs[:, 0])
 
 
-def test_windows_of_requests_that_have_ended_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_windows_of_requests_that_have_ended_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner_v1, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
     create(tmp_path)
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))

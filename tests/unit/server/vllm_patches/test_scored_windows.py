@@ -94,7 +94,7 @@ def test_rows_of_cached_positions_are_left_out():
     assert rows.logprob_token_ids[:, 0].tolist() == TOKENS[5:]
 
 
-def test_what_decides_rows_is_in_the_identity_and_the_number_of_the_likeliest_is_not():
+def test_the_identity_has_all_that_decides_rows_but_not_num_top():
     shared, own = np.array([1, 2]), np.array([[1, 2]] * 7)
     plain = mark()
     assert mark(num_top=9).identity == plain.identity

@@ -108,5 +108,5 @@ def test_a_package_is_a_module(sources: Sources):
         ("vllm.engine", "asarray"),
     ],
 )
-def test_what_is_not_defined_has_no_text(sources: Sources, module: str, name: str):
+def test_undefined_names_have_no_text(sources: Sources, module: str, name: str):
     assert sources.segment(f"{module}:{name}") is None

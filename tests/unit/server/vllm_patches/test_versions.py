@@ -48,7 +48,7 @@ def test_known_versions_of_any_build_are_supported(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.34.0rc1", "1.0.0", "dev"])
-def test_others_are_refused_with_the_versions_that_are_known(monkeypatch: pytest.MonkeyPatch, version: str):
+def test_other_versions_are_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch, version: str):
     monkeypatch.setattr(vllm, "__version__", version)
     with pytest.raises(RuntimeError, match=rf"0\.32\.0 and 0\.33\.0 .*found vLLM {re.escape(version)}"):
         require_supported()
@@ -83,9 +83,7 @@ def test_a_release_that_mixes_two_known_ones_is_refused(package: Path, monkeypat
         require_supported()
 
 
-def test_another_release_of_the_real_sources_is_supported_and_a_changed_one_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_release_of_the_real_sources_is_supported_until_it_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     installed = Path(vllm.__file__).parent
     monkeypatch.setattr(vllm, "__version__", "0.33.0.post1")
     require_supported()
@@ -108,7 +106,7 @@ def test_the_range_is_that_of_the_extra_and_holds_the_known_versions():
     assert tuple(recorded_hashes()) == KNOWN
 
 
-def test_no_vllm_is_refused_that_did_not_ask(monkeypatch: pytest.MonkeyPatch):
+def test_without_the_plugin_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     for plugins in (None, "", "lora"):
         if plugins is None:

@@ -35,7 +35,7 @@ def test_a_mark_reaches_the_worker_as_it_is():
     assert find_mark(sent) == WINDOW
 
 
-def test_a_marked_request_is_a_scoring_request_without_a_row_for_its_sampled_token():
+def test_a_marked_request_has_no_row_for_its_sampled_token():
     scored = score_params([5, 6, 7])
     params = WindowParams.mark(scored, WINDOW)
     changed = {name for name in params.__struct_fields__ if getattr(params, name) != getattr(scored, name)}

@@ -1,0 +1,109 @@
+"""The fake engine with one worker that stores references. Windows are those of a real worker, on a linear model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import torch
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from scoremode_server.app import ReferenceParts
+from scoremode_server.prefix_cache.engine import ScoringEngine
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.rows import PromptLogprobs
+from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.reference_head import ReferenceHead
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, find_mark
+from tests.bad_inputs import REFERENCES
+from tests.unit.server.prefix_cache.fake_engine import VOCABULARY, HeldEngine
+from tests.unit.server.references.reference_setup import HEAD, HIDDEN, MODEL
+from tests.unit.server.vllm_patches.test_reference_windows import LinearProjections
+
+HEAD_FORMAT = HEAD.model_copy(update={"vocab_size": VOCABULARY, "weight_dtype": "float32", "head_dtype": "float32"})
+TOKENS = [(37 * position + position**2) % 997 for position in range(60)]
+BODY: dict[str, Any] = {"name": "base", "prompt": TOKENS, "method": "sliding", "context_length": 16, "stride": 8}
+NUM_WINDOWS = 7
+"""Of 16 tokens each, of which the last 8 are scored; of the first one all but the first are."""
+
+
+async def record(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
+    """Record a reference."""
+    answer = await client.post(REFERENCES, json={**BODY, **changes})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+class LinearModel(LinearProjections):
+    """Hidden states follow from a token and its position, logits are linear in them. `noise` makes another model."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.embeddings, weight, more = (torch.randn(VOCABULARY, HIDDEN, generator=generator) for _ in range(3))
+        self.weight = weight + noise * more
+        self.project = lambda hidden_states: hidden_states @ self.weight.T
+
+    def hidden_states(self, token_ids: list[int]) -> torch.Tensor:
+        return self.embeddings[token_ids] * (1 + torch.arange(len(token_ids))[:, None] / 100)
+
+
+def load_head(reference: StoredReference, *, local: bool) -> ReferenceHead:
+    weight, _ = reference.read_head()
+    return ReferenceHead(lambda hidden_states: hidden_states @ weight.T, 4)
+
+
+class ReferenceEngine(HeldEngine):
+    """An engine with a folder of references; `identity` is that of the served model. It is not held at first.
+
+    Attributes:
+        computed: indices of the windows that were computed, in order.
+        asked: methods of the worker that were called.
+        nan_at: row of every window that is NaN.
+        head: the worker's description of the served model's head.
+    """
+
+    def __init__(self, root: Path, noise: float = 0.0, **identity: str) -> None:
+        super().__init__(16, "v2")
+        self.let_go.set()
+        self.directory = ReferenceDirectory(root)
+        self.windows = ReferenceWindows(self.directory)
+        self.windows.slot = SimpleNamespace(load=load_head)  # type: ignore[assignment]
+        self.model = LinearModel(noise)
+        self.identity = MODEL.model_copy(update=identity)
+        self.computed: list[int] = []
+        self.asked: list[str] = []
+        self.nan_at: int | None = None
+        self.head: dict[str, Any] | str = HEAD_FORMAT.model_dump()
+        self.engine_core = SimpleNamespace(call_utility_all_async=self._call_utility)
+
+    def references(self, scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
+        """The server's references."""
+        return ReferenceParts.of(self.directory.root, self, scoring, turns, self.identity)  # type: ignore[arg-type]
+
+    async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
+        """Call a method of the worker."""
+        methods = {
+            "scoremode_head_bytes": lambda: HEAD_FORMAT.num_bytes,
+            "scoremode_describe_head": lambda: self.head,
+            "scoremode_write_head": lambda name: self.directory.open(name).write_head(self.model.weight, None),
+            "scoremode_write_failure": self.windows.failure,
+        }
+        _, arguments, _ = rest
+        self.asked.append(method)
+        return [[methods[method](*arguments)]]
+
+    async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
+        mark, token_ids = find_mark(params), prompt["prompt_token_ids"]
+        window = self.windows.add(request_id, params, writes=True, device=torch.device("cpu"))
+        if mark is None or window is None:
+            return await super()._compute(prompt, params, request_id, lora)
+        hidden_states = self.model.hidden_states(token_ids)
+        if self.nan_at is not None:
+            hidden_states[mark.first - 1 + self.nan_at] = torch.nan
+        logprobs = PromptLogprobs()
+        logprobs.append(window.step(0, hidden_states, torch.tensor(token_ids), len(token_ids), self.model))
+        self.windows.remove(request_id)
+        self.computed.append(mark.index)
+        completion = CompletionOutput(0, "", [mark.last_token], None, None, finish_reason="length")
+        return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)
