@@ -19,6 +19,7 @@ TOKENS = "/v1/tokens"
 
 JSON = {"Content-Type": "application/json"}
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+GZIP = {**JSON, "Content-Encoding": "gzip"}
 TOO_MANY_DIGITS = "1" * 5000
 
 
@@ -30,13 +31,13 @@ class BadInput(NamedTuple):
     route: str
     body: Any
     """Bytes as they are, anything else as JSON."""
-    status: int
     param: str | None
     message: str
-    """How it begins."""
-    headers: Mapping[str, str] = JSON
+    """Its beginning."""
     needs_engine: bool = False
     """A model, a tokenizer or vLLM's own route finds the fault."""
+    status: int = 400
+    headers: Mapping[str, str] = JSON
 
     @property
     def content(self) -> bytes:
@@ -49,286 +50,199 @@ def scoring(**fields: Any) -> dict[str, Any]:
 
 
 NOT_JSON = "the body is not valid JSON: "
-PROMPT_FORMS = "prompt: must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
+CONTINUED = {"prompt": [5], "continuations": [[6]]}
 SURROGATE = r"\ud800 is half of a surrogate pair, not a character"
 
-BODIES: list[tuple[Any, ...]] = [
-    ("no body", b"", 400, None, NOT_JSON + "Input data was truncated"),
-    ("the body is cut off", b'{"prompt": ', 400, None, NOT_JSON + "Input data was truncated"),
-    ("the body is a list", [1, 2], 400, None, "the body must be a JSON object"),
-    ("the body is null", b"null", 400, None, "the body must be a JSON object"),
-    ("the body is plain text", b"hello", 400, None, NOT_JSON + "invalid character (byte 0)"),
-    ("something after the object", b'{"prompt": [5, 6]} x', 400, None, NOT_JSON + "trailing characters"),
-    ("a comma too many", b'{"prompt": [5, 6],}', 400, None, NOT_JSON + "trailing comma in object (byte 18)"),
-    ("a number that is none", b'{"prompt": [5, 06]}', 400, "prompt", NOT_JSON + "invalid number (byte 16)"),
-    ("NaN", b'{"prompt": [5, 6], "temperature": NaN}', 400, "temperature", NOT_JSON + "invalid character"),
-    ("UTF-16", '{"prompt": "a"}'.encode("utf-16"), 400, None, NOT_JSON + "invalid character (byte 0)"),
-    ("a name that is not UTF-8", b'{"caf\xe9": 1}', 400, None, NOT_JSON + "the name of a field is not UTF-8"),
-    ("a model that is not UTF-8", b'{"prompt": [5], "model": "\xff"}', 400, "model", "model is not valid UTF-8"),
-    ("nested too deep", b'{"prompt": ' + b"[" * 100_000, 400, None, NOT_JSON + "it is nested too deep"),
-    ("half a surrogate pair", b'{"prompt": "a\\ud800"}', 400, "prompt", f"prompt: {SURROGATE}"),
-    ("half of one in a list", b'{"prompt": ["a", "\\ud800 b"]}', 400, "prompt", f"prompt: {SURROGATE}"),
-    ("half of one in the model", b'{"prompt": [5], "model": "\\ud800"}', 400, "model", f"model: {SURROGATE}"),
-    ("half of one in a name", b'{"prompt": [5], "\\ud800": 1}', 400, None, f"the name of a field: {SURROGATE}"),
-    ("a number of 5,000 digits", f'{{"model": {TOO_MANY_DIGITS}}}'.encode(), 400, "model", "model: number too large"),
-    ("a model of a wrong type", {"prompt": [5], "model": 5}, 400, "model", "model: should be a valid string"),
-]
-"""(what is wrong, body, status, param, message) on every route."""
+EVERY_ROUTE = (SCORE, PERPLEXITY, COMPLETIONS, REFERENCES, KLD, TOKENS)
+WITH_A_PROMPT = EVERY_ROUTE[:4]
 
-PROMPTS: list[tuple[Any, ...]] = [
-    ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', 400, "prompt", "prompt is not valid UTF-8"),
-    (
-        "a token id of 5,000 digits",
-        f'{{"prompt": [5, {TOO_MANY_DIGITS}]}}'.encode(),
-        400,
-        "prompt",
-        "prompt[1]: number",
-    ),
-    ("a number past float64", b'{"prompt": [5, 1e999]}', 400, "prompt", "prompt[1]: number too large"),
-    ("a prompt of a wrong type", {"prompt": 5}, 400, "prompt", "prompt: must be"),
-    ("a fraction among token ids", {"prompt": [5, 6, 1.5]}, 400, "prompt", "prompt[2] must be a token id, not a float"),
-    ("a list of fractions", {"prompt": [1.5] * 100_000}, 400, "prompt", "prompt[0] must be a token id, not a float"),
-    ("a text among token ids", {"prompt": [1, "a"]}, 400, "prompt", "prompt[1] must be a token id, not a string"),
-    ("null among token ids", {"prompt": [1, None]}, 400, "prompt", "prompt[1] must be a token id, not null"),
-    ("an object among token ids", {"prompt": [1, {}]}, 400, "prompt", "prompt[1] must be a token id, not an object"),
-]
-"""On every route that has a prompt."""
+BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
+    EVERY_ROUTE: [
+        ("the body is cut off", b'{"prompt": ', None, NOT_JSON + "Input data was truncated"),
+        ("the body is a list", [1, 2], None, "the body must be a JSON object"),
+        ("the body is null", b"null", None, "the body must be a JSON object"),
+        ("something after the object", b'{"prompt": [5, 6]} x', None, NOT_JSON + "trailing characters"),
+        ("an invalid number", b'{"prompt": [5, 06]}', "prompt", NOT_JSON + "invalid number (byte 16)"),
+        ("NaN", b'{"prompt": [5, 6], "temperature": NaN}', "temperature", NOT_JSON + "invalid character"),
+        ("UTF-16", '{"prompt": "a"}'.encode("utf-16"), None, NOT_JSON + "invalid character (byte 0)"),
+        ("a name that is not UTF-8", b'{"caf\xe9": 1}', None, NOT_JSON + "the name of a field is not UTF-8"),
+        ("a model that is not UTF-8", b'{"prompt": [5], "model": "\xff"}', "model", "model is not valid UTF-8"),
+        ("nested too deep", b'{"prompt": ' + b"[" * 100_000, None, NOT_JSON + "it is nested too deep"),
+        ("half a surrogate pair", b'{"prompt": "a\\ud800"}', "prompt", f"prompt: {SURROGATE}"),
+        ("half of one in a list", b'{"prompt": ["a", "\\ud800 b"]}', "prompt", f"prompt: {SURROGATE}"),
+        ("half of one in the model", b'{"prompt": [5], "model": "\\ud800"}', "model", f"model: {SURROGATE}"),
+        ("half of one in a name", b'{"prompt": [5], "\\ud800": 1}', None, f"the name of a field: {SURROGATE}"),
+        ("a number of 5,000 digits", f'{{"model": {TOO_MANY_DIGITS}}}'.encode(), "model", "model: number too large"),
+        ("a model of a wrong type", {"prompt": [5], "model": 5}, "model", "model: should be a valid string"),
+        ("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", False, 415, GZIP),
+        ("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", False, 400, FORM),
+    ],
+    WITH_A_PROMPT: [
+        ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', "prompt", "prompt is not valid UTF-8"),
+        ("a token id of 5,000 digits", f'{{"prompt": [5, {TOO_MANY_DIGITS}]}}'.encode(), "prompt", "prompt[1]: number"),
+        ("a number past float64", b'{"prompt": [5, 1e999]}', "prompt", "prompt[1]: number too large"),
+        ("a prompt of a wrong type", {"prompt": 5}, "prompt", "prompt: must be"),
+        ("a fraction among token ids", {"prompt": [5, 6, 1.5]}, "prompt", "prompt[2] must be a token id, not a float"),
+        ("a list of fractions", {"prompt": [1.5] * 100_000}, "prompt", "prompt[0] must be a token id, not a float"),
+        ("a text among token ids", {"prompt": [1, "a"]}, "prompt", "prompt[1] must be a token id, not a string"),
+        ("null among token ids", {"prompt": [1, None]}, "prompt", "prompt[1] must be a token id, not null"),
+        ("an object among token ids", {"prompt": [1, {}]}, "prompt", "prompt[1] must be a token id, not an object"),
+    ],
+    (SCORE, COMPLETIONS): [
+        ("a number among texts", {"prompt": ["a", 1]}, "prompt", "prompt[1] must be a string, not a number"),
+        ("a number among lists", {"prompt": [[5], 6]}, "prompt", "prompt[1] must be a list of token ids, not a number"),
+        ("a text in a list of ids", {"prompt": [[5], [6, "a"]]}, "prompt", "prompt[1][1] must be a token id, not a"),
+        ("too many lists", {"prompt": [[1]] * 100_001}, "prompt", "prompt has 100001 lists, but a request can"),
+    ],
+    (SCORE,): [
+        ("no prompt", {}, "prompt", "prompt is required"),
+        ("an object as prompt", {"prompt": {}}, "prompt", "prompt: must be a string, a list of strings, a list of"),
+        ("no token", {"prompt": []}, "prompt", "prompt is empty: there is no token to score"),
+        ("no text", {"prompt": ""}, "prompt", "prompt[0] is empty", True),
+        ("an empty sequence", {"prompt": [[5, 6], []]}, "prompt", "prompt[1] is empty"),
+        ("booleans as token ids", {"prompt": [True]}, "prompt", "prompt[0] must be a token id, not a b"),
+        ("a token past the vocabulary", {"prompt": [[5], [10**6]]}, "prompt", "prompt[1] has token id 1"),
+        ("a negative token", {"prompt": [-1, 1]}, "prompt", "prompt[0] has token id -1, outside the"),
+        ("a token past 64 bits", {"prompt": [1, 2**70]}, "prompt", f"prompt[0] has token id {2**70}"),
+        ("a sequence too long", {"prompt": [5] * 2049}, "prompt", "prompt[0] has 2049 tokens, but"),
+        ("an empty context", {"prompt": [[]], "continuations": [[6]]}, "prompt", "prompt[0] is empty"),
+        ("an empty text", {"prompt": "one", "continuations": [" two", ""]}, "continuations", NO_TOKEN_OF_ITS_OWN, True),
+        ("candidate lists", CONTINUED | {"candidate_token_ids": [[1]]}, "candidate_token_ids", "candidate_token_ids: "),
+        ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
+    ],
+    (PERPLEXITY,): [
+        ("no text", {}, "prompt", "give either prompt, one text, or texts, several"),
+        ("a text twice", {"prompt": [5], "texts": ["a"]}, "prompt", "give either prompt, one text"),
+        ("several prompts", {"prompt": [[5]]}, "prompt", "prompt[0] must be a token id, not a list"),
+        ("token ids as texts", {"texts": [5, 6]}, "texts", "texts[0] must be a string, not a number"),
+        ("one text as texts", {"texts": "a"}, "texts", "texts: should be a valid list"),
+        ("half a surrogate pair in texts", {"texts": ["\udc00"]}, "texts", r"texts: \udc00 is half"),
+        ("texts too short", {"texts": []}, "texts", "no token can be scored: texts has 0 tokens"),
+        ("a text too short", {"prompt": [5]}, "prompt", "no token can be scored: prompt has 1 tokens"),
+        ("a rolling one too long", {"prompt": [5], "method": "rolling", "context_length": 2048}, "context_length", ""),
+        ("a stride for a method without", {"prompt": [5, 6], "method": "disjoint", "stride": 4}, "stride", ""),
+        ("a stride past the context", {"prompt": [5, 6], "context_length": 8, "stride": 9}, "stride", ""),
+    ],
+    (COMPLETIONS,): [
+        ("a negative token", {"prompt": [5, -1]}, "prompt", "prompt has the negative token id -1"),
+        ("a negative token in a list", {"prompt": [[5], [-1]]}, "prompt", "prompt[1] has the negative"),
+        ("no prompt", {}, "prompt", "Either prompt or prompt_embeds must be provided"),
+        ("too many prompts", {"prompt": ["a"] * 1025}, "prompt", "prompt list length 1025 exceeds"),
+        ("half of one in an id", {"prompt": [5], "request_id": "\ud800"}, "request_id", f"request_id: {SURROGATE}"),
+        ("half of one in a stop string", {"prompt": [5], "stop": ["a", "\ud800"]}, "stop", f"stop: {SURROGATE}"),
+        ("half of one in an object", {"prompt": [5], "vllm_xargs": {"a": "\ud800"}}, "vllm_xargs", "vllm_xargs: "),
+        ("half of one in a user", scoring(user="\udfff"), "user", r"user: \udfff is half of a surrogate pair"),
+        ("a text as temperature", scoring(temperature="warm"), "temperature", "temperature: "),
+        ("a wrong stop string", {"prompt": [5], "stop": ["a", 5]}, "stop", "stop: should be"),
+        ("too many ids", {"prompt": [5], "stop_token_ids": [1] * 500_001}, "stop_token_ids", "stop_token_ids has 50"),
+        ("a text as logprobs", scoring(logprobs="x"), "logprobs", "`logprobs` must be an integer"),
+        ("an unknown model", scoring(model="gpt-5"), "model", "The model `gpt-5`", True, 404),
+        ("a token past the vocabulary", scoring(prompt=[10**6]), None, "Token id 1000000", True),
+        ("a token past 64 bits", scoring(prompt=[2**70]), None, "", True),
+        ("a sequence too long", scoring(prompt=[5] * 2049), "input_tokens", "This model's", True),
+    ],
+    (REFERENCES,): [("no name", {"prompt": [5, 6]}, "name", "name is required")],
+    (KLD,): [
+        ("no reference", {}, "reference", "reference is required"),
+        ("an unknown reference", {"reference": "x"}, "reference", "there is no reference 'x'", False, 404),
+    ],
+    (TOKENS,): [("no token ids", {}, "token_ids", "token_ids is required")],
+}
+"""By routes: (what is wrong, body, param, message, needs_engine, status, headers)."""
 
-SCORE_OR_COMPLETIONS = [
-    ("a number among texts", {"prompt": ["a", 1]}, 400, "prompt", "prompt[1] must be a string, not a number"),
-    (
-        "a number among lists",
-        {"prompt": [[5], 6]},
-        400,
-        "prompt",
-        "prompt[1] must be a list of token ids, not a number",
-    ),
-    ("a text in a list of ids", {"prompt": [[5], [6, "a"]]}, 400, "prompt", "prompt[1][1] must be a token id, not a"),
-    ("too many lists", {"prompt": [[1]] * 100_001}, 400, "prompt", "prompt has 100001 lists, but a request can"),
-]
+VALID: dict[str, dict[str, Any]] = {
+    SCORE: {"prompt": [5, 6, 7]},
+    PERPLEXITY: {"prompt": [5, 6]},
+    REFERENCES: {"name": "a", "prompt": [5, 6]},
+    KLD: {"reference": "x"},
+    TOKENS: {"token_ids": [5]},
+}
+"""What a route takes, but for its engine or its folder."""
 
-OF_SCORE: list[tuple[Any, ...]] = [
-    ("no prompt", {}, 400, "prompt", "prompt is required"),
-    ("an object as prompt", {"prompt": {}}, 400, "prompt", PROMPT_FORMS),
-    ("no token", {"prompt": []}, 400, "prompt", "prompt is empty: there is no token to score"),
-    ("no text", {"prompt": ""}, 400, "prompt", "prompt[0] is empty", JSON, True),
-    ("an empty sequence", {"prompt": [[5, 6], []]}, 400, "prompt", "prompt[1] is empty"),
-    ("booleans as token ids", {"prompt": [True]}, 400, "prompt", "prompt[0] must be a token id, not a b"),
-    ("a token past the vocabulary", {"prompt": [[5], [10**6]]}, 400, "prompt", "prompt[1] has token id 1"),
-    ("a negative token", {"prompt": [-1, 1]}, 400, "prompt", "prompt[0] has token id -1, outside the"),
-    ("a token past 64 bits", {"prompt": [1, 2**70]}, 400, "prompt", f"prompt[0] has token id {2**70}"),
-    ("a sequence too long", {"prompt": [5] * 2049}, 400, "prompt", "prompt[0] has 2049 tokens, but"),
-    ("an unknown field", {"prompt": [5], "n": 1}, 400, "n", "unknown field n"),
-    ("large unknown fields", {"prompt": [5], "x": [{}] * 10_000}, 400, "x", "unknown field x"),
-    ("a number as text", {"prompt": [5], "top_logprobs": "5"}, 400, "top_logprobs", "top_logprobs: should"),
-    ("a list as a number", {"prompt": [5], "top_logprobs": [1]}, 400, "top_logprobs", "top_logprobs: should"),
-    ("a number that is a float", {"prompt": [5], "top_logprobs": 1.0}, 400, "top_logprobs", "top_logprobs: "),
-    ("too many alternatives", {"prompt": [5], "top_logprobs": 257}, 400, "top_logprobs", "top_logprobs: s"),
-    ("a boolean as text", {"prompt": [5], "use_cache": "no"}, 400, "use_cache", "use_cache: should be a"),
-    ("an unknown encoding", {"prompt": [5], "encoding_format": "hex"}, 400, "encoding_format", "encoding_"),
-    ("an unknown model", {"prompt": [5], "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
-    ("no continuation", {"prompt": [5], "continuations": []}, 400, "continuations", "continuations is empty"),
-    ("a text as continuations", {"prompt": [5], "continuations": "a"}, 400, "continuations", "continuations: "),
+WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
+    (SCORE, "an unknown field", "n", 1, "unknown field n"),
+    (SCORE, "large unknown fields", "x", [{}] * 10_000, "unknown field x"),
+    (SCORE, "a number as text", "top_logprobs", "5", "top_logprobs: should"),
+    (SCORE, "a number that is a float", "top_logprobs", 1.0, "top_logprobs: should"),
+    (SCORE, "too many alternatives", "top_logprobs", 257, "top_logprobs: should be less"),
+    (SCORE, "a boolean as text", "use_cache", "no", "use_cache: should be a"),
+    (SCORE, "an unknown encoding", "encoding_format", "hex", "encoding_format: should be"),
+    (SCORE, "no continuation", "continuations", [], "continuations is empty"),
+    (SCORE, "a text as continuations", "continuations", "a", "continuations: must be"),
+    (SCORE, "token ids as continuations", "continuations", [5], "continuations[0] must be a list of token ids, not a"),
+    (SCORE, "an empty continuation", "continuations", [[6], []], NO_TOKEN_OF_ITS_OWN),
+    (SCORE, "a continuation too long", "continuations", [[5] * 2046], "continuations[0] after prompt[0] has 2049"),
+    (SCORE, "no candidate", "candidate_token_ids", [], "candidate_token_ids must be one or more token ids"),
     (
-        "token ids as continuations",
-        {"prompt": [5], "continuations": [5]},
-        400,
-        "continuations",
-        "continuations[0] must be a list of token ids, not a number",
+        SCORE,
+        "a candidate past the end",
+        "candidate_token_ids",
+        [1, 10**6],
+        "candidate_token_ids has token id 1000000",
+    ),
+    (SCORE, "a negative candidate", "candidate_token_ids", [-1], "candidate_token_ids has token id -1"),
+    (SCORE, "too few lists", "candidate_token_ids", [[1], [2]], "candidate_token_ids has 2 lists for the 3 positions"),
+    (SCORE, "lists of several lengths", "candidate_token_ids", [[1], [2], [3, 4]], "candidate_token_ids must be one"),
+    (
+        SCORE,
+        "candidates of two prompts",
+        "candidate_token_ids",
+        [[[1]] * 3] * 2,
+        "candidate_token_ids has candidates for",
     ),
     (
-        "an empty continuation",
-        {"prompt": [5], "continuations": [[6], []]},
-        400,
-        "continuations",
-        "continuations[1] after prompt[0] has no token of its own",
+        SCORE,
+        "too many candidates",
+        "candidate_token_ids",
+        [1] * 257,
+        "candidate_token_ids has 257 tokens for a position",
     ),
-    (
-        "an empty text as continuation",
-        {"prompt": "one", "continuations": [" two", ""]},
-        400,
-        "continuations",
-        "continuations[1] after prompt[0] has no token of its own",
-        JSON,
-        True,
-    ),
-    (
-        "a continuation too long",
-        {"prompt": [5], "continuations": [[5] * 2048]},
-        400,
-        "continuations",
-        "continuations[0] after prompt[0] has 2049 tokens, but the model takes at most",
-    ),
-    ("an empty context", {"prompt": [[]], "continuations": [[6]]}, 400, "prompt", "prompt[0] is empty"),
+    (SCORE, "no temperature", "temperature", 0, "temperature: should be greater than or equal to 0.01"),
+    (SCORE, "a temperature too high", "temperature", 1e39, "temperature: should be less than or equal to 1000"),
+    (SCORE, "a position past the prompt", "logprobs_from", 3, "logprobs_from is 3, but prompt[0] has 3 tokens"),
+    (SCORE, "a negative position", "logprobs_from", -1, "logprobs_from is -1: positions count from 0"),
+    (SCORE, "positions of two prompts", "logprobs_from", [0, 1], "logprobs_from has 2 positions for 1 prompts"),
+    (PERPLEXITY, "a token past the vocabulary", "prompt", [5, 10**6], "prompt has token id 1000000"),
+    (PERPLEXITY, "an unknown method", "method", "strided", "method: should be"),
+    (PERPLEXITY, "a window too long", "context_length", 2049, ""),
+    (PERPLEXITY, "a context of one", "context_length", 1, "context_length: should be"),
+    (PERPLEXITY, "no stride", "stride", 0, "stride: should be greater than or"),
+    (PERPLEXITY, "a fraction of a token", "max_tokens", 1.5, "max_tokens: should be"),
+    (REFERENCES, "a path as name", "name", "../a", "name: String should match pattern"),
+    (REFERENCES, "a hidden name", "name", ".a", "name: String should match pattern"),
+    (REFERENCES, "an empty name", "name", "", "name: String should match pattern"),
+    (REFERENCES, "a name with a line break", "name", "a\n", "name: String should match pattern"),
+    (REFERENCES, "a name too long", "name", "a" * 129, "name: String should match pattern"),
+    (REFERENCES, "a number as name", "name", 5, "name: should be a valid string"),
+    (KLD, "a path as reference", "reference", "../a", "reference: String should match pattern"),
+    (KLD, "one window", "windows", [1], "windows: List should have at least 2 items"),
+    (KLD, "texts as windows", "windows", ["0", "1"], "windows[0]: should be a valid int"),
+    (KLD, "too many windows", "windows", [0] * 500_001, "windows has 500001 values"),
+    (KLD, "too many alternatives", "top_logprobs", 257, "top_logprobs: should be"),
+    (KLD, "a boolean as text", "as_noise_floor", "no", "as_noise_floor: should"),
+    (KLD, "a prompt", "prompt", [5, 6], "unknown field prompt"),
+    (TOKENS, "a text", "token_ids", "a", "token_ids: should be a valid list"),
+    (TOKENS, "a list of lists", "token_ids", [[5]], "token_ids[0] must be a token id, not a list"),
+    (TOKENS, "booleans", "token_ids", [True], "token_ids[0] must be a token id, not a boolean"),
+    (TOKENS, "a token past the vocabulary", "token_ids", [5, 10**6], "token_ids has token id 1000000"),
+    (TOKENS, "a negative token", "token_ids", [-1], "token_ids has token id -1, outside the vocabulary"),
+    (TOKENS, "more than the vocabulary", "token_ids", [5] * 10**6, "token_ids has 1000000 tokens, and"),
 ]
-
-OF_PERPLEXITY: list[tuple[Any, ...]] = [
-    ("no text", {}, 400, "prompt", "give either prompt, one text, or texts, several"),
-    ("a text twice", {"prompt": [5], "texts": ["a"]}, 400, "prompt", "give either prompt, one text"),
-    ("several prompts", {"prompt": [[5]]}, 400, "prompt", "prompt[0] must be a token id, not a list"),
-    ("token ids as texts", {"texts": [5, 6]}, 400, "texts", "texts[0] must be a string, not a number"),
-    ("one text as texts", {"texts": "a"}, 400, "texts", "texts: should be a valid list"),
-    ("half a surrogate pair in texts", b'{"texts": ["\\udc00"]}', 400, "texts", r"texts: \udc00 is half"),
-    ("texts too short", {"texts": []}, 400, "texts", "no token can be scored: texts has 0 tokens"),
-    ("a text too short", {"prompt": [5]}, 400, "prompt", "no token can be scored: prompt has 1 tokens"),
-    ("a token past the vocabulary", {"prompt": [5, 10**6]}, 400, "prompt", "prompt has token id 1000000"),
-    ("an unknown method", {"prompt": [5], "method": "strided"}, 400, "method", "method: should be"),
-    ("a window too long", {"prompt": [5, 6], "context_length": 2049}, 400, "context_length", ""),
-    (
-        "a rolling window too long",
-        {"prompt": [5, 6], "method": "rolling", "context_length": 2048},
-        400,
-        "context_length",
-        "",
-    ),
-    (
-        "a stride for a method without",
-        {"prompt": [5, 6], "method": "disjoint", "context_length": 8, "stride": 4},
-        400,
-        "stride",
-        "",
-    ),
-    ("a context of one", {"prompt": [5], "context_length": 1}, 400, "context_length", "context_length: "),
-    ("no stride", {"prompt": [5, 6], "stride": 0}, 400, "stride", "stride: should be greater than or"),
-    ("a stride past the context", {"prompt": [5, 6], "context_length": 8, "stride": 9}, 400, "stride", ""),
-    ("a fraction of a token", {"prompt": [5], "max_tokens": 1.5}, 400, "max_tokens", "max_tokens: "),
-]
-
-OF_COMPLETIONS: list[tuple[Any, ...]] = [
-    ("a negative token", {"prompt": [5, -1]}, 400, "prompt", "prompt has the negative token id -1"),
-    ("a negative token in a list", {"prompt": [[5], [-1]]}, 400, "prompt", "prompt[1] has the negative"),
-    ("no prompt", {}, 400, "prompt", "Either prompt or prompt_embeds must be provided"),
-    ("too many prompts", {"prompt": ["a"] * 1025}, 400, "prompt", "prompt list length 1025 exceeds"),
-    (
-        "half a surrogate pair",
-        b'{"prompt": [5], "request_id": "\\ud800"}',
-        400,
-        "request_id",
-        f"request_id: {SURROGATE}",
-    ),
-    ("half of one in a list", b'{"prompt": [5], "stop": ["a", "\\ud800"]}', 400, "stop", f"stop: {SURROGATE}"),
-    (
-        "half of one in an object",
-        b'{"prompt": [5], "vllm_xargs": {"a": "\\ud800"}}',
-        400,
-        "vllm_xargs",
-        f"vllm_xargs: {SURROGATE}",
-    ),
-    (
-        "half of one in a scoring request",
-        b'{"prompt": [5, 6], "echo": true, "logprobs": 1, "max_tokens": 1, "user": "\\udfff"}',
-        400,
-        "user",
-        r"user: \udfff is half of a surrogate pair",
-    ),
-    ("a temperature that is none", scoring(temperature="warm"), 400, "temperature", "temperature: "),
-    ("a wrong stop string", {"prompt": [5], "stop": ["a", 5]}, 400, "stop", "stop: should be"),
-    (
-        "too many token ids",
-        {"prompt": [5], "stop_token_ids": [1] * 500_001},
-        400,
-        "stop_token_ids",
-        "stop_token_ids has 500001 values, but a request can have at most 500000",
-    ),
-    ("logprobs that are none", scoring(logprobs="x"), 400, "logprobs", "`logprobs` must be an integer"),
-    ("an unknown model", scoring(model="gpt-5"), 404, "model", "The model `gpt-5`", JSON, True),
-    ("a token past the vocabulary", scoring(prompt=[10**6]), 400, None, "Token id 1000000", JSON, True),
-    ("a token past 64 bits", scoring(prompt=[2**70]), 400, None, "", JSON, True),
-    ("a sequence too long", scoring(prompt=[5] * 2049), 400, "input_tokens", "This model's", JSON, True),
-]
-
-OF_REFERENCES: list[tuple[Any, ...]] = [
-    ("no name", {"prompt": [5, 6]}, 400, "name", "name is required"),
-    ("a path as name", {"prompt": [5, 6], "name": "../a"}, 400, "name", "name: String should match pattern"),
-    ("a hidden name", {"prompt": [5, 6], "name": ".a"}, 400, "name", "name: String should match pattern"),
-    ("an empty name", {"prompt": [5, 6], "name": ""}, 400, "name", "name: String should match pattern"),
-    ("a name with a line break", {"prompt": [5, 6], "name": "a\n"}, 400, "name", "name: String should match pattern"),
-    ("a name too long", {"prompt": [5, 6], "name": "a" * 129}, 400, "name", "name: String should match pattern"),
-    ("a number as name", {"prompt": [5, 6], "name": 5}, 400, "name", "name: should be a valid string"),
-    ("no text", {"name": "a"}, 400, "prompt", "give either prompt, one text, or texts, several"),
-    ("a text too short", {"name": "a", "prompt": [5]}, 400, "prompt", "no token can be scored: prompt has 1 tokens"),
-    ("an unknown method", {"name": "a", "prompt": [5], "method": "strided"}, 400, "method", "method: should be"),
-    ("a window too long", {"name": "a", "prompt": [5, 6], "context_length": 2049}, 400, "context_length", ""),
-    (
-        "an unknown field",
-        {"name": "a", "prompt": [5, 6], "overwrite": True},
-        400,
-        "overwrite",
-        "unknown field overwrite",
-    ),
-    ("an unknown model", {"name": "a", "prompt": [5, 6], "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
-]
-
-OF_KLD: list[tuple[Any, ...]] = [
-    ("no reference", {}, 400, "reference", "reference is required"),
-    ("a path as reference", {"reference": "../a"}, 400, "reference", "reference: String should match pattern"),
-    ("an unknown reference", {"reference": "x"}, 404, "reference", "there is no reference 'x'"),
-    ("a number as windows", {"reference": "x", "windows": 1}, 400, "windows", "windows: should be a valid list"),
-    ("one window", {"reference": "x", "windows": [1]}, 400, "windows", "windows: List should have at least 2 items"),
-    (
-        "texts as windows",
-        {"reference": "x", "windows": ["0", "1"]},
-        400,
-        "windows",
-        "windows[0]: should be a valid int",
-    ),
-    ("too many windows", {"reference": "x", "windows": [0] * 500_001}, 400, "windows", "windows has 500001 values"),
-    (
-        "too many alternatives",
-        {"reference": "x", "top_logprobs": 257},
-        400,
-        "top_logprobs",
-        "top_logprobs: should be",
-    ),
-    (
-        "an unknown encoding",
-        {"reference": "x", "encoding_format": "hex"},
-        400,
-        "encoding_format",
-        "encoding_format: ",
-    ),
-    (
-        "a boolean as text",
-        {"reference": "x", "as_noise_floor": "no"},
-        400,
-        "as_noise_floor",
-        "as_noise_floor: should",
-    ),
-    ("a prompt", {"reference": "x", "prompt": [5, 6]}, 400, "prompt", "unknown field prompt"),
-    ("an unknown model", {"reference": "x", "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
-]
-
-OF_TOKENS: list[tuple[Any, ...]] = [
-    ("no token ids", {}, 400, "token_ids", "token_ids is required"),
-    ("a text", {"token_ids": "a"}, 400, "token_ids", "token_ids: should be a valid list"),
-    ("a list of lists", {"token_ids": [[5]]}, 400, "token_ids", "token_ids[0] must be a token id, not a list"),
-    ("a fraction", {"token_ids": [5, 1.5]}, 400, "token_ids", "token_ids[1] must be a token id, not a float"),
-    ("booleans", {"token_ids": [True]}, 400, "token_ids", "token_ids[0] must be a token id, not a boolean"),
-    ("a token past the vocabulary", {"token_ids": [5, 10**6]}, 400, "token_ids", "token_ids has token id 1000000"),
-    ("a negative token", {"token_ids": [-1]}, 400, "token_ids", "token_ids has token id -1, outside the vocabulary"),
-    ("more than the vocabulary", {"token_ids": [5] * 10**6}, 400, "token_ids", "token_ids has 1000000 tokens, and"),
-    ("a prompt", {"token_ids": [5], "prompt": [5]}, 400, "prompt", "unknown field prompt"),
-    ("an unknown model", {"token_ids": [5], "model": "gpt-5"}, 404, "model", "The model `gpt-5` does not"),
-]
-
-HEADERS: list[tuple[Any, ...]] = [
-    ("compressed", b"\x1f\x8b\x08", 415, None, "Content-Encoding gzip is not", {**JSON, "Content-Encoding": "gzip"}),
-    ("another type", b"prompt=a", 400, None, "Unsupported Media Type: Only 'application/json'", FORM),
-]
-
-WITH_A_PROMPT: list[tuple[Any, ...]] = [*BODIES, *PROMPTS, *HEADERS]
+"""(route, what is wrong, field, its value, message) of a body that is valid but for this field."""
 
 BAD_INPUTS = [
-    BadInput(wrong, route, *row)
-    for route, rows in (
-        (SCORE, [*WITH_A_PROMPT, *SCORE_OR_COMPLETIONS, *OF_SCORE]),
-        (PERPLEXITY, [*WITH_A_PROMPT, *OF_PERPLEXITY]),
-        (COMPLETIONS, [*WITH_A_PROMPT, *SCORE_OR_COMPLETIONS, *OF_COMPLETIONS]),
-        (REFERENCES, [*WITH_A_PROMPT, *OF_REFERENCES]),
-        (KLD, [*BODIES, *HEADERS, *OF_KLD]),
-        (TOKENS, [*BODIES, *HEADERS, *OF_TOKENS]),
-    )
-    for wrong, *row in rows
+    *(BadInput(wrong, route, *row) for routes, rows in BODIES.items() for route in routes for wrong, *row in rows),
+    *(
+        BadInput(wrong, route, VALID[route] | {field: value}, field, message)
+        for route, wrong, field, value, message in WITH_ONE_FIELD
+    ),
+    *(
+        BadInput(
+            "an unknown model", route, body | {"model": "gpt-5"}, "model", "The model `gpt-5` does not", status=404
+        )
+        for route, body in VALID.items()
+    ),
 ]
 
 HEAD = """\
@@ -356,17 +270,15 @@ _SHOWN = 60
 
 def page() -> str:
     """docs/errors.md."""
-    routes = dict.fromkeys(row.route for row in BAD_INPUTS)
-    return HEAD + "".join(_section(route) for route in routes)
-
-
-def _section(route: str) -> str:
-    lines = [f"\n## `{route}`\n", "| wrong | body | status | `param` | message |", "|---|---|---|---|---|"]
-    for row in BAD_INPUTS:
-        if row.route == route:
+    lines = [HEAD]
+    for route in EVERY_ROUTE:
+        lines += [f"## `{route}`\n", "| wrong | body | status | `param` | message |", "|---|---|---|---|---|"]
+        for row in (row for row in BAD_INPUTS if row.route == route):
             param = f"`{row.param}`" if row.param else ""
-            lines.append(f"| {row.wrong} | {_shown(row.content)} | {row.status} | {param} | {_escaped(row.message)} |")
-    return "\n".join(lines) + "\n"
+            message = row.message.replace("|", r"\|").replace("<", "&lt;")
+            lines.append(f"| {row.wrong} | {_shown(row.content)} | {row.status} | {param} | {message} |")
+        lines.append("")
+    return "\n".join(lines[:-1]) + "\n"
 
 
 def _shown(content: bytes) -> str:
@@ -374,10 +286,6 @@ def _shown(content: bytes) -> str:
     printable = "".join(char if " " <= char <= "~" else f"<{ord(char):02x}>" for char in text)
     shown = printable if len(content) <= _SHOWN else printable[: _SHOWN - 1] + "…"
     return f"`{shown}`" if shown else ""
-
-
-def _escaped(message: str) -> str:
-    return message.replace("|", r"\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

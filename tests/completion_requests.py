@@ -1,4 +1,4 @@
-"""Scoring requests to `/v1/completions`, and our answer to each beside vLLM's own (see tests/e2e/stock_beside.py)."""
+"""Scoring requests to `/v1/completions`, and our response and vLLM's to each (see tests/e2e/with_stock_routes.py)."""
 
 import json
 import random
@@ -20,13 +20,14 @@ TEXTS = [
     "a\u2028b\u0000c\x7f",
     "1234567890 " * 6,
 ]
-NUM_RANDOM = 150
+VOCABULARY = 1024
+LONGEST = 127
+NUM_RANDOM = 120
+NUM_PROMPTS = 3
 
 
-def requests(
-    rng: random.Random, vocab_size: int, max_tokens_fed: int, num_random: int = NUM_RANDOM
-) -> Iterator[dict[str, Any]]:
-    """Scoring requests of every kind: each option alone, then so many with options mixed at random."""
+def requests(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Scoring requests of every kind: each option alone, then NUM_RANDOM with options mixed at random."""
     plain = {"prompt": TEXTS[0], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
     yield plain
     for text in TEXTS:
@@ -34,11 +35,10 @@ def requests(
             yield plain | {"prompt": text, "logprobs": logprobs}
     for change in OPTIONS:
         yield plain | change
-    lengths = [1, 2, 3, max_tokens_fed - 1, max_tokens_fed]
-    for length in lengths:
-        yield plain | {"prompt": [rng.randrange(vocab_size) for _ in range(length)]}
-    for _ in range(num_random):
-        request = dict(plain, prompt=some_prompt(rng, vocab_size), logprobs=rng.choice([0, 1, 2, 5, 20]))
+    for length in (1, 2, 3, LONGEST - 1, LONGEST):
+        yield plain | {"prompt": token_ids(rng, length)}
+    for _ in range(NUM_RANDOM):
+        request = dict(plain, prompt=some_prompt(rng), logprobs=rng.choice([0, 1, 2, 5, 20]))
         for change in rng.sample(OPTIONS, rng.randrange(4)):
             request |= change
         yield request
@@ -69,9 +69,14 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def some_prompt(rng: random.Random, vocab_size: int) -> Any:
-    """Any of the four shapes; token ids of any kind, bytes and special tokens among them."""
-    ids = [[rng.randrange(vocab_size) for _ in range(rng.choice([1, 2, 7, 30]))] for _ in range(rng.randint(1, 3))]
+def token_ids(rng: random.Random, length: int) -> list[int]:
+    """Of any kind, bytes and special tokens among them."""
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+def some_prompt(rng: random.Random) -> Any:
+    """Any of the four shapes."""
+    ids = [token_ids(rng, rng.choice([1, 2, 7, 30])) for _ in range(rng.randint(1, 3))]
     return rng.choice([rng.choice(TEXTS), rng.sample(TEXTS, 2), ids[0], ids])
 
 
@@ -97,13 +102,13 @@ def answers(client: httpx.Client, request: dict[str, Any]) -> tuple[Any, Any]:
     return answer("/v1/completions"), answer("/stock/v1/completions")
 
 
-def prompts_that_begin_alike(rng: random.Random, vocab_size: int, num_prompts: int) -> Iterator[dict[str, Any]]:
-    """Branches of branches, each asked for twice, in two styles; token ids of any kind, so also parts of characters."""
+def prompts_that_begin_alike(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Branches of branches, each sent twice, in two styles; parts of characters among their tokens."""
     plain = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-    for _ in range(num_prompts):
-        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(40, 70))]
+    for _ in range(NUM_PROMPTS):
+        prompt = token_ids(rng, rng.randint(40, 70))
         for _ in range(2):
-            branch = prompt + [rng.randrange(vocab_size) for _ in range(rng.randint(10, 40))]
+            branch = prompt + token_ids(rng, rng.randint(10, 40))
             for style in ({}, {"return_tokens_as_token_ids": True, "logprobs": 3}):
                 for end in (1, 2, 3):
-                    yield plain | style | {"prompt": branch + [rng.randrange(vocab_size) for _ in range(end)]}
+                    yield plain | style | {"prompt": branch + token_ids(rng, end)}

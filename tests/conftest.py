@@ -50,7 +50,8 @@ def _group(item: pytest.Item) -> str:
 @pytest.fixture(scope="session")
 def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """The servers of this worker."""
-    servers = Servers(lambda: tmp_path_factory.mktemp("server"), request.getfixturevalue)
+    needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ()) if name in SERVERS}
+    servers = Servers(lambda: tmp_path_factory.mktemp("server"), request.getfixturevalue, needed)
     try:
         yield servers
     finally:

@@ -7,7 +7,7 @@ asks for a server of another group ends it. A server that does not come up fails
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -21,10 +21,12 @@ BLOCK_SIZE = 32
 
 # A model that runs eagerly starts in half the time. What vLLM compiles by default is tested on `plugin_server`.
 _COMMON = ("--max-num-seqs", "8", "--block-size", str(BLOCK_SIZE))
+# Top 256, and vLLM's generate route.
+_FOR_TRAINERS = ("--max-model-len", "2048", "--max-logprobs", "256", "--enable-scale-out")
 # A page of another server may ask for scores.
 _ANY_ORIGIN = ("--allowed-origins", '["*"]')
 _E2E = Path(__file__).with_name("e2e")
-_STOCK_BESIDE = (sys.executable, str(_E2E / "stock_beside.py"))
+_WITH_STOCK_ROUTES = (sys.executable, str(_E2E / "with_stock_routes.py"))
 
 
 @dataclass(frozen=True)
@@ -75,26 +77,23 @@ SERVERS = {
             # Of its tokens a GiB holds a million.
             *("--num-gpu-blocks-override", "2048"),
         ),
-        (*_STOCK_BESIDE, "vllm", "--model"),
-        {"VLLM_PLUGINS": "scoremode", **A_WORKER_BY_ITSELF},
+        (*_WITH_STOCK_ROUTES, "vllm", "--model"),
+        {"VLLM_PLUGINS": "scoremode"},
     ),
-    # `scoremode serve` with what trainers need: top 256, and vLLM's generate route.
+    # `scoremode serve` with what trainers need.
     "server": Server(
         "tiny",
         "random_model",
-        (
-            *("--served-model-name", "tiny", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
-            *("--max-logprobs", "256", "--enable-scale-out"),
-        ),
-        (*_STOCK_BESIDE, "scoremode"),
+        ("--served-model-name", "tiny", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+        (*_WITH_STOCK_ROUTES, "scoremode"),
         references="shared",
     ),
     # Real weights, and so slow that what is at work can be seen and left.
     "smollm2_server": Server(
         "real",
         "smollm2",
-        ("--served-model-name", "smollm2", "--max-model-len", "2048", *_COMMON, "--enforce-eager"),
-        (*_STOCK_BESIDE, "scoremode"),
+        ("--served-model-name", "smollm2", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+        (*_WITH_STOCK_ROUTES, "scoremode"),
         references="smollm2",
     ),
     # Quantized weights and activations, no cache of logprobs, and small bounds.
@@ -112,13 +111,6 @@ SERVERS = {
     # Two of one model: tests kill the second, then stop the first.
     "first_server": TO_END,
     "second_server": TO_END,
-    # Of another model than the sweep itself serves, with the sweep's references.
-    "server_by_hand": Server(
-        "sweep",
-        "disturbed_model",
-        ("--max-model-len", "256", *_SMALL, "--num-gpu-blocks-override", "1024"),
-        references="sweep",
-    ),
 }
 """By the name of the fixture that is the server's URL."""
 
@@ -130,17 +122,19 @@ class Servers:
         folder: Makes an empty folder, for a server's log or for references.
         model: The model that a fixture makes. Called in the thread that asks for a server, because loading and making
             models changes global state of torch.
+        needed: The servers that some test needs; the others of a group are not started.
     """
 
-    def __init__(self, folder: Callable[[], Path], model: Callable[[str], Path]) -> None:
+    def __init__(self, folder: Callable[[], Path], model: Callable[[str], Path], needed: Set[str]) -> None:
         self._folder = folder
         self._model = model
+        self._needed = needed
         # Tests change the process's own while servers are started.
         self._inherited = dict(os.environ)
         self._references: dict[str, Path] = {}
         self._group = ""
         self._starts = ThreadPoolExecutor(STARTS_AT_ONCE, thread_name_prefix="starts")
-        self._running = ExitStack()
+        self._running: list[ExitStack] = []
         self._processes: dict[str, Future[ServerProcess]] = {}
 
     def process(self, name: str) -> ServerProcess:
@@ -165,19 +159,22 @@ class Servers:
         return self._references[name]
 
     def stop(self) -> None:
-        """Stop all of them."""
+        """Stop all of them, two at a time."""
         for process in self._processes.values():
             process.cancel()
         wait(self._processes.values())
-        self._running.close()
+        for ended in [self._starts.submit(running.close) for running in self._running]:
+            ended.result()
+        self._running.clear()
         self._processes.clear()
         self._group = ""
 
     def _start(self, group: str) -> None:
         self._group = group
         for name, server in SERVERS.items():
-            if server.group == group:
-                self._processes[name] = self._starts.submit(self._running.enter_context, self._command(server))
+            if server.group == group and name in self._needed:
+                self._running.append(ExitStack())
+                self._processes[name] = self._starts.submit(self._running[-1].enter_context, self._command(server))
 
     def _command(self, server: Server) -> AbstractContextManager[ServerProcess]:
         """The server, to be started."""

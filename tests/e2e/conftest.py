@@ -16,13 +16,13 @@ def server(servers: Servers) -> str:
 
 @pytest.fixture(scope="session")
 def smollm2_server(servers: Servers) -> str:
-    """`scoremode serve` on SmolLM2-135M in float32, context 2,048, with vLLM's own routes under /stock."""
+    """`scoremode serve` on SmolLM2-135M in float32, context 2,048, top 256, with vLLM's own routes under /stock."""
     return servers.url("smollm2_server")
 
 
 @pytest.fixture(scope="session")
 def plugin_server(servers: Servers) -> str:
-    """vLLM's own server with VLLM_PLUGINS=scoremode and an API key, with vLLM's completions beside ours.
+    """vLLM's own server with VLLM_PLUGINS=scoremode and an API key, with vLLM's completions under /stock.
 
     A random model, context 128, whose tokenizer adds BOS.
     """

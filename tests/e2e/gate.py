@@ -7,7 +7,7 @@ from threading import Event
 
 import httpx
 
-from tests.unit.client.fake_scoremode import serve
+from tests.unit.client.fake_server import serve
 
 HEADERS = ("Authorization", "Content-Type")
 

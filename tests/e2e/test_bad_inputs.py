@@ -1,4 +1,4 @@
-"""What a running server refuses, each fault with its field, and that it goes on serving."""
+"""Requests that a running server refuses, each with its field at fault; and it continues to serve."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from scoremode_server.settings import MAX_REQUEST_BYTES
-from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE, BadInput
+from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def http(server: str) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS])
-def test_bad_input_names_its_field_and_the_server_goes_on(http: httpx.Client, bad: BadInput):
+def test_a_bad_input_names_its_field_and_the_server_serves_on(http, bad):
     response = http.post(bad.route, content=bad.content, headers=bad.headers)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (bad.status, bad.status)
@@ -28,7 +28,7 @@ def test_bad_input_names_its_field_and_the_server_goes_on(http: httpx.Client, ba
 
 
 @pytest.mark.parametrize("route", [SCORE, PERPLEXITY, COMPLETIONS])
-def test_a_body_too_long_is_refused_and_the_connection_serves_on(http: httpx.Client, route: str):
+def test_a_body_too_long_is_refused_and_the_connection_kept(http, route):
     response = http.post(route, content=b" " * (MAX_REQUEST_BYTES + 1), headers=JSON)
     assert response.status_code == 413
     assert "--max-request-bytes" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""What teachers and policies ask of `/v1/score`, compared with transformers: top tokens, candidates, a temperature."""
+"""What trainers request of `/v1/score`, compared with transformers: top tokens, candidates, a temperature."""
 
 import math
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from scoremode import ScoreClient
 from tests import oracle
@@ -20,24 +21,20 @@ def tokens(client: ScoreClient, wikitext: str) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def distributions(random_model: Path, tokens: list[int]) -> np.ndarray:
-    """[n - 1, vocabulary] logits in float64."""
-    return oracle.logits(random_model, tokens).numpy()
+def logits(random_model: Path, tokens: list[int]) -> torch.Tensor:
+    """[n - 1, vocabulary] in float64."""
+    return oracle.logits(random_model, tokens)
 
 
-def log_softmax(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    scaled = logits / temperature
-    highest = scaled.max(axis=-1, keepdims=True)
-    return scaled - highest - np.log(np.exp(scaled - highest).sum(axis=-1, keepdims=True))
+def log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> np.ndarray:
+    return (logits / temperature).log_softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("num_top", [50, 128, 256])
-def test_top_logprobs_equal_transformers(
-    client: ScoreClient, tokens: list[int], distributions: np.ndarray, num_top: int
-):
+def test_top_logprobs_equal_transformers(client, tokens, logits):
+    num_top = 256
     (score,) = client.score(tokens, top_logprobs=num_top)
-    expected = log_softmax(distributions)
-    assert score.top_logprobs.logprobs.shape == score.top_logprobs.token_ids.shape == (LENGTH, num_top)
+    expected = log_softmax(logits)
+    assert score.top_logprobs.logprobs.shape == (LENGTH, num_top)
     assert (score.top_logprobs.token_ids[0] == -1).all()
     assert np.isnan(score.top_logprobs.logprobs[0]).all()
     ids, logprobs = score.top_logprobs.token_ids[1:], score.top_logprobs.logprobs[1:]
@@ -47,29 +44,29 @@ def test_top_logprobs_equal_transformers(
     oracle.assert_close(logprobs, np.take_along_axis(expected, ids, 1))
 
 
-def test_the_same_candidates_at_all_positions(client: ScoreClient, tokens: list[int], distributions: np.ndarray):
+def test_the_same_candidates_at_all_positions(client, tokens, logits):
     chosen = [0, 17, 17, 1023]
     (score,) = client.score(tokens, candidate_token_ids=chosen)
     assert score.candidate_logprobs.shape == (LENGTH, 4)
     assert np.isnan(score.candidate_logprobs[0]).all()
-    oracle.assert_close(score.candidate_logprobs[1:], log_softmax(distributions)[:, chosen])
+    oracle.assert_close(score.candidate_logprobs[1:], log_softmax(logits)[:, chosen])
     (plain,) = client.score(tokens, use_cache=False)
     oracle.assert_close(score.logprobs[1:], np.array(plain.logprobs[1:]))
 
 
-def test_candidates_of_each_position(client: ScoreClient, tokens: list[int], distributions: np.ndarray):
+def test_candidates_of_each_position(client, tokens, logits):
     chosen = np.random.default_rng(1).integers(0, 1024, (LENGTH, 7))
     (score,) = client.score(tokens, candidate_token_ids=chosen.tolist())
-    expected = np.take_along_axis(log_softmax(distributions), chosen[1:], 1)
+    expected = np.take_along_axis(log_softmax(logits), chosen[1:], 1)
     oracle.assert_close(score.candidate_logprobs[1:], expected)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 0.7, 2.0])
-def test_a_temperature(client: ScoreClient, tokens: list[int], distributions: np.ndarray, temperature: float):
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_temperature(client, tokens, logits, temperature):
     (score,) = client.score(
         tokens, temperature=temperature, top_logprobs=5, candidate_token_ids=[3, 4], return_ranks=True
     )
-    expected = log_softmax(distributions, temperature)
+    expected = log_softmax(logits, temperature)
     # Differences between logits count 1 / T times as much.
     scale = 1 / min(1.0, temperature)
     actual = np.take_along_axis(expected, np.array(tokens[1:])[:, None], 1)[:, 0]
@@ -81,9 +78,9 @@ def test_a_temperature(client: ScoreClient, tokens: list[int], distributions: np
     assert score.ranks == plain.ranks
 
 
-@pytest.mark.parametrize("first", [1, 2, 33, 64, LENGTH - 1])
+@pytest.mark.parametrize("first", [1, 33, LENGTH - 1])
 @pytest.mark.parametrize("cached", [False, True])
-def test_positions_from_one_on(client: ScoreClient, tokens: list[int], first: int, cached: bool):
+def test_positions_from_one_on(client, tokens, first, cached):
     (whole,) = client.score(tokens, top_logprobs=3, return_ranks=True)
     (part,) = client.score(tokens, top_logprobs=3, return_ranks=True, logprobs_from=first, use_cache=cached)
     assert part.token_ids == tokens[first:]
@@ -93,19 +90,17 @@ def test_positions_from_one_on(client: ScoreClient, tokens: list[int], first: in
     assert np.array_equal(part.top_logprobs.token_ids, whole.top_logprobs.token_ids[first:])
 
 
-def test_a_batch_with_positions_and_candidates_of_its_own(
-    client: ScoreClient, tokens: list[int], distributions: np.ndarray
-):
+def test_a_batch_with_positions_and_candidates_of_its_own(client, tokens, logits):
     prompts, firsts = [tokens[:40], tokens[:90]], [30, 80]
     chosen = np.random.default_rng(2).integers(0, 1024, (2, 10, 3))
     scores = client.score(prompts, logprobs_from=firsts, candidate_token_ids=chosen.tolist(), temperature=0.9)
-    expected = log_softmax(distributions, 0.9)
+    expected = log_softmax(logits, 0.9)
     for score, first, own in zip(scores, firsts, chosen, strict=True):
         rows = expected[first - 1 : first + 9]
         oracle.assert_close(score.candidate_logprobs, np.take_along_axis(rows, own, 1), scale=1 / 0.9)
 
 
-def test_rows_of_other_candidates_or_temperatures_serve_no_request(client: ScoreClient, tokens: list[int]):
+def test_other_candidates_or_temperatures_have_rows_of_their_own(client, tokens):
     prompt = tokens[:130]
     first = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.5)[0]
     again = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.5)[0]
@@ -116,14 +111,14 @@ def test_rows_of_other_candidates_or_temperatures_serve_no_request(client: Score
     assert np.abs(first.candidate_logprobs[1:] - warmer.candidate_logprobs[1:]).max() > 0.1
 
 
-def test_continuations_have_candidates_too(client: ScoreClient, distributions: np.ndarray, tokens: list[int]):
+def test_continuations_have_candidates_too(client, logits, tokens):
     scores = client.score([tokens[:20]], [tokens[20:23], tokens[20:22]], candidate_token_ids=[11, 12])
-    expected = log_softmax(distributions)[:, [11, 12]]
+    expected = log_softmax(logits)[:, [11, 12]]
     oracle.assert_close(scores[0].candidate_logprobs, expected[19:22])
     oracle.assert_close(scores[1].candidate_logprobs, expected[19:21])
 
 
-def test_as_floats_a_position_without_context_is_null(server: str):
+def test_in_json_a_position_without_context_is_null(server):
     body = {"prompt": [5, 6], "candidate_token_ids": [7, 8], "top_logprobs": 1}
     (result,) = httpx.post(f"{server}/v1/score", json=body, timeout=60).json()["data"]
     assert result["candidate_logprobs"][0] is None
@@ -131,35 +126,7 @@ def test_as_floats_a_position_without_context_is_null(server: str):
     assert result["top_logprobs"][0] is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"candidate_token_ids": []}, "candidate_token_ids", "one or more token ids"),
-        ({"candidate_token_ids": [1, 1024]}, "candidate_token_ids", "token id 1024"),
-        ({"candidate_token_ids": [-1]}, "candidate_token_ids", "token id -1"),
-        ({"candidate_token_ids": [[1], [2]]}, "candidate_token_ids", "2 lists for the 3 positions"),
-        ({"candidate_token_ids": [[1], [2], [3, 4]]}, "candidate_token_ids", "as many at each position"),
-        ({"candidate_token_ids": [[[1]] * 3] * 2}, "candidate_token_ids", "candidates for 2 prompts"),
-        ({"candidate_token_ids": [1] * 257}, "candidate_token_ids", "256 are the most"),
-        ({"candidate_token_ids": [[1]], "continuations": [[3]]}, "candidate_token_ids", "with continuations"),
-        ({"temperature": 0}, "temperature", "greater than or equal to 0.01"),
-        ({"temperature": 1e39}, "temperature", "less than or equal to 1000"),
-        ({"logprobs_from": 3}, "logprobs_from", "has 3 tokens"),
-        ({"logprobs_from": -1}, "logprobs_from", "positions count from 0"),
-        ({"logprobs_from": [0, 1]}, "logprobs_from", "2 positions for 1 prompts"),
-        ({"logprobs_from": 1, "continuations": [[3]]}, "logprobs_from", "continuation"),
-        ({"top_logprobs": 257}, "top_logprobs", "256"),
-    ],
-)
-def test_bad_requests_name_their_field(server: str, fields: dict[str, object], param: str, message: str):
-    answer = httpx.post(f"{server}/v1/score", json={"prompt": [5, 6, 7], **fields}, timeout=60)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert message in error["message"]
-
-
-def test_too_large_an_answer_is_refused_before_any_work(server: str):
+def test_too_large_an_answer_is_refused_before_any_work(server):
     body = {"prompt": [[5] * 2000] * 40, "candidate_token_ids": [7] * 250}
     answer = httpx.post(f"{server}/v1/score", json=body, timeout=60)
     assert answer.status_code == 413

@@ -1,18 +1,16 @@
-"""`ppl-client corpus` on a real server: figures beside an oracle and beside `/v1/perplexity`, and through a kill."""
+"""`ppl-client corpus` on a real server: figures vs an oracle and vs `/v1/perplexity`, and after a kill."""
 
 import json
 import math
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scoremode import ScoreClient
 from tests import oracle
 from tests.command_line import TIMEOUT_SECONDS
 from tests.e2e.gate import gated
@@ -29,22 +27,14 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def documents(wikitext: str) -> list[str | None]:
-    """Pieces of a text, most of them short, with some that have no text."""
-    lengths = [40, 300, 1, 1200, 80, 2500, 15]
-    texts: list[str | None] = [None, ""]
-    place = 0
-    for index in range(14):
-        length = lengths[index % len(lengths)]
-        texts.append(wikitext[place : place + length])
-        place += length
-    return texts
+def documents(wikitext: str) -> list[str]:
+    """Pieces of a text, most of them short."""
+    ends = accumulate([40, 300, 1, 1200, 80, 2500, 15] * 2, initial=0)
+    return [wikitext[start:end] for start, end in pairwise(ends)]
 
 
-def test_figures_are_those_of_an_oracle(
-    server: str, client: ScoreClient, random_model: Path, wikitext: str, tmp_path: Path
-):
-    texts = documents(wikitext)
+def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, tmp_path):
+    texts = [None, "", *documents(wikitext)]
     with pa.output_stream(str(tmp_path / "rows.jsonl.zst"), compression="detect") as stream:
         stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     # Windows of 256 tokens: some documents have several, and most have one.
@@ -68,37 +58,31 @@ def test_figures_are_those_of_an_oracle(
     assert num_windows >= {1, 2}
 
 
-@pytest.mark.parametrize("adds_bos", [False, True])
-def test_figures_are_those_of_perplexity_of_each_text(
-    server: str, plugin_server: str, wikitext: str, tmp_path: Path, adds_bos: bool
-):
-    """The server that adds BOS has a context of 128 tokens, which many documents exceed that are sent as text."""
-    url, key = (plugin_server, API_KEY) if adds_bos else (server, "")
-    texts = [text for text in documents(wikitext) if text]
+def test_figures_are_those_of_perplexity_of_each_text(plugin_server, bos_client, wikitext, tmp_path):
+    """This server adds BOS, and its context of 128 tokens is shorter than many documents, which are sent as text."""
+    texts = documents(wikitext)
     pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
-    options = ("--text-column", "body", "--url", url, "--output", str(tmp_path / "out"), "--api-key", key)
+    options = ("--text-column", "body", "--url", plugin_server, "--output", str(tmp_path / "out"), "--api-key", API_KEY)
     run(str(tmp_path / "rows.parquet"), *options)
     rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
     assert [row["body"] for row in rows] == texts
-    with ScoreClient(url, api_key=key, timeout=300) as client:
-        context_length = client.info().max_model_len - 1
-        for row in rows:
-            expected = client.perplexity(row["body"], method="rolling", context_length=context_length)
-            assert row["num_tokens"] == expected.num_tokens == expected.num_scored
-            assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=oracle.MEAN)
-            assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * oracle.MEAN)
-            assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * oracle.MEAN)
+    for row in rows:
+        expected = bos_client.perplexity(row["body"], method="rolling", context_length=127)
+        assert row["num_tokens"] == expected.num_tokens == expected.num_scored
+        assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=oracle.MEAN)
+        assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * oracle.MEAN)
+        assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * oracle.MEAN)
 
 
-def test_a_killed_run_goes_on(plugin_server: str, wikitext: str, tmp_path: Path):
+def test_a_killed_run_resumes(plugin_server, wikitext, tmp_path):
     texts = [wikitext[start : start + 40] for start in range(0, 48_000, 40)]
     inputs = tmp_path / "in"
     inputs.mkdir()
     for name, part in (("a", texts[:100]), ("b", texts[100:])):
         pq.write_table(pa.table({"text": part, "place": range(len(part))}), inputs / f"{name}.parquet")
     arguments = (str(inputs), "--api-key", API_KEY, "--concurrency", "1")
-    run(*arguments, "--url", plugin_server, "--output", str(tmp_path / "whole"))
-    output = tmp_path / "out"
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    run(*arguments, "--url", plugin_server, "--output", str(whole))
     journal = output / ".b.parquet.journal"
     one_request = 256 * 4 * 8
     # One for the first file, two of five for the second.
@@ -117,14 +101,8 @@ def test_a_killed_run_goes_on(plugin_server: str, wikitext: str, tmp_path: Path)
     assert "of them scored before" in said
     assert (output / "a.parquet").read_bytes() == finished
     for name in ("a", "b"):
-        found, expected = (rows_of(folder / f"{name}.parquet") for folder in (output, tmp_path / "whole"))
-        assert [row["place"] for row in found] == [row["place"] for row in expected]
-        for row, other in zip(found, expected, strict=True):
-            assert row["text"] == other["text"]
-            assert row["num_tokens"] == other["num_tokens"]
-            assert row["nll"] / row["num_tokens"] == pytest.approx(other["nll"] / other["num_tokens"], abs=oracle.MEAN)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    return rows
+        found, expected = (pq.read_table(folder / f"{name}.parquet") for folder in (output, whole))
+        for column in ("place", "text", "num_tokens"):
+            assert found[column] == expected[column]
+        means = [table["nll"].to_numpy() / table["num_tokens"].to_numpy() for table in (found, expected)]
+        assert means[0] == pytest.approx(means[1], abs=oracle.MEAN)

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,15 +12,25 @@ from tests.e2e.metrics import metrics_of
 KLD = [code for name, (_, code) in examples("").items() if name.startswith("kld.md") and "bash" in name]
 """In this order they are one story."""
 FOR_A_SERVER = {name: block for name, block in examples("localhost:8000").items() if not name.startswith("kld.md")}
+WITH_TOKEN_IDS = {name: FOR_A_SERVER.pop(name) for name in list(FOR_A_SERVER) if name.startswith("training.md")}
+"""Of a real model's vocabulary."""
 STEP = "the next step of an example"
 
 
 @pytest.mark.parametrize(("language", "code"), FOR_A_SERVER.values(), ids=FOR_A_SERVER)
-def test_examples_for_a_server(server: str, tmp_path: Path, language: str, code: str):
-    assert run(language, code.replace("http://localhost:8000", server), tmp_path).strip()
+def test_examples_for_a_server(server, tmp_path, language, code):
+    code = code.replace("http://localhost:8000", server).replace("model=smollm2", "model=tiny")
+    assert run(language, code, tmp_path).strip()
 
 
-def test_from_two_checkpoints_to_a_table(server: str, int8_server: str, tmp_path: Path):
+@pytest.mark.parametrize(("language", "code"), WITH_TOKEN_IDS.values(), ids=WITH_TOKEN_IDS)
+def test_examples_with_token_ids(smollm2_server, tmp_path, language, code):
+    printed = run(language, code.replace("http://localhost:8000", smollm2_server), tmp_path)
+    assert printed.strip()
+    assert '"error"' not in printed
+
+
+def test_from_two_checkpoints_to_a_table(server, int8_server, tmp_path):
     story = "".join(f"echo '{STEP}'\n{code}" for code in KLD)
     story = story.replace("http://localhost:8000", server).replace("http://localhost:8001", int8_server)
     _, recorded, compared, floor, listed, deleted = run("bash", story, tmp_path).split(STEP)
@@ -30,13 +39,12 @@ def test_from_two_checkpoints_to_a_table(server: str, int8_server: str, tmp_path
     assert "kept with the reference" in floor
     [reference] = [each for each in json.loads(listed)["data"] if each["name"] == "base-pydoc"]
     assert reference["complete"]
-    assert (
-        reference["noise_floor"]["mean"] < json.loads((tmp_path / "run.json").read_text())["statistics"]["kld"]["mean"]
-    )
+    divergence = json.loads((tmp_path / "run.json").read_text())["statistics"]["kld"]["mean"]
+    assert reference["noise_floor"]["mean"] < divergence
     assert json.loads(deleted)["deleted"]
 
 
-def test_alerts_ask_for_metrics_that_there_are(server: str):
+def test_alerts_ask_for_metrics_that_there_are(server):
     names = re.findall(r"\b(?:scoremode_|vllm:|http_requests)[a-z_]+", (ROOT / "docs" / "deployment.md").read_text())
     assert len(set(names)) > 5
     # Requests are not shown before there was one.

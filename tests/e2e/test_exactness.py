@@ -10,10 +10,13 @@ import pytest
 from scoremode import ScoreClient, perplexity
 from tests import oracle
 
+NUM_TOKENS = 768
+"""The working memory of the logprobs holds 682 rows."""
+
 
 @pytest.fixture(scope="module")
 def tokens(smollm2_client: ScoreClient, wikitext: str) -> list[int]:
-    return smollm2_client.tokenize(wikitext[:8000])[:1024]
+    return smollm2_client.tokenize(wikitext[:6000])[:NUM_TOKENS]
 
 
 @pytest.fixture(scope="module")
@@ -22,32 +25,24 @@ def expected(smollm2: Path, tokens: list[int]) -> np.ndarray:
     return oracle.logprobs(smollm2, [tokens])[0]
 
 
-def test_every_logprob_of_a_text_equals_transformers(
-    smollm2_client: ScoreClient, tokens: list[int], expected: np.ndarray
-):
+def test_every_logprob_of_a_text_equals_transformers(smollm2_client, tokens, expected):
     (score,) = smollm2_client.score(tokens)
     assert score.logprobs[0] is None
     oracle.assert_close(score.logprobs[1:], expected)
-    assert score.num_scored == 1023
+    assert score.num_scored == NUM_TOKENS - 1
     assert score.sum_logprob == math.fsum(score.logprobs[1:])
+    for length in (256, NUM_TOKENS):
+        nll = -math.fsum(expected[: length - 1]) / (length - 1)
+        assert perplexity(score.nlls[: length - 1]).perplexity == pytest.approx(math.exp(nll), rel=oracle.MEAN)
 
 
-def test_a_token_after_bos_is_as_near_as_float32_allows(smollm2_client: ScoreClient):
+def test_a_token_after_bos_is_within_the_tolerance(smollm2_client):
     tokens, exact = oracle.FIRST_TOKENS
     (score,) = smollm2_client.score(tokens)
     oracle.assert_close(score.logprobs[2:], np.array([exact]))
 
 
-@pytest.mark.parametrize("length", [256, 1024])
-def test_perplexity_equals_transformers(
-    smollm2_client: ScoreClient, tokens: list[int], expected: np.ndarray, length: int
-):
-    (score,) = smollm2_client.score(tokens[:length])
-    mean = math.fsum(expected[: length - 1]) / (length - 1)
-    assert perplexity(score.nlls).perplexity == pytest.approx(math.exp(-mean), rel=oracle.MEAN)
-
-
-def test_ranks_and_alternatives_equal_transformers(smollm2_client: ScoreClient, smollm2: Path, tokens: list[int]):
+def test_ranks_and_alternatives_equal_transformers(smollm2_client, smollm2, tokens):
     sequence = tokens[:200]
     (score,) = smollm2_client.score(sequence, top_logprobs=20, return_ranks=True)
     (ranks,) = oracle.ranks(smollm2, [sequence])
@@ -60,7 +55,7 @@ def test_ranks_and_alternatives_equal_transformers(smollm2_client: ScoreClient, 
     assert np.mean(score.top_logprobs.token_ids[1:] == ids) > 0.99
 
 
-def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client: ScoreClient, smollm2: Path):
+def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm2):
     context, continuations = "The capital of France is", [" Paris", " the city of Lyon", "Ångström"]
     scores = smollm2_client.score(context, continuations)
     start = len(smollm2_client.tokenize(context))
@@ -74,35 +69,22 @@ def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client: ScoreC
         assert score.is_greedy == all(rank == 1 for rank in ranks[start - 1 :])
 
 
-def test_white_space_that_ends_a_context_goes_to_its_continuations(smollm2_client: ScoreClient):
-    ended, plain = (
-        smollm2_client.score("The capital of France is ", ["Paris"]),
-        smollm2_client.score("The capital of France is", [" Paris"]),
-    )
+def test_trailing_white_space_of_a_context_is_scored(smollm2_client):
+    ended = smollm2_client.score("The capital of France is ", ["Paris"])
+    plain = smollm2_client.score("The capital of France is", [" Paris"])
     assert [score.token_ids for score in ended] == [score.token_ids for score in plain]
 
 
-def test_logprobs_equal_stock_vllm_on_the_same_server(
-    smollm2_client: ScoreClient, smollm2_server: str, tokens: list[int]
-):
-    request = {
-        "model": "smollm2",
-        "prompt": tokens[:700],
-        "max_tokens": 1,
-        "echo": True,
-        "logprobs": 0,
-        "temperature": 0,
-    }
-    stock = httpx.post(f"{smollm2_server}/v1/completions", json=request, timeout=300).raise_for_status().json()
+def test_logprobs_equal_stock_vllm_on_the_same_server(smollm2_client, smollm2_server, tokens):
+    request = {"prompt": tokens[:700], "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
+    stock = httpx.post(f"{smollm2_server}/stock/v1/completions", json=request, timeout=300).raise_for_status().json()
     expected = stock["choices"][0]["logprobs"]["token_logprobs"][:700]
     (score,) = smollm2_client.score(tokens[:700])
     assert expected[0] is None
-    assert np.abs(np.array(score.logprobs[1:]) - np.array(expected[1:])).max() <= 1e-6
+    oracle.assert_close(score.logprobs[1:], np.array(expected[1:]))
 
 
-def test_a_batch_scores_each_sequence_as_if_it_were_alone(
-    smollm2_client: ScoreClient, smollm2: Path, tokens: list[int]
-):
+def test_a_batch_scores_each_sequence_as_if_it_were_alone(smollm2_client, smollm2, tokens):
     sequences = [tokens[start : start + length] for start, length in [(0, 2), (5, 1), (10, 300), (7, 33), (0, 2)]]
     scores = smollm2_client.score(sequences)
     for sequence, score in zip(sequences, scores, strict=True):
@@ -112,12 +94,31 @@ def test_a_batch_scores_each_sequence_as_if_it_were_alone(
         oracle.assert_close(score.logprobs[1:], expected)
 
 
-def test_plain_and_packed_logprobs_are_the_same_numbers(
-    smollm2_client: ScoreClient, smollm2_server: str, tokens: list[int]
-):
-    plain = httpx.post(f"{smollm2_server}/v1/score", json={"prompt": tokens[:100]}, timeout=60).json()["data"][0][
-        "logprobs"
-    ]
+def test_json_and_base64_have_the_same_logprobs(smollm2_client, smollm2_server, tokens):
+    answer = httpx.post(f"{smollm2_server}/v1/score", json={"prompt": tokens[:100]}, timeout=60).json()
+    plain = answer["data"][0]["logprobs"]
     (packed,) = smollm2_client.score(tokens[:100])
     assert plain[0] is None
     assert np.array_equal(plain[1:], packed.logprobs[1:])
+
+
+def test_a_sequence_as_long_as_the_context_is_scored(bos_client, byte_fallback_model):
+    tokens = np.random.default_rng(0).integers(3, 400, bos_client.info().max_model_len).tolist()
+    (score,) = bos_client.score(tokens)
+    (expected,) = oracle.logprobs(byte_fallback_model, [tokens])
+    oracle.assert_close(score.logprobs[1:], expected)
+
+
+def test_one_token_has_nothing_to_score(bos_client):
+    (score,) = bos_client.score([7], top_logprobs=3, return_ranks=True)
+    assert (score.num_scored, score.logprobs, score.ranks) == (0, [None], [None])
+    assert score.top_logprobs.token_ids.tolist() == [[-1, -1, -1]]
+    assert np.isnan(score.top_logprobs.logprobs).all()
+
+
+def test_bos_gives_the_first_word_its_context(bos_client):
+    (with_bos,) = bos_client.score("one two")
+    (without,) = bos_client.score("one two", add_special_tokens=False)
+    assert with_bos.token_ids[0] == bos_client.info().bos_token_id
+    assert with_bos.token_ids[1:] == without.token_ids
+    assert with_bos.num_scored == without.num_scored + 1

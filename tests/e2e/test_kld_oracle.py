@@ -1,25 +1,24 @@
 """KL divergence on real servers against transformers: float64 over the full logits of both models."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from scoremode import NotFoundError, ScoreClient, ScoremodeError, cut_windows
+from scoremode import ScoreClient, ScoremodeError, cut_windows
 from scoremode.kld import KldPositions
 from scoremode.kld_result import KldResult
 from tests import oracle
 from tests.shared_servers import Servers
 
-CONTEXT, STRIDE = 256, 128
+CONTEXT, STRIDE = 128, 64
 
 
 @pytest.fixture(scope="module")
 def text(wikitext: str) -> str:
-    return wikitext[:1800]
+    return wikitext[:1000]
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +48,11 @@ def rounded_client(rounded_server: str) -> Iterator[ScoreClient]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def compared(rounded_client: ScoreClient, reference: str) -> KldResult:
-    """All windows on the model of 4 bits."""
-    return rounded_client.kld(reference)
-
-
 def positions_of(result: KldResult) -> KldPositions:
     return KldPositions.concatenate([window.positions for window in result.data])
 
 
-def test_a_reference_has_the_perplexity_of_its_model(smollm2_client: ScoreClient, reference: str, text: str):
+def test_a_reference_has_the_perplexity_of_its_model(smollm2_client, reference, text):
     recorded = smollm2_client.reference(reference)
     expected = smollm2_client.perplexity(text, context_length=CONTEXT, stride=STRIDE)
     assert recorded.complete
@@ -73,16 +66,21 @@ def test_a_reference_has_the_perplexity_of_its_model(smollm2_client: ScoreClient
     assert 1 <= recorded.disk_bytes / (hidden * (recorded.num_scored + 49_152)) < 1.02
 
 
-def test_a_model_does_not_diverge_from_itself(smollm2_client: ScoreClient, reference: str):
+def test_a_model_does_not_diverge_from_itself(smollm2_client, reference):
     result = smollm2_client.kld(reference)
-    assert positions_of(result).kld.max() < 1e-6
-    assert positions_of(result).reverse_kld.max() < 1e-6
-    assert positions_of(result).acceptance.min() > 1 - 1e-4
+    positions = positions_of(result)
+    assert max(positions.kld.max(), positions.reverse_kld.max()) < 1e-6
+    assert positions.acceptance.min() > 1 - 1e-4
     assert result.statistics["same_top_p"] == 1
 
 
-def assert_equal(found: Any, expected: list[oracle.Divergence], sequences: list[tuple[list[int], int]]) -> None:
-    """Figures of all windows beside the oracle's."""
+def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
+    rounded_client, smollm2, rounded_smollm2, reference, sequences
+):
+    compared = rounded_client.kld(reference)
+    found = positions_of(compared)
+    assert found.kld.mean() > 0.1
+    expected = oracle.divergences(smollm2, rounded_smollm2, [tokens for tokens, _ in sequences])
     for name in oracle.Divergence._fields:
         ours = getattr(found, name)
         parts = [getattr(each, name)[first - 1 :] for each, (_, first) in zip(expected, sequences, strict=True)]
@@ -90,59 +88,25 @@ def assert_equal(found: Any, expected: list[oracle.Divergence], sequences: list[
         assert ours.shape == theirs.shape
         if name.endswith("token_ids"):
             # Two tokens of nearly equal likelihood may change places.
-            assert np.mean(ours == theirs) > 0.995
+            assert np.mean(ours == theirs) > 0.99
         else:
             oracle.assert_close(ours, theirs)
+    alone = positions_of(rounded_client.kld(reference, windows=(1, 2)))
+    start = compared.data[0].num_scored
+    oracle.assert_close(alone.kld, found.kld[start : start + STRIDE])
 
 
-def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
-    compared: KldResult, smollm2: Path, rounded_smollm2: Path, sequences: Any
-):
-    expected = oracle.divergences(smollm2, rounded_smollm2, [tokens for tokens, _ in sequences])
-    assert positions_of(compared).kld.mean() > 0.1
-    assert_equal(positions_of(compared), expected, sequences)
-
-
-def test_quantized_kernels_diverge_as_their_arithmetic_says(
-    client: ScoreClient, int8_client: ScoreClient, random_model: Path, int8_random_model: Path, text: str
-):
-    """Most positions agree to float32 rounding. At some an activation lies on the edge between two integers, and falls
-    on either side: docs/methods.md has how far the kernel and its arithmetic are apart there."""
-    tokens = client.tokenize(text)[:CONTEXT]
-    client.record_reference("tiny", tokens)
-    ours = positions_of(int8_client.kld("tiny")).kld
-    client.delete_reference("tiny")
-    saturates = oracle.int8_products_saturate()
-    (expected,) = oracle.int8_divergences(random_model, int8_random_model, [tokens], saturates=saturates)
-    assert np.median(np.abs(ours - expected.kld)) < oracle.MEAN
-    assert ours.mean() == pytest.approx(expected.kld.mean(), rel=0.02)
-
-
-@pytest.fixture(scope="module")
-def second_window(rounded_client: ScoreClient, reference: str) -> KldResult:
-    return rounded_client.kld(reference, windows=(1, 2))
-
-
-def test_the_likeliest_tokens_of_both(rounded_client: ScoreClient, reference: str, second_window: KldResult):
-    result = rounded_client.kld(reference, windows=(1, 2), top_logprobs=5)
-    (window,), plain = result.data, positions_of(second_window)
+def test_top_tokens_of_both_models(rounded_client, reference):
+    (window,) = rounded_client.kld(reference, windows=(1, 2), top_logprobs=5).data
     assert window.top_logprobs.token_ids.shape == (STRIDE, 5)
-    assert np.array_equal(window.top_logprobs.token_ids[:, 0], plain.top_token_ids)
-    assert np.array_equal(window.reference_top_logprobs.token_ids[:, 0], plain.reference_top_token_ids)
+    assert np.array_equal(window.top_logprobs.token_ids[:, 0], window.positions.top_token_ids)
+    assert np.array_equal(window.reference_top_logprobs.token_ids[:, 0], window.positions.reference_top_token_ids)
     assert np.all(np.diff(window.top_logprobs.logprobs) <= 0)
     confidence = np.exp(window.reference_top_logprobs.logprobs[:, 0])
-    assert np.abs(confidence - plain.reference_confidence).max() < 1e-6
+    assert np.abs(confidence - window.positions.reference_confidence).max() < 1e-6
 
 
-def test_windows_one_by_one_are_the_windows_of_all(compared: KldResult, second_window: KldResult):
-    size = compared.data[0].num_scored
-    difference = positions_of(compared).kld[size : size + STRIDE] - positions_of(second_window).kld
-    oracle.assert_close(difference, np.zeros(STRIDE))
-
-
-def test_the_floor_is_of_the_references_own_model(
-    smollm2_client: ScoreClient, rounded_client: ScoreClient, reference: str
-):
+def test_a_noise_floor_needs_the_references_own_model(smollm2_client, rounded_client, reference):
     smollm2_client.kld(reference, as_noise_floor=True)
     floor = smollm2_client.reference(reference).noise_floor
     assert floor is not None
@@ -151,7 +115,7 @@ def test_the_floor_is_of_the_references_own_model(
         rounded_client.kld(reference, as_noise_floor=True)
 
 
-def test_a_recording_goes_on_where_it_was_interrupted(smollm2_client: ScoreClient, smollm2_server: str, wikitext: str):
+def test_an_interrupted_recording_resumes(smollm2_client, smollm2_server, wikitext):
     body = {"name": "long", "prompt": wikitext[:3000], "context_length": 64, "stride": 32, "stream": True}
     with httpx.stream("POST", f"{smollm2_server}/v1/references", json=body, timeout=300) as events:
         for _, line in zip(range(8), events.iter_lines(), strict=False):
@@ -169,8 +133,4 @@ def test_a_recording_goes_on_where_it_was_interrupted(smollm2_client: ScoreClien
     assert 0 < len(progress) <= partial.num_windows - partial.num_recorded + 8
     expected = smollm2_client.perplexity(body["prompt"], context_length=64, stride=32)
     assert finished.nll_mean == pytest.approx(expected.nll_mean, abs=1e-5)
-    with pytest.raises(ScoremodeError, match="another text"):
-        smollm2_client.record_reference("long", "Another text.", context_length=64, stride=32)
     smollm2_client.delete_reference("long")
-    with pytest.raises(NotFoundError):
-        smollm2_client.reference("long")

@@ -1,17 +1,16 @@
 """Every perplexity method against an independent short implementation over transformers' logits, on several windows."""
 
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from typing import NamedTuple
 
 import pytest
 
-from scoremode import Method, ScoreClient
+from scoremode import Method
 from scoremode.metrics import count_words
 from tests import oracle
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     method: Method
     context_length: int
     stride: int | None = None
@@ -36,14 +35,10 @@ def text(wikitext: str) -> str:
     return wikitext[:1500]
 
 
-def expected_result(model: Path, tokens: list[int], case: Case, **special: int | None) -> oracle.Result:
-    return oracle.perplexity(model, tokens, case.method, case.context_length, case.stride, **special)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_perplexity_and_counts_of_a_real_model(client: ScoreClient, random_model: Path, text: str, case: Case):
+def test_perplexity_and_counts_of_a_real_model(client, random_model, text, case):
     tokens = client.tokenize(text)
-    expected = expected_result(random_model, tokens, case, prefix=client.info().prefix_token_id)
+    expected = oracle.perplexity(random_model, tokens, *case, prefix=client.info().prefix_token_id)
     result = client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_windows >= 5
     assert result.num_scored == expected.num_scored
@@ -53,32 +48,23 @@ def test_perplexity_and_counts_of_a_real_model(client: ScoreClient, random_model
 
 
 @pytest.mark.parametrize("case", [Case("llama.cpp", 64), Case("rolling", 64), Case("sliding", 64, 32)], ids=str)
-def test_special_tokens_of_a_tokenizer_that_adds_bos(
-    bos_client: ScoreClient, byte_fallback_model: Path, text: str, case: Case
-):
+def test_special_tokens_of_a_tokenizer_that_adds_bos(bos_client, byte_fallback_model, text, case):
     info = bos_client.info()
     tokens = bos_client.tokenize(text, add_special_tokens=case.method != "rolling")
-    expected = expected_result(byte_fallback_model, tokens, case, bos=info.bos_token_id, prefix=info.bos_token_id)
+    expected = oracle.perplexity(byte_fallback_model, tokens, *case, bos=info.bos_token_id, prefix=info.bos_token_id)
     result = bos_client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_scored == expected.num_scored
     assert result.perplexity == pytest.approx(expected.perplexity, rel=oracle.MEAN)
 
 
-def test_figures_of_a_text_follow_from_its_nll(client: ScoreClient, text: str):
-    import math
-
+def test_figures_of_a_text_follow_from_its_nll(client, text):
     result = client.perplexity(text, method="rolling", context_length=256)
     assert result.num_scored == result.num_tokens == len(client.tokenize(text, add_special_tokens=False))
     assert result.bits_per_byte == pytest.approx(result.nll_sum / (math.log(2) * len(text.encode())))
     assert result.word_perplexity == pytest.approx(math.exp(result.nll_sum / count_words(text)))
 
 
-def test_token_ids_have_no_figures_of_a_text(client: ScoreClient):
-    result = client.perplexity(list(range(100, 200)), context_length=50)
-    assert (result.bits_per_byte, result.word_perplexity) == (None, None)
-
-
-def test_texts_share_no_context_and_pool_their_tokens(client: ScoreClient, text: str):
+def test_texts_share_no_context_and_pool_their_tokens(client, text):
     halves = [text[:600], text[600:1200]]
     apart = [client.perplexity(half, context_length=128) for half in halves]
     together = client.perplexity(texts=halves, context_length=128)
@@ -86,15 +72,17 @@ def test_texts_share_no_context_and_pool_their_tokens(client: ScoreClient, text:
     assert together.nll_sum == pytest.approx(sum(result.nll_sum for result in apart), rel=1e-6)
 
 
-def test_max_tokens_cuts_the_text_that_figures_are_of(client: ScoreClient, text: str):
+def test_max_tokens_cuts_the_text_that_figures_are_of(client, text):
     tokens = client.tokenize(text)[:100]
     result = client.perplexity(text, max_tokens=100)
     assert result.num_tokens == 100
     assert result.num_bytes == len(client.detokenize(tokens).encode())
-    assert result.nll_sum == pytest.approx(client.perplexity(tokens).nll_sum, rel=1e-6)
+    of_token_ids = client.perplexity(tokens)
+    assert result.nll_sum == pytest.approx(of_token_ids.nll_sum, rel=1e-6)
+    assert (of_token_ids.bits_per_byte, of_token_ids.word_perplexity) == (None, None)
 
 
-def test_progress_comes_window_by_window_and_adds_up(client: ScoreClient, text: str):
+def test_progress_comes_window_by_window_and_adds_up(client, text):
     windows = []
     result = client.perplexity(text, context_length=128, stride=64, on_window=windows.append)
     assert [window.index for window in windows] == list(range(result.num_windows))

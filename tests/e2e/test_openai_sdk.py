@@ -1,4 +1,4 @@
-"""The openai package, as it is: scoring and generation, sync and async, streamed and not."""
+"""The unmodified openai package: scoring and generation, sync and async, streamed and not."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -22,26 +22,18 @@ async def asynchronous(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-def test_scoring(sync: openai.OpenAI):
+async def test_scoring_is_the_same_through_every_call(sync, asynchronous):
     (choice,) = sync.completions.create(**SCORING).choices
-    assert choice.text == PROMPT
-    assert "".join(choice.logprobs.tokens) == PROMPT
+    assert choice.text == "".join(choice.logprobs.tokens) == PROMPT
     assert choice.logprobs.token_logprobs[0] is None
     assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs[1:])
-
-
-async def test_scoring_async(sync: openai.OpenAI, asynchronous: openai.AsyncOpenAI):
-    (choice,) = (await asynchronous.completions.create(**SCORING)).choices
-    assert choice.logprobs == sync.completions.create(**SCORING).choices[0].logprobs
-
-
-def test_scoring_streamed(sync: openai.OpenAI):
+    (other,) = (await asynchronous.completions.create(**SCORING)).choices
+    assert other.logprobs == choice.logprobs
     chunks = list(sync.completions.create(**SCORING, stream=True))
-    tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
-    assert "".join(tokens) == PROMPT
+    assert "".join(token for chunk in chunks for token in chunk.choices[0].logprobs.tokens) == PROMPT
 
 
-async def test_generation_is_the_same_in_every_way_of_asking(sync: openai.OpenAI, asynchronous: openai.AsyncOpenAI):
+async def test_generation_is_the_same_through_every_call(sync, asynchronous):
     text = sync.completions.create(**GENERATION).choices[0].text
     assert text
     assert "".join(chunk.choices[0].text for chunk in sync.completions.create(**GENERATION, stream=True)) == text
@@ -50,12 +42,12 @@ async def test_generation_is_the_same_in_every_way_of_asking(sync: openai.OpenAI
     assert "".join([chunk.choices[0].text async for chunk in stream]) == text
 
 
-def test_chat_is_vllms(sync: openai.OpenAI):
+def test_chat_is_vllms(sync):
     messages = [{"role": "user", "content": "Say hello."}]
     response = sync.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0)
     assert response.choices[0].message.content
 
 
-def test_an_error_is_the_sdks(sync: openai.OpenAI):
+def test_an_error_is_the_sdks(sync):
     with pytest.raises(openai.NotFoundError, match="gpt-5"):
         sync.completions.create(**(SCORING | {"model": "gpt-5"}))

@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scoremode import ScoreClient
 from tests.command_line import TIMEOUT_SECONDS
 
 SCRIPT = """
@@ -31,7 +29,7 @@ ray.shutdown()
 """
 
 
-def test_a_dataset_is_scored_by_an_actor(server: str, client: ScoreClient, wikitext: str, tmp_path: Path):
+def test_a_dataset_is_scored_by_an_actor(server, client, wikitext, tmp_path):
     """In a process of its own, as people have it: Ray leaves threads and signal handlers."""
     texts = [*(wikitext[start : start + 200] for start in range(0, 4000, 200)), None, ""]
     (tmp_path / "in").mkdir()

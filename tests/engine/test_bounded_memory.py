@@ -30,7 +30,7 @@ keeps for each thread (4 MiB a thread), the request's results, and what the allo
 
 
 @pytest.mark.parametrize("top", [0, 5])
-def test_chunks_score_as_transformers_does(llm: LLM, random_model: Path, top: int):
+def test_chunks_score_as_transformers_does(llm, random_model, top):
     generator = np.random.default_rng(7)
     # One row fewer than a chunk, a chunk, one more; the same of two chunks, of a step's tokens, and of several steps.
     lengths = (2, CHUNK, CHUNK + 1, CHUNK + 2, 15, 16, STEP_TOKENS, STEP_TOKENS + 1, STEP_TOKENS + 2, 101, LENGTH)
@@ -49,7 +49,7 @@ def test_chunks_score_as_transformers_does(llm: LLM, random_model: Path, top: in
     assert max(rows) == CHUNK
 
 
-def test_rows_from_the_prefix_cache_are_not_numbers(llm: LLM):
+def test_rows_from_the_prefix_cache_are_not_numbers(llm):
     prompt = TokensPrompt(prompt_token_ids=[5 + number % 900 for number in range(180)])
     params = SamplingParams(
         max_tokens=1, prompt_logprobs=0, flat_logprobs=True, skip_reading_prefix_cache=False, detokenize=False
@@ -63,14 +63,14 @@ def test_rows_from_the_prefix_cache_are_not_numbers(llm: LLM):
     oracle.assert_close(repeated[cached:], computed[cached:])
 
 
-def test_profiling_computes_one_chunk(llm: LLM):
+def test_profiling_computes_one_chunk(llm):
     llm.collective_rpc(record_rows)
     llm.collective_rpc(profile)
-    # The rows that are sampled, those again beside the chunk, and a chunk of rows with 20 likeliest tokens each.
+    # The rows that are sampled, those again with the chunk, and a chunk of rows with 20 top tokens each.
     assert llm.collective_rpc(recorded_rows)[0] == [4, 4, SMALL_BUDGET // (1024 * 8 + 21 * 28)]
 
 
-def test_a_large_vocabulary_stays_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
     """With the same engine unbounded for contrast: a step's 512 rows of 262,144 logits and logprobs are 1 GiB."""
     # Only the worker is measured: it has a process, and one for the scheduler would take long to start.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -106,7 +106,7 @@ def test_a_large_vocabulary_stays_within_the_budget(tmp_path: Path, monkeypatch:
 
 
 def logprobs(engine: LLM, tokens: list[int], top: int) -> np.ndarray:
-    """[(tokens - 1) * (top + 1)]: of the actual token and the likeliest, position by position."""
+    """[(tokens - 1) * (top + 1)]: of the actual token and the top tokens, position by position."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=top, flat_logprobs=True, detokenize=False)
     output = engine.generate([TokensPrompt(prompt_token_ids=tokens)], params, use_tqdm=False)[0]
     return np.array(output.prompt_logprobs.logprobs)

@@ -1,10 +1,7 @@
 """Score mode on a `vllm.LLM`, without a server."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from vllm import LLM
 
 from scoremode_server import score
 from scoremode_server.errors import RequestError
@@ -12,7 +9,7 @@ from tests import oracle
 from tests.engine.conftest import LENGTH, MAX_LOGPROBS
 
 
-def test_scores_equal_transformers(llm: LLM, random_model: Path):
+def test_scores_equal_transformers(llm, random_model):
     generator = np.random.default_rng(1)
     sequences = [generator.integers(3, 400, length).tolist() for length in (LENGTH, 2, 1, 31)]
     scores = score(llm, sequences, top_logprobs=3)
@@ -26,7 +23,7 @@ def test_scores_equal_transformers(llm: LLM, random_model: Path):
     assert np.array_equal(scores[0].ranks[1:], oracle.ranks(random_model, [sequences[0]])[0])
 
 
-def test_a_text_is_tokenized(llm: LLM):
+def test_a_text_is_tokenized(llm):
     (of_text,) = score(llm, "one two three")
     (of_tokens,) = score(llm, llm.get_tokenizer().encode("one two three"))
     assert np.array_equal(of_text.logprobs, of_tokens.logprobs, equal_nan=True)
@@ -41,7 +38,7 @@ def test_a_text_is_tokenized(llm: LLM):
         ([5, 6], MAX_LOGPROBS + 1, "top_logprobs"),
     ],
 )
-def test_bad_input_names_its_field(llm: LLM, prompts: list[int], top_logprobs: int, param: str):
+def test_bad_input_names_its_field(llm, prompts, top_logprobs, param):
     with pytest.raises(RequestError) as error:
         score(llm, prompts, top_logprobs)
     assert error.value.param == param

@@ -1,7 +1,7 @@
 """A server with vLLM's own routes that ours replace kept under /stock: both answer from one engine.
 
-python stock_beside.py scoremode [arguments of `scoremode serve`]
-python stock_beside.py vllm [arguments of vLLM's own server]      with the plugin where VLLM_PLUGINS names it
+python with_stock_routes.py scoremode [arguments of `scoremode serve`]
+python with_stock_routes.py vllm [arguments of vLLM's own server]      with the plugin where VLLM_PLUGINS names it
 """
 
 import sys
