@@ -1,0 +1,358 @@
+"""Plant faults in client and server, one at a time, and see which of them the tests find.
+
+    python scripts/planted_faults.py [--only 1-12,40] [--engine] [--narrow] [--tests-of FOLDER] [--report FILE]
+
+Each fault is one change of one file in a copy of a checkout, whose tests then run until one fails: first the narrow
+ones that are listed with the fault, and if these pass, all unit tests of the client or of the server. `--engine` runs
+the faults that only tests with a real engine can find. `--tests-of` names another checkout, to compare two suites over
+the same product.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_COPIED = (".git", ".venv", ".cache", ".hypothesis", ".*_cache", "__pycache__", "node_modules")
+# Tests that a checkout leaves out by default are among these, such as those in Triton's interpreter.
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow")
+LONGEST_RUN = 1800
+"""Seconds, after which tests hang, and so have found the fault."""
+
+# Files, the tests that should notice first, and changes: of a text that the file has once, to another.
+CLIENT_FAULTS = {
+    "windows.py < test_windows.py": [
+        ("max(reached, start + 1)", "max(reached, start)"),
+        ("num_tokens - context_length, stride", "num_tokens - context_length + 1, stride"),
+        ("start + context_length // 2 + 1", "start + context_length // 2"),
+        ("num_tokens - context_length + 1, context_length", "num_tokens - context_length, context_length"),
+        ("begin = start if bos_token_id is None else start + 1", "begin = start"),
+        ("Window(end - context_length - 1, end, reached)", "Window(reached - 1, end, reached)"),
+        ("self.first_target - self.start + (self.head is not None)", "self.first_target - self.start"),
+    ],
+    "_retries.py < test_retries.py": [
+        ("self._num_failures > self._retries.max_retries", "self._num_failures >= self._retries.max_retries"),
+        ("max(0.0, (when - datetime.now(UTC)).total_seconds())", "(when - datetime.now(UTC)).total_seconds()"),
+        ("if is_over or (asked_wait is not None and asked_wait > longest):", "if is_over:"),
+        ("return min(self.grace, self.retry_for)", "return self.grace"),
+        ("error, RETRIED_ERRORS) or not can_restart", "error, RETRIED_ERRORS)"),
+    ],
+    "pool.py < test_pool.py": [
+        ("client.address, error)\n        self._set_grace()", "client.address, error)"),
+        ("if server not in self._servers:\n                c", "if not self._servers:\n                c"),
+    ],
+    "journal.py < test_journal.py": [
+        ("self._file.truncate(size)", "self._file.seek(size)"),
+        ('raise ValueError("a window twice")', "return"),
+    ],
+    "plan.py < test_journal.py test_long_runs.py": [('            "model": self.model,\n', "")],
+    "kld.py < test_kld.py": [
+        ("(values - values.mean()).mean() / (len(values) - 1)", "(values - values.mean()).mean() / len(values)"),
+        ("np.square(sums).sum() * len(sizes) / (len(sizes) - 1)", "np.square(sums).sum()"),
+        ("fraction * (len(ordered) - 1)", "fraction * len(ordered)"),
+        ("-(-len(kld) // _TAIL_DIVISOR)", "max(1, len(kld) // _TAIL_DIVISOR)"),
+    ],
+    "comparison/bootstrap.py < comparison/test_bootstrap.py": [
+        ("list(2 * wanted[", "list(wanted["),
+        ("counts @ sums / (counts @ units.sizes)", "counts @ sums / units.sizes.sum()"),
+    ],
+    "comparison/compare.py < comparison/test_compare.py": [
+        ("if all(multiple is not None and", "if any(multiple is not None and")
+    ],
+    "comparison/pairing.py < comparison/test_pairing.py": [
+        ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":')
+    ],
+    "comparison/tables.py < comparison/test_comparison_tables.py": [
+        ("{_number(scale * figure.stderr, digits)}", "{_number(figure.stderr, digits)}")
+    ],
+    "corpus/documents.py < corpus/test_documents.py": [
+        ("(answer.token_ids) > self.context_length", "(answer.token_ids) > self._pool.info.max_model_len")
+    ],
+    "corpus/figures_journal.py < corpus/test_corpus_files.py": [
+        ("self._file.truncate(self._size)", "self._file.seek(self._size)")
+    ],
+    "corpus/json_lines.py < corpus/test_json_lines.py": [("_LARGEST_EXACT = 2**53", "_LARGEST_EXACT = 2**63")],
+    "sweep/kept.py < sweep/test_kept.py": [
+        ("each.stat().st_size, each.stat().st_mtime_ns)", "each.stat().st_size, 0)")
+    ],
+    "sweep/sweep.py < sweep/test_run_sweep.py": [(" and not (self._is_first(entry) and self._lacks_reference())", "")],
+}
+
+SERVER_FAULTS = {
+    "vllm_patches/windows.py < vllm_patches/test_scored_windows.py vllm_patches/test_reference_windows.py": [
+        ("max(start, self.first - 1)", "max(start, self.first)"),
+        ("targets[: end - first_row - 1]", "targets[:-1]"),
+    ],
+    "prefix_cache/block_hashes.py < prefix_cache/test_block_hashes.py": [
+        ("self._root(identity) + data[: token_ids.itemsize]", "self._root(identity)"),
+        ("len(data) - step + 1, step", "len(data) - step, step"),
+    ],
+    "prefix_cache/store.py < prefix_cache/test_store.py": [
+        ("in reversed(block_hashes):", "in block_hashes:"),
+        ("-= 0 if old is None else len(old) + ENTRY_BYTES", "-= 0 if old is None else len(old)"),
+        ("if generation != self.generation or not self.enabled:", "if not self.enabled:"),
+    ],
+    "prefix_cache/engine.py < prefix_cache/test_bypass.py prefix_cache/test_failures.py": [
+        ("repr((self._store.generation, adapter, salt,", "repr((self._store.generation, salt,"),
+        ('f"{request.owner}.{salt}"', 'f"scoremode.{salt}"'),
+    ],
+    "prefix_cache/request.py < prefix_cache/test_savings.py": [
+        ("num_left_out = -(-run.first // self", "num_left_out = (run.first // self")
+    ],
+    "prefix_cache/in_flight.py < prefix_cache/test_in_flight.py": [
+        ("if other is not None and other.num_columns >= request.num_columns:", "if other is not None:")
+    ],
+    "prefix_cache/admission.py < prefix_cache/test_admission.py": [
+        ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
+        ("self._turns[queue] = turns", "self._turns[queue] = turns; self._turns.move_to_end(queue, last=False)"),
+        ("self._admission.enter(self, num_tokens - num_known)", "self._admission.enter(self, num_tokens)"),
+    ],
+    "kernels/torch_kernels.py < kernels/test_fused_logprobs.py kernels/test_kl_divergence.py": [
+        ("torch.ge(values", "torch.gt(values"),
+        ("(column < columns)", "(column < logits.shape[1])"),
+        (".masked_fill_(p == q, 0.0)", ""),
+        ("    terms.masked_fill_(log_ratios == math.inf, math.inf)\n", ""),
+    ],
+    "kernels/fused_logprobs.py < kernels/test_fused_logprobs.py": [("candidates[part]", "candidates[: len(logits)]")],
+    "kernels/tensor_parallel.py < kernels": [("0.0)).div_(temperature))", "0.0)))")],
+    "kernels/triton_kernels.py < kernels": [
+        ('tl.sum(counts, 0) - tl.where(target == float("-inf"), padding, 0)', "tl.sum(counts, 0)"),
+        ("tl.where(held, tl.maximum(logit, LOWEST), ", "tl.where(held, logit, "),
+        ("sums * _exp(maxima - base, scale, SCALED)", "sums * tl.exp(maxima - base)"),
+    ],
+    "kernels/triton_kl_divergence.py < kernels": [
+        ("1 / 2 + square * (1 / 24", "1 / 2 + square * (1 / 12"),
+        ('if not (forward + backward < float("inf")):', 'if forward + backward == float("inf"):'),
+    ],
+    "rows.py < test_rows.py": [("np.flatnonzero(~trusted)[-1]", "np.flatnonzero(~trusted)[0]")],
+    "vllm_patches/runner_v1.py < vllm_patches/test_runners.py": [
+        ("if num_tokens > remaining:", "if num_tokens >= remaining:"),
+        ("        result.logprobs.fill_(math.nan)\n", ""),
+    ],
+    "vllm_patches/output_processor.py < vllm_patches/test_output_processor.py": [
+        ("if not text or text.endswith(INCOMPLETE):", "if not text:")
+    ],
+    "api/bodies.py < api": [("size += len(chunk)", "size = len(chunk)")],
+    "api/authentication.py < api/test_authentication.py": [
+        ('path.rstrip("/") in OPEN_PATHS', "path.startswith(tuple(OPEN_PATHS))")
+    ],
+    "api/error_responses.py < api/test_error_responses.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
+    "api/kld.py < api/test_kld_route.py": [("windows[::-1] if self.request.as_noise_floor else windows", "windows")],
+    "completions/logprobs_json.py < completions": [
+        ("lengths.cumsum() - lengths", "lengths.cumsum()"),
+        ("shown.cumsum(axis=1) > num_top + 1", "shown.cumsum(axis=1) > num_top"),
+        ("rows.num_columns, style) for", "rows.num_columns, Style(style.num_top, False)) for"),
+    ],
+    "completions/prompt_texts.py < completions/test_prompt_texts.py": [
+        ("if before.endswith(INCOMPLETE) or not (", "if not (")
+    ],
+    "completions/requests.py < completions/test_requests.py": [
+        ('own["request_id"] = random_uuid()', 'own["request_id"] = request.request_id')
+    ],
+    "references/manifest.py < references/test_reference_manifest.py": [
+        ("(_CHECKSUM, None) != _checksum(fields)", "(_CHECKSUM, None) not in (None, _checksum(fields))")
+    ],
+    "references/tensor_files.py < references/test_tensor_files.py": [
+        ('        checksum.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())\n', ""),
+        ("if len(content) != start + end", "if len(content) < start + end"),
+    ],
+    "references/directory.py < references/test_directory.py": [
+        ("_SHARD.fullmatch(path.name)", "_SHARD.search(path.name)"),
+        ("> _ABANDONED_SECONDS", "> 0"),
+    ],
+    "scoring/references.py < api/test_references_route.py api/test_kld_route.py": [
+        ("current.manifest.identity != reference.manifest.identity", "current.manifest.text != reference.manifest.text")
+    ],
+}
+
+ENGINE_FAULTS = {
+    "api/score.py < test_exactness.py test_chosen_tokens.py test_prefix_reuse.py": [
+        ("(rows.ranks == 1).all()", "(rows.ranks == 1).any()"),
+        ("logprobs[:, 1 : 1 + sequence.num_candidates]", "logprobs[:, -sequence.num_candidates :]"),
+    ],
+    "api/perplexity.py < test_methods.py test_ppl_client.py": [("        max_tokens -= len(token_ids)\n", "")],
+    "scoring/tokenizer.py < test_exactness.py test_lm_eval.py": [
+        ("stripped + moved + continuation", "stripped + continuation")
+    ],
+    "completions/handler.py < test_completions.py test_openai_sdk.py": [
+        ("[] if request.max_tokens == 0 or request.logprobs is None", "[] if request.logprobs is None")
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A change that makes the product wrong, and where to look for a test that notices."""
+
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    all_tests: tuple[str, ...]
+    """Where to look after that; empty for a fault that needs an engine."""
+
+
+def listed(
+    package: str, folder: str, faults: Mapping[str, Sequence[tuple[str, str]]], *, in_all: bool = True
+) -> list[Fault]:
+    """The faults of files of a package; the names of their tests are below a folder."""
+    found = []
+    for places, changes in faults.items():
+        path, *names = places.replace("<", "").split()
+        tests = tuple(f"{folder}/{name}" for name in names)
+        found += [Fault(f"{package}/{path}", old, new, tests, (folder,) if in_all else ()) for old, new in changes]
+    return found
+
+
+FAULTS = [
+    *listed("client/scoremode", "tests/unit/client", CLIENT_FAULTS),
+    *listed("server/scoremode_server", "tests/unit/server", SERVER_FAULTS),
+    *listed("server/scoremode_server", "tests/e2e", ENGINE_FAULTS, in_all=False),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=numbers, default=range(1, len(FAULTS) + 1), help="numbers such as 1-12,40")
+    parser.add_argument("--engine", action="store_true", help="the faults that need an engine, not the others")
+    parser.add_argument("--tests-of", type=Path, default=ROOT, metavar="FOLDER", help="another checkout's tests")
+    parser.add_argument("--narrow", action="store_true", help="only the tests that are listed with a fault")
+    parser.add_argument("--report", type=Path, help="append a line per fault to this file")
+    arguments = parser.parse_args()
+    chosen = {number: FAULTS[number - 1] for number in arguments.only}
+    chosen = {number: fault for number, fault in chosen.items() if bool(fault.all_tests) is not arguments.engine}
+    checkout = arguments.tests_of.resolve()
+    os.environ.setdefault("SCOREMODE_CACHE", str(checkout / ".cache"))
+    import_what_takes_long()
+    with copy_of(checkout) as folder:
+        if failure := first_failure(folder, [test for fault in chosen.values() for test in fault.tests]):
+            print(f"{failure} fails without a fault: nothing can be said of faults")
+            return 1
+        print("without a fault all narrow tests pass", flush=True)
+        missed = []
+        for number, fault in chosen.items():
+            started = time.monotonic()
+            found_by = find(fault, folder, only_narrow=arguments.narrow)
+            if found_by is None:
+                missed.append(number)
+            line = f"{number:2} {'missed' if found_by is None else 'found '} {time.monotonic() - started:4.0f} s  "
+            line += f"{fault.path}: {fault.old.strip()!r}: {found_by}"
+            print(line, flush=True)
+            if arguments.report is not None:
+                with arguments.report.open("a") as report:
+                    report.write(f"{line}\n")
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} found; missed: {', '.join(map(str, missed)) or 'none'}")
+    return 0
+
+
+def find(fault: Fault, folder: Path, *, only_narrow: bool) -> str | None:
+    """The first test that fails for a fault, and passes without it."""
+    with planted(fault, folder):
+        found_by = first_failure(folder, fault.tests)
+        if found_by is not None or only_narrow:
+            return found_by
+        found_by = first_failure(folder, fault.all_tests)
+    if found_by is not None and first_failure(folder, [found_by.partition("[")[0]]):
+        raise SystemExit(f"{found_by} fails without a fault: nothing can be said of faults")
+    return found_by
+
+
+def numbers(text: str) -> list[int]:
+    """Such as 1-12,40."""
+    ends = [list(map(int, part.split("-"))) for part in text.split(",")]
+    return [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
+
+
+@contextmanager
+def copy_of(checkout: Path) -> Iterator[Path]:
+    """A copy of a checkout, sources and tests, in which files can be changed."""
+    with tempfile.TemporaryDirectory(prefix="planted-faults-") as scratch:
+        folder = Path(scratch) / checkout.name
+        shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        yield folder
+
+
+@contextmanager
+def planted(fault: Fault, folder: Path) -> Iterator[None]:
+    """Inside, the copy has the fault."""
+    path = folder / fault.path
+    text, times = path.read_text(), path.stat()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f"{fault.path} has {text.count(fault.old)} times, instead of once: {fault.old!r}")
+    faulty = text.replace(fault.old, fault.new)
+    compile(faulty, path, "exec")
+    path.write_text(faulty)
+    try:
+        yield
+    finally:
+        path.write_text(text)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def import_what_takes_long() -> None:
+    """What each run of the server's tests would import again: everything of vLLM that the server does."""
+    found: set[str] = set()
+    for path in (ROOT / "server").rglob("*.py"):
+        found.update(
+            re.findall(r"^(?:from|import) ((?:vllm|torch|transformers)[\w.]*)", path.read_text(), re.MULTILINE)
+        )
+    for name in sorted(found):
+        importlib.import_module(name)
+
+
+def first_failure(folder: Path, tests: Sequence[str]) -> str | None:
+    """The first test that fails, or the first name if they hang; None where all pass. The folder of a file that the
+    checkout does not have stands for it."""
+    if not tests:
+        return None
+    there = [test if (folder / test.partition("::")[0]).exists() else str(Path(test).parent) for test in tests]
+    output = folder.parent / "output"
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, there, output))
+    process.start()
+    process.join(LONGEST_RUN)
+    if process.is_alive():
+        os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+        return there[0]
+    if process.exitcode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output.read_text(), re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"pytest ended with status {process.exitcode}:\n{output.read_text()[-4000:]}")
+    return found[1]
+
+
+def run_tests(folder: Path, tests: Sequence[str], output: Path) -> None:
+    """In a process of its own: run tests of the copy, on the product in the copy, though another is installed."""
+    os.setsid()
+    os.chdir(folder)
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sources = [str(folder / "client"), str(folder / "server")]
+    # The first path is that of this script.
+    sys.path[:1] = [str(folder), *sources]
+    # Bytecode goes by the size of a file and its age in seconds, and could be that of another fault.
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONPATH": os.pathsep.join(sources), "PYTHONDONTWRITEBYTECODE": "1"}
+    for name, source in zip(("scoremode", "scoremode_server"), sources, strict=True):
+        assert name not in sys.modules
+        assert str(importlib.import_module(name).__file__).startswith(source)
+    sys.exit(pytest.main([*PYTEST, *dict.fromkeys(tests)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
