@@ -58,13 +58,16 @@ test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing 
 	PYTHONPATH="$(CURDIR)/tests/avx2" $(IN_PARALLEL) --dist loadgroup
 
 # On a machine whose Python has Scoremode, vLLM for CUDA and pytest: make test-gpu INSTALLED= PYTEST="python3 -m pytest"
-test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both model runners, families of models
-	$(PYTEST) -m interpreter tests/unit/server/kernels
-	$(PYTEST) -m "not matrix" tests/gpu
+# Its PyTorch may have other warnings than those that pyproject.toml lists.
+ON_GPU := $(PYTEST) -W default
+test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both model runners, families of models, drafts
+	$(ON_GPU) -m interpreter tests/unit/server/kernels
+	$(ON_GPU) -m "not matrix" tests/gpu/test_families.py tests/gpu/test_served.py
+	$(ON_GPU) --capture=no tests/gpu/test_drafts.py
 
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager
-	$(PYTEST) -m matrix -k "$(PART)" tests/gpu
+	$(ON_GPU) -m matrix -k "$(PART)" tests/gpu/test_families.py
 
 errors: $(INSTALLED) ## Write docs/errors.md anew from tests/bad_inputs.py
 	$(BIN)/python -m tests.bad_inputs

@@ -35,9 +35,27 @@ def patch(budget_bytes: int, windows: ScoredWindows) -> None:
     def get_prompt_logprobs_dict(
         self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, LogprobsTensors]:
+        early = self.__dict__.pop("_scoremode_early", None)
+        if early is not None:
+            return early
         return prompt_logprobs(self, hidden_states, num_scheduled_tokens, budget_bytes, windows)
 
+    stock_sample_tokens = GPUModelRunner.sample_tokens
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        # vLLM drafts before it makes prompt logprobs, and a drafter's CUDA graph overwrites the hidden states that they
+        # are made of (vLLM #53488).
+        state = self.execute_model_state
+        if state is not None and self.speculative_config is not None:
+            step = state.scheduler_output
+            hidden_states = state.hidden_states[: step.total_num_scheduled_tokens]
+            self._scoremode_early = prompt_logprobs(
+                self, hidden_states, step.num_scheduled_tokens, budget_bytes, windows
+            )
+        return stock_sample_tokens(self, grammar_output)
+
     GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
+    GPUModelRunner.sample_tokens = sample_tokens
     GPUModelRunner._scoremode_windows = windows
     add_to_profile(GPUModelRunner, lambda runner, hidden_states: reserve(runner, hidden_states, budget_bytes, windows))
 

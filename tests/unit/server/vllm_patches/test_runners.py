@@ -255,3 +255,32 @@ def test_windows_of_requests_that_have_ended_are_let_go(tmp_path: Path, monkeypa
     del runner.requests["window"], runner.num_prompt_logprobs["window"]
     runner.step(compute, {}, torch.zeros(0, HIDDEN))
     assert windows.get("window") is None
+
+
+def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch):
+    """A drafter's CUDA graph overwrites the hidden states of the step."""
+
+    def draft_then_bookkeep(self: Any, grammar_output: Any) -> Any:
+        state, self.execute_model_state = self.execute_model_state, None
+        state.hidden_states.zero_()
+        return GPUModelRunner._get_prompt_logprobs_dict(
+            self, state.hidden_states, state.scheduler_output.num_scheduled_tokens
+        )
+
+    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run"):
+        monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
+    monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
+    runner_v1.patch(MEBIBYTE, ScoredWindows())
+
+    def sample(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        schedule = SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()))
+        runner.execute_model_state = SimpleNamespace(scheduler_output=schedule, hidden_states=hidden_states)
+        return GPUModelRunner.sample_tokens(runner, None)
+
+    runner, stock = (Runner({"one": list(range(20))}, {"one": 3}, "raw_logprobs") for _ in range(2))
+    runner.speculative_config = SimpleNamespace()
+    # A step's buffer is longer than what is scheduled.
+    hidden_states = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(5))
+    expected = stock.step(STOCK, {"one": 20}, hidden_states[:20].clone())
+    _same(runner.step(sample, {"one": 20}, hidden_states)["one"], expected["one"])
