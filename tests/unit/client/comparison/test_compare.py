@@ -209,3 +209,13 @@ def test_divergences_and_shares_stay_where_they_can_be(tmp_path):
     [figures] = compare([kld_run_of(tmp_path, "one", made_up_nlls(1), kld)]).runs
     assert figures.kld.low == 0
     assert figures.same_top_p.high == 1
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(1e-5, "no difference shown"), (2e-4, "worse"), (-2e-4, "better")])
+def test_a_difference_that_could_not_matter_is_not_shown(tmp_path, shift, verdict):
+    """As between one model's figures from batches of other shapes: its interval may be ever so narrow."""
+    nlls = made_up_nlls(1)
+    runs = [run_of(tmp_path, "first", nlls), run_of(tmp_path, "second", nlls + shift)]
+    [pair] = compare(runs, num_resamples=200).pairs
+    assert pair.ln_ppl_ratio.low == pytest.approx(shift, rel=0.1)
+    assert pair.verdict == verdict
