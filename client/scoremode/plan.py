@@ -204,8 +204,10 @@ def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, obje
     A fingerprint of before that says nothing of the contents of weights, and other GPUs or kernels, forbid nothing:
     they are logged.
     """
-    of_old = {"server.fingerprint", "server.revision"} if is_old_fingerprint(found.get("server.fingerprint")) else set()
-    if of_old and found.get("server.fingerprint") != wanted.get("server.fingerprint"):
+    of_old = set()
+    begun, now = found.get("server.fingerprint"), str(wanted.get("server.fingerprint"))
+    if is_old_fingerprint(begun) and now.startswith("v2-"):
+        of_old = {"server.fingerprint", "server.revision"}
         _log.warning(
             "%s was begun when fingerprints did not see the contents of weights: make sure that they are the same", path
         )

@@ -190,8 +190,8 @@ class ComputedBy(BaseModel):
     attention_backends: list[str] | None = None
     """By vLLM's names; several for a model with more than one kind of attention."""
     kernels: list[str] | None = None
-    """Each way in which a linear, MoE or embedding layer of the model is computed: the class of its quantization
-    method, and the classes and functions of the kernels that vLLM chose for it."""
+    """Each way in which a layer of the model is computed: the class of its quantization method, and the classes and
+    functions of what vLLM chose for it."""
     kv_cache_dtype: str | None = None
     device: str | None = None
     """The GPU's model, or "cpu"; that of the first rank."""
