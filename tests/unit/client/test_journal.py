@@ -80,6 +80,7 @@ def test_a_header_and_a_line_for_each_window_in_the_order_of_their_ends(path):
         "server.dtype": "float32",
         "server.quantization": None,
         "server.fingerprint": None,
+        "server.revision": None,
         "num_tokens": 13,
         "num_windows": 3,
     }
