@@ -40,12 +40,10 @@ class Drafts:
     mode: str
 
     def __str__(self) -> str:
-        return f"{self.method}, {self.runner}, {self.mode}"
+        return f"{self.method} | {self.runner} | {self.mode}"
 
 
 COMBINATIONS = [Drafts(*each) for each in itertools.product(METHODS, RUNNERS, MODES)]
-ROWS: dict[Drafts, tuple[int, float, float]] = {}
-"""Sequences, and the mean and the largest difference from transformers, in nats."""
 
 
 @pytest.fixture(scope="module")
@@ -99,20 +97,39 @@ def servers(
 
     def start(drafts: Drafts) -> str:
         config = json.dumps({**drafters[drafts.method], "num_speculative_tokens": 3})
-        references = folder / f"{drafts} references"
+        name = "-".join([drafts.method.replace(" ", "-"), drafts.runner, drafts.mode])
+        references = folder / f"{name}-references"
         references.mkdir()
         flags = [*FLAGS, *MEMORY, "--speculative-config", config, "--reference-dir", str(references)]
         server = server_process(
             model,
             *flags,
             *(["--enforce-eager"] if drafts.mode == "eager" else []),
-            log=folder / f"{drafts}.log",
+            log=folder / f"{name}.log",
             environment={"VLLM_USE_V2_MODEL_RUNNER": str(int(drafts.runner == "v2"))} if ON_GPU else {},
         )
         return stack.enter_context(server).url
 
     with ExitStack() as stack, ThreadPoolExecutor(len(COMBINATIONS)) as pool:
         yield {each: pool.submit(start, each) for each in COMBINATIONS}
+
+
+@pytest.fixture(scope="module")
+def errors(
+    servers: dict[Drafts, "Future[str]"], sequences: list[list[int]], expected: list[np.ndarray]
+) -> Iterator[dict[Drafts, "Future[list[np.ndarray]]"]]:
+    """How far each server's logprobs are from transformers', sequence by sequence and way by way. All at once."""
+
+    async def measure(url: str) -> list[np.ndarray]:
+        async with generation(url):
+            return [
+                np.asarray(found) - exact
+                async for way in ways_to_score(url, sequences)
+                for found, exact in zip(way, expected, strict=True)
+            ]
+
+    with ThreadPoolExecutor(len(COMBINATIONS)) as pool:
+        yield {each: pool.submit(lambda url=url: asyncio.run(measure(url.result()))) for each, url in servers.items()}
 
 
 @asynccontextmanager
@@ -158,24 +175,9 @@ async def ways_to_score(url: str, sequences: list[list[int]]) -> AsyncIterator[l
 
 
 @pytest.mark.parametrize("drafts", COMBINATIONS, ids=str)
-async def test_scores_next_to_drafts_equal_transformers(
-    servers: dict[Drafts, "Future[str]"], drafts: Drafts, sequences: list[list[int]], expected: list[np.ndarray]
-):
-    url = await asyncio.wrap_future(servers[drafts])
-    errors = []
-    async with generation(url):
-        async for way in ways_to_score(url, sequences):
-            errors += [np.asarray(found) - exact for found, exact in zip(way, expected, strict=True)]
-    every = np.abs(np.concatenate(errors))
-    ROWS[drafts] = (len(errors), float(every.mean()), float(every.max()))
-    for error in errors:
+def test_scores_next_to_drafts_equal_transformers(errors: dict[Drafts, "Future[list[np.ndarray]]"], drafts: Drafts):
+    of_sequences = errors[drafts].result()
+    every = np.abs(np.concatenate(of_sequences))
+    print(f"\n| {drafts} | {len(of_sequences)} | {every.mean():.4f} | {every.max():.4f} |")
+    for error in of_sequences:
         oracle.assert_close(error, np.zeros_like(error), scale=SCALE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _table() -> Iterator[None]:
-    """The table of docs/formats.md."""
-    yield
-    print("\n| drafts | runner | mode | sequences | mean difference | largest |\n|---|---|---|---|---|---|")
-    for drafts, (count, mean, largest) in ROWS.items():
-        print(f"| {drafts.method} | {drafts.runner} | {drafts.mode} | {count} | {mean:.4f} | {largest:.4f} |")
