@@ -60,7 +60,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **SIZES
         | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
         | {"kv_lora_rank": 512, "q_lora_rank": None, "first_k_dense_replace": 1, "n_routed_experts": 8}
-        | {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     ),
     "Qwen3-Next (linear attention)": lambda: transformers.Qwen3NextConfig(
         **SIZES
