@@ -12,7 +12,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-matrix errors openapi clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-matrix errors openapi clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,13 +58,18 @@ test-avx2: $(INSTALLED) ## Run every test as on a CPU that has AVX2 and nothing 
 	PYTHONPATH="$(CURDIR)/tests/avx2" $(IN_PARALLEL) --dist loadgroup
 
 # On a machine whose Python has Scoremode, vLLM for CUDA and pytest: make test-gpu INSTALLED= PYTEST="python3 -m pytest"
+# Its PyTorch may have other warnings than those that pyproject.toml lists.
+ON_GPU := $(PYTEST) -W default
 test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both model runners, families of models
-	$(PYTEST) -m interpreter tests/unit/server/kernels
-	$(PYTEST) -m "not matrix" tests/gpu
+	$(ON_GPU) --numprocesses 8 -m interpreter tests/unit/server/kernels
+	$(ON_GPU) -m "not matrix" tests/gpu/test_families.py tests/gpu/test_served.py
+
+test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft model and EAGLE, on both model runners
+	$(ON_GPU) --capture=no tests/gpu/test_drafts.py
 
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager
-	$(PYTEST) -m matrix -k "$(PART)" tests/gpu
+	$(ON_GPU) -m matrix -k "$(PART)" tests/gpu/test_families.py
 
 errors: $(INSTALLED) ## Write docs/errors.md anew from tests/bad_inputs.py
 	$(BIN)/python -m tests.bad_inputs

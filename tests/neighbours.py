@@ -16,7 +16,7 @@ class Neighbours:
     """The files that were opened in neighbouring folders."""
 
     def __init__(self, root: Path) -> None:
-        installed = [Path(folder).resolve() for folder in (sys.prefix, sys.base_prefix, tempfile.gettempdir())]
+        installed = [Path(folder).resolve() for folder in (*sys.path, sys.prefix, tempfile.gettempdir())]
         self.folders = tuple(
             f"{folder}{os.sep}"
             for folder in root.resolve().parent.iterdir()

@@ -79,9 +79,10 @@ class _TokenTexts(BaseModel):
     tokens: list[str]
 
 
-def info() -> Call[ServerInfo]:
-    """`GET /v1/score`."""
-    return Call("GET", "/v1/score", lambda: WholeBody(ServerInfo.model_validate_json))
+def info(model: str | None) -> Call[ServerInfo]:
+    """`GET /v1/score`, of the served model or an adapter."""
+    query = "" if model is None else f"?model={quote(model, safe='')}"
+    return Call("GET", f"/v1/score{query}", lambda: WholeBody(ServerInfo.model_validate_json))
 
 
 def score(**fields: object) -> Call[list[Score]]:

@@ -130,7 +130,7 @@ class ScoreClient(_Client):
 
     def info(self) -> ServerInfo:
         """What the server runs: model, context length, special tokens, versions."""
-        return self._send(_calls.info())
+        return self._send(_calls.info(self.model))
 
     def score(
         self,
@@ -390,7 +390,7 @@ class AsyncScoreClient(_Client):
 
     async def info(self) -> ServerInfo:
         """As `ScoreClient.info`."""
-        return await self._send(_calls.info())
+        return await self._send(_calls.info(self.model))
 
     async def score(
         self,

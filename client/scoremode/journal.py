@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from scoremode.errors import OutputError
-from scoremode.plan import differences
+from scoremode.plan import obstacles
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
         header = _read_header(path)
         if header is None:
             journal.start()
-        elif differing := differences(header, _header(plan)):
+        elif differing := obstacles(path, header, _header(plan)):
             raise OutputError(
                 f"{path} is of another run: {differing}; give the options of that run, or delete it to start afresh"
             )

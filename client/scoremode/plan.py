@@ -1,8 +1,10 @@
 """What an evaluation is to score, worked out before the first window is scored, and what a window comes to."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
@@ -10,10 +12,13 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.metrics import count_words
-from scoremode.protocol import PerplexityRequest, ServerInfo
+from scoremode.protocol import PerplexityRequest, ServerInfo, is_old_fingerprint
 from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 
+_log = logging.getLogger(__name__)
+
 _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
+_COMPUTED_BY = "server.computed_by."
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +184,43 @@ def adds_special_tokens(method: Method, add_special_tokens: bool | None) -> bool
 
 
 def identity(server: ServerInfo) -> dict[str, object]:
-    """What decides the numbers that a server gives: two servers with the same can share a run."""
-    return server.model_dump(exclude=_FIELDS_WITHOUT_INFLUENCE)
+    """What decides the numbers that a server gives: two servers with the same can share a run. GPUs and kernels decide
+    their last digits, and are left out."""
+    return server.model_dump(exclude={*_FIELDS_WITHOUT_INFLUENCE, "computed_by"})
 
 
 def server_header(server: ServerInfo) -> dict[str, object]:
-    """`identity`, flat, for the header of a journal."""
-    return {f"server.{name}": value for name, value in identity(server).items()}
+    """`identity` and what computes, flat, for the header of a journal."""
+    computed_by = {} if server.computed_by is None else server.computed_by.model_dump()
+    return {
+        **{f"server.{name}": value for name, value in identity(server).items()},
+        **{f"{_COMPUTED_BY}{name}": value for name, value in computed_by.items()},
+    }
+
+
+def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
+
+    A fingerprint of before that says nothing of the contents of weights, and other GPUs or kernels, forbid nothing:
+    they are logged.
+    """
+    of_old = set()
+    begun, now = found.get("server.fingerprint"), str(wanted.get("server.fingerprint"))
+    if is_old_fingerprint(begun) and now.startswith("v2-"):
+        of_old = {"server.fingerprint", "server.revision"}
+        _log.warning(
+            "%s was begun when fingerprints did not see the contents of weights: make sure that they are the same", path
+        )
+    either = {*found, *wanted}
+    computed = {name for name in either if name.startswith(_COMPUTED_BY)}
+    if computed <= found.keys() and (differing := differences(_only(computed, found), _only(computed, wanted))):
+        _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
+    decisive = either - of_old - computed
+    return differences(_only(decisive, found), _only(decisive, wanted))
+
+
+def _only(names: Collection[str], header: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in header.items() if name in names}
 
 
 def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:

@@ -179,6 +179,12 @@ class Pool:
     def _check_identity(self, info: ServerInfo, complaint: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
             raise ServersDifferError(f"{complaint}: {differing}")
+        if info.computed_by is not None and self.info.computed_by is not None:
+            computed_by, first = info.computed_by.model_dump(), self.info.computed_by.model_dump()
+            if differing := differences(computed_by, first):
+                _log.warning(
+                    "%s: GPUs or kernels differ, and the run mixes what both compute: %s", complaint, differing
+                )
 
 
 def _concurrency(info: ServerInfo) -> int:

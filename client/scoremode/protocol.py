@@ -6,6 +6,7 @@ per token would cost more than the scoring.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal, NotRequired
 
@@ -175,6 +176,36 @@ class ScoreResponse(TypedDict):
     usage: Usage
 
 
+def is_old_fingerprint(fingerprint: object) -> bool:
+    """Whether it is of a model's name and of its files' names and sizes, as servers made them before `v2-`."""
+    return isinstance(fingerprint, str) and re.fullmatch(r"[0-9a-f]{32}", fingerprint) is not None
+
+
+class ComputedBy(BaseModel):
+    """What computes, besides the weights: null where the server cannot know it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model_runner: Literal["v1", "v2"] | None = None
+    attention_backends: list[str] | None = None
+    """By vLLM's names; several for a model with more than one kind of attention."""
+    kernels: list[str] | None = None
+    """Each way in which a layer of the model is computed: the class of its quantization method, and the classes and
+    functions of what vLLM chose for it."""
+    kv_cache_dtype: str | None = None
+    device: str | None = None
+    """The GPU's model, or "cpu"; that of the first rank."""
+    num_devices: int | None = None
+    """Of all replicas together."""
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    expert_parallel: bool | None = None
+    speculative_method: str | None = None
+    """"none" without speculative decoding."""
+    batch_invariant: bool | None = None
+
+
 class ServerInfo(BaseModel):
     """Response of `GET /v1/score`: what a client needs to cut windows itself and to repeat a run."""
 
@@ -197,7 +228,15 @@ class ServerInfo(BaseModel):
     )
     fingerprint: str | None = Field(
         default=None,
-        description="Of the model: equal where model, revision, dtype and quantization are; None from an older server.",
+        description="Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names "
+        "one; begins with `v2-`, or `v2-dummy-` with dummy weights; None from an older server.",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="The commit of a model from the hub; None of a folder, and from an older server.",
+    )
+    computed_by: ComputedBy | None = Field(
+        default=None, description="Model runner, kernels, GPUs and parallelism; None from an older server."
     )
     weight_bytes: int | None = Field(
         default=None, description="Of the weight files that the server loads; None where it cannot know, or is older."
@@ -320,7 +359,9 @@ class Reference(BaseModel):
     vllm_version: str
     vocab_size: int
     fingerprint: str
-    """Of the model: equal where model, revision, dtype and quantization are."""
+    """Of the contents of the model's config and weights, dtype and quantization."""
+    computed_by: ComputedBy | None = None
+    """What recorded it; None of a reference that an older server began."""
     text_fingerprint: str
     """Of the token ids, the method and the windows."""
     method: Method

@@ -1,5 +1,6 @@
 """Recording a corpus as a reference on a server: what `ppl-client record` runs, as a library."""
 
+import logging
 import math
 import time
 from dataclasses import dataclass
@@ -7,9 +8,11 @@ from dataclasses import dataclass
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode.protocol import PerplexityWindow, Reference
+from scoremode.protocol import PerplexityWindow, Reference, is_old_fingerprint
 from scoremode.run import OnProgress, Progress
 from scoremode.windows import Method
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,13 @@ async def record_reference(
 
 async def _num_recorded(client: AsyncScoreClient, name: str) -> int:
     try:
-        return (await client.reference(name)).num_recorded
+        reference = await client.reference(name)
     except NotFoundError:
         return 0
+    if is_old_fingerprint(reference.fingerprint):
+        _log.warning(
+            "reference %s was begun when fingerprints did not see the contents of weights: make sure that it is of the "
+            "weights that are served",
+            name,
+        )
+    return reference.num_recorded

@@ -34,6 +34,7 @@ from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
+from scoremode_server.vllm_patches.computed_by import what_computes
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
 from scoremode_server.vllm_patches.served_models import ServedModels
 from scoremode_server.vllm_patches.shutdown import Shutdown
@@ -117,7 +118,8 @@ async def make_state(
     writer = LogprobsWriter(tokenizer.strings, engine.block_size)
     generates = getattr(state, "serving_tokens", None)
     models = ServedModels(state.openai_serving_models, client.model_config)
-    identity = await asyncio.to_thread(model_identity, client.model_config, client.renderer.tokenizer)
+    identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
+    identity = identity.model_copy(update={"computed_by": await what_computes(client)})
     guard_marks(client)
     # Without our methods in its workers, an engine has nothing to offer here.
     extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
@@ -129,7 +131,7 @@ async def make_state(
         generate=None if generates is None else ScoringGenerate(generates, engine, writer),
         models=models,
         limits=limits,
-        info=await _server_info(client, limits, tokenizer, models, identity.fingerprint),
+        info=await _server_info(client, limits, tokenizer, models, identity),
         admission=engine.admission,
         references=None if root is None else ReferenceParts.of(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
@@ -157,7 +159,7 @@ async def _server_info(
     limits: Limits,
     tokenizer: Tokenizer,
     models: ServedModels,
-    fingerprint: str,
+    identity: ModelIdentity,
 ) -> ServerInfo:
     model = client.model_config
     return ServerInfo(
@@ -171,9 +173,11 @@ async def _server_info(
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        fingerprint=fingerprint,
+        dtype=identity.dtype,
+        quantization=identity.quantization,
+        fingerprint=identity.fingerprint,
+        revision=identity.revision,
+        computed_by=identity.computed_by,
         weight_bytes=await asyncio.to_thread(weight_bytes, model, client.vllm_config.load_config),
         num_parameters=await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
     )

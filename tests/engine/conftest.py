@@ -7,9 +7,11 @@ import pytest
 from vllm import LLM
 
 from scoremode_server import enable
+from scoremode_server.kernels.working_memory import LogitsShape, block_bytes
 
 CHUNK = 7
-SMALL_BUDGET = CHUNK * (1024 * 8 + 200)
+BLOCK = block_bytes(LogitsShape(1024, 4))
+SMALL_BUDGET = BLOCK + CHUNK * (1024 * 8 + 200)
 """Seven rows of 1,024 float32 logits and logprobs, and of at most six tokens' results."""
 STEP_TOKENS = 48
 LENGTH = 192

@@ -16,14 +16,14 @@ from scoremode_server.settings import LOGPROB_BYTES
 from scoremode_server.vllm_patches import runner_v1
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from tests import models, oracle
-from tests.engine.conftest import CHUNK, LENGTH, SMALL_BUDGET, STEP_TOKENS
+from tests.engine.conftest import BLOCK, CHUNK, LENGTH, SMALL_BUDGET, STEP_TOKENS
 
 MEBIBYTE = 1024**2
 
 LARGE_VOCABULARY = 262_144
 LONG_PROMPT = 640
 LONG_STEP_TOKENS = 512
-UNBOUNDED_BYTES = LONG_STEP_TOKENS * LARGE_VOCABULARY * (4 + 4)
+UNBOUNDED_BYTES = LONG_STEP_TOKENS * LARGE_VOCABULARY * 4
 TOLERANCE = 48 * MEBIBYTE
 """For what is no working memory of prompt logprobs: a step's activations, a queue of the vocabulary's size that top-k
 keeps for each thread (4 MiB a thread), the request's results, and what the allocator keeps of small blocks."""
@@ -67,11 +67,11 @@ def test_profiling_computes_one_chunk(llm):
     llm.collective_rpc(record_rows)
     llm.collective_rpc(profile)
     # The rows that are sampled, those again with the chunk, and a chunk of rows with 20 top tokens each.
-    assert llm.collective_rpc(recorded_rows)[0] == [4, 4, SMALL_BUDGET // (1024 * 8 + 21 * 28)]
+    assert llm.collective_rpc(recorded_rows)[0] == [4, 4, (SMALL_BUDGET - BLOCK) // (1024 * 8 + 21 * 28)]
 
 
 def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
-    """With the same engine unbounded for contrast: a step's 512 rows of 262,144 logits and logprobs are 1 GiB."""
+    """With the same engine unbounded for contrast: a step's 512 rows of 262,144 logits are 512 MiB."""
     # Only the worker is measured: it has a process, and one for the scheduler would take long to start.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     model = models.random_llama(tmp_path, vocab_size=LARGE_VOCABULARY, num_layers=1, max_position=2 * LONG_PROMPT)
@@ -101,7 +101,7 @@ def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
     print(f"peak growth: {bounded_growth / MEBIBYTE:,.0f} MiB bounded, {unbounded_growth / MEBIBYTE:,.0f} MiB not")
     assert np.abs(bounded - unbounded).max() < 1e-5
     assert bounded_growth < LOGPROB_BYTES + TOLERANCE
-    # Both tensors, less what of them lands in pages that were resident before.
+    # The logits, less what of them lands in pages that were resident before.
     assert unbounded_growth > 0.95 * UNBOUNDED_BYTES
 
 

@@ -22,9 +22,12 @@ from tests.gpu.family import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = torch.cuda.is_available()
+SCALE = 100 if ON_GPU else 1
+"""Times what `oracle.assert_close` allows on a CPU. vLLM's attention multiplies float32 as TF32 on a GPU, which moves
+tokens by 0.002 nats in the mean and by 0.07 at most (docs/formats.md)."""
 DTYPE = "bfloat16" if ON_GPU else "float32"
-AT_ONCE = 6 if ON_GPU else 1
-"""Families; each takes two or three cores while it starts."""
+AT_ONCE = 9 if ON_GPU else 1
+"""Families; each takes one or two cores while it starts."""
 
 
 @dataclass(frozen=True, order=True)
@@ -59,7 +62,9 @@ def run_family(combination: Combination) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run(flags, capture_output=True, text=True, timeout=400, env=environment)
     if done.returncode == 0:
-        result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        # vLLM writes to standard output too, even while the process ends.
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
+        result: dict[str, Any] = json.loads(line)
         return result
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
     return {"refused": (errors or done.stderr.splitlines() or ["no output"])[-1][:200], "log": done.stderr[-6000:]}
@@ -111,7 +116,8 @@ class Served:
 
 RUNNERS = {"v2": ("VLLM_USE_V2_MODEL_RUNNER", "1", ()), "v1": ("VLLM_USE_V2_MODEL_RUNNER", "0", ("--enforce-eager",))}
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--max-num-batched-tokens", "1024")
-MEMORY = ("--kv-cache-memory-bytes", str(2**32)) if ON_GPU else ()
+MEMORY = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**31)) if ON_GPU else ()
+"""Servers start at the same time, and would take each other's memory for their own."""
 
 
 @pytest.fixture(scope="session")
@@ -145,8 +151,3 @@ def served(request: pytest.FixtureRequest, servers: dict[str, "Future[Served]"])
         return servers[request.param].result()
     except ServerError as error:
         pytest.fail(str(error))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _start_all(families: object, servers: object) -> None:
-    """Before the first test waits for one of them."""

@@ -37,6 +37,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 1024,
+    "truncate": False,
+}
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True}
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -51,7 +60,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **SIZES
         | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}
         | {"kv_lora_rank": 512, "q_lora_rank": None, "first_k_dense_replace": 1, "n_routed_experts": 8}
-        | {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     ),
     "Qwen3-Next (linear attention)": lambda: transformers.Qwen3NextConfig(
         **SIZES
@@ -65,7 +74,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt-oss (attention sinks)": lambda: transformers.GptOssConfig(
         **SIZES
         | {"num_attention_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+        | {"rope_parameters": YARN}
     ),
 }
 
@@ -108,6 +117,8 @@ def by_vllm(path: Path, options: argparse.Namespace, prompts: Sequence[list[int]
         max_num_seqs=8,
         max_num_batched_tokens=1024,
         enforce_eager=options.eager,
+        # Other families start at the same time, and would take each other's memory for their own.
+        gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**30,
         **({"gdn_prefill_backend": "triton"} if "linear attention" in options.family else {}),
     )

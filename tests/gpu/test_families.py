@@ -8,6 +8,9 @@ import pytest
 
 from tests.gpu.conftest import Combination, every_combination
 
+# All start before the first test waits for one of them.
+pytestmark = pytest.mark.usefixtures("families", "servers")
+
 ROUNDING = 1.5
 """How much farther from float32 than transformers in bfloat16 vLLM may be: it rounds in other places."""
 FLOAT32 = 1e-4

@@ -18,6 +18,8 @@ from scoremode.windows import EXHAUSTIVE_METHODS
 Floats = NDArray[np.float64]
 
 DEFAULT_NUM_RESAMPLES = 4000
+LEAST_LN_RATIO = 5e-5
+"""Of two perplexities: what batches of other shapes move the same model's by, and far below what any use could show."""
 
 
 def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0) -> Comparison:
@@ -93,7 +95,7 @@ class _Sample:
             ppl_ratio=_exponential(ln_ratio),
             ppl_difference=self._ppl_difference(first, second),
             kld_difference=kld_difference,
-            verdict=_verdict(ln_ratio),
+            verdict=_verdict(ln_ratio, LEAST_LN_RATIO),
             kld_verdict=None if kld_difference is None else self._kld_verdict(kld_difference, first, second),
         )
 
@@ -179,8 +181,9 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
     return _scaled(nll, bits_per_byte(num_tokens, run.num_bytes))
 
 
-def _verdict(difference: Figure) -> Verdict:
-    if difference.low is None or difference.high is None:
+def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
+    """None where neither end of the interval is as far from 0 as a difference that could matter."""
+    if difference.low is None or difference.high is None or max(-difference.low, difference.high) < least:
         return "no difference shown"
     if difference.high < 0:
         return "better"

@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from scoremode.comparison.computed_by import in_words
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
 from scoremode.comparison.plots import measured, plots
@@ -124,6 +125,7 @@ def _run_settings(run: RunFile) -> list[tuple[str, str]]:
         ("weights", f"{run.quantization or 'not quantized'}, {run.dtype}"),
         ("server", run.versions),
         ("fingerprint", run.server.fingerprint or "-"),
+        ("computed by", in_words(run.server.computed_by) or "-"),
         ("client", str(run.record["client_version"])),
         ("finished", str(run.record.get("finished", "-"))),
         ("file", run.path.name),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from scoremode.comparison.computed_by import computed_differently
 from scoremode.comparison.figures import Comparison, RunFigures, Verdict
 
 _OPPOSITE: dict[Verdict, Verdict] = {
@@ -12,7 +13,8 @@ _OPPOSITE: dict[Verdict, Verdict] = {
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """Sentences: what is better than what, where no difference is shown, and what is below the noise floor."""
+    """Sentences: what is better than what, where no difference is shown, what is below the noise floor, and which GPUs
+    and kernels differ."""
     labels = [figures.run.label for figures in comparison.runs]
     by_nll = {(pair.first.label, pair.second.label): pair.verdict for pair in comparison.pairs}
     by_kld = {
@@ -25,6 +27,7 @@ def summary(comparison: Comparison) -> list[str]:
         compared = [figures.run.label for figures in comparison.runs if figures.kld is not None]
         sentences += _order("mean KL divergence", compared, by_kld)
     sentences += _noise_floor(comparison.runs)
+    sentences += computed_differently([figures.run for figures in comparison.runs])
     differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
     if any(figure is not None and figure.low is None for figure in differences):
         sentences.append(

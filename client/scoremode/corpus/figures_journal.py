@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from scoremode.errors import OutputError
 from scoremode.journal import open_locked
-from scoremode.plan import differences
+from scoremode.plan import obstacles
 
 HEADER_KEY = b"scoremode"
 
@@ -81,7 +81,8 @@ class FiguresJournal:
                 if self.path.stat().st_size <= len(self._schema.serialize()):
                     return 0
                 raise OutputError(f"{self.path} is no journal of this version of ppl-client; move it away") from None
-            if differing := differences(json.loads((found.metadata or {}).get(HEADER_KEY, b"{}")), header):
+            of_file = json.loads((found.metadata or {}).get(HEADER_KEY, b"{}"))
+            if differing := obstacles(self.path, of_file, header):
                 raise OutputError(
                     f"{self.path} is of another run: {differing}; give the options of that run, or delete it to start "
                     "afresh"

@@ -72,8 +72,7 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
 def goes_on(run: Path, marks: Mapping[str, Any]) -> bool:
     """Whether there is a journal of the same run; one of another is deleted. Marks are noted for the journal to come.
 
-    The journal itself knows of the model only what a server says of it, which neither flags nor new weights of the same
-    size change.
+    The journal itself knows of the model only what a server says of it, which not all flags change.
     """
     journal, begun = run.with_name(run.name + JOURNAL_SUFFIX), _begun(run)
     if journal.exists() and (marks["model"] is None or not begun.is_file() or json.loads(begun.read_text()) != marks):

@@ -25,6 +25,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.model_identity import with_adapter
 from scoremode_server.scoring.reference_windows import ComparedWindow
 from scoremode_server.scoring.scorer import ScoreSettings
 
@@ -90,7 +91,7 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
     if request.as_noise_floor:
         if (first, last) != (0, num_windows):
             raise RequestError("a noise floor is of all windows", "windows")
-        if reference.manifest.model.fingerprint != references.stored.model.fingerprint or model.lora is not None:
+        if not references.stored.model.may_continue(reference.manifest.model) or model.lora is not None:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
@@ -141,7 +142,7 @@ async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
         "created": int(time.time()),
         "model": job.model_name,
         "reference": job.reference.name,
-        "fingerprint": references_of(state).stored.model.fingerprint,
+        "fingerprint": await with_adapter(references_of(state).stored.model.fingerprint, job.options["lora_request"]),
         "windows": [job.first, job.last],
         "num_scored": num_scored,
         "statistics": figures,

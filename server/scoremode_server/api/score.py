@@ -22,6 +22,7 @@ from scoremode_server.app import scoremode_state
 from scoremode_server.prefix_cache.engine import Answer
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
+from scoremode_server.scoring.model_identity import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -36,10 +37,15 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/v1/score", response_model=ServerInfo, summary="What is served")
-async def score_info(raw_request: Request) -> ServerInfo:
-    """The model, its bounds, its special tokens and the versions that score it."""
-    return scoremode_state(raw_request).info
+@router.get("/v1/score", response_model=ServerInfo, responses=ERROR_RESPONSES, summary="What is served")
+async def score_info(raw_request: Request, model: str | None = None) -> ServerInfo:
+    """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
+    state = scoremode_state(raw_request)
+    served = await state.models.resolve(model)
+    if served.lora is None or state.info.fingerprint is None:
+        return state.info
+    fingerprint = await with_adapter(state.info.fingerprint, served.lora)
+    return state.info.model_copy(update={"fingerprint": fingerprint})
 
 
 @router.post(

@@ -128,7 +128,7 @@ def _compare_chunk(
         both = gather_rows(shard.group, both)
     served, reference = both[:rows], both[rows:]
     # Not finite where a side has a NaN, or nothing but -inf.
-    log_sum_ratios = (reference.sums.double() / served.sums.double()).log()
+    log_sum_ratios = (reference.sums / served.sums).log()
     sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
     return served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)
 

@@ -14,7 +14,7 @@ class ReducedRows:
         tokens: [rows, 1 + k] int32: the target, and those of the k highest logits, in falling order.
         logits: [rows, 1 + k] float32, theirs.
         maxima: [rows] float32, the highest logit m.
-        sums: [rows] float32, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN where the row has a
+        sums: [rows] float64, the sum of exp((logit - m) / T) over the row, at a temperature T; NaN where the row has a
             NaN.
         ranks: [rows] int32, how many logits are as high as the target's.
     """
@@ -34,7 +34,7 @@ class ReducedRows:
             tokens=torch.empty((rows, 1 + num_top), **integers),
             logits=torch.empty((rows, 1 + num_top), **numbers),
             maxima=torch.empty(rows, **numbers),
-            sums=torch.empty(rows, **numbers),
+            sums=torch.empty(rows, dtype=torch.float64, device=device),
             ranks=torch.empty(rows, **integers),
         )
 
@@ -58,5 +58,6 @@ class ReducedRows:
 
     def logprobs_of(self, logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Of entries of the rows, [rows, any] float32: (logit - m) / T - log(sum), which rounds less than
-        logit / T - logsumexp. The temperature is the one of the sums."""
-        return (logits - self.maxima[:, None]).div_(temperature).sub_(self.sums.log()[:, None])
+        logit / T - logsumexp. The temperature is the one of the sums. Rounded to float32 once."""
+        below = logits.double().sub_(self.maxima[:, None]).div_(temperature)
+        return below.sub_(self.sums.log()[:, None]).float()

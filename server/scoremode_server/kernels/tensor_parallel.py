@@ -57,18 +57,18 @@ def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(rows: ReducedRows) -> torch.Tensor:
-    """[rows, 5 + 2k] int32, the bits of what is float32."""
-    numbers = torch.cat((rows.logits, rows.maxima[:, None], rows.sums[:, None]), 1)
-    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32)), 1)
+    """[rows, 6 + 2k] int32, the bits of what is float32 or float64."""
+    numbers = torch.cat((rows.logits, rows.maxima[:, None]), 1)
+    sums = rows.sums[:, None].view(torch.int32)
+    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32), sums), 1)
 
 
 def from_words(words: torch.Tensor) -> ReducedRows:
-    """The reverse of `to_words`, as views."""
-    num_columns = (words.shape[1] - 3) // 2
-    numbers = words[:, num_columns + 1 :].view(torch.float32)
-    return ReducedRows(
-        words[:, :num_columns], numbers[:, :num_columns], numbers[:, -2], numbers[:, -1], words[:, num_columns]
-    )
+    """The reverse of `to_words`, as views but for the sums."""
+    num_columns = (words.shape[1] - 4) // 2
+    numbers = words[:, num_columns + 1 : -2].view(torch.float32)
+    sums = words[:, -2:].contiguous().view(torch.float64)[:, 0]
+    return ReducedRows(words[:, :num_columns], numbers[:, :num_columns], numbers[:, -1], sums, words[:, num_columns])
 
 
 def merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
@@ -76,7 +76,7 @@ def merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
     maxima = torch.stack([shard.maxima for shard in shards])
     maximum = maxima.amax(0)
     # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
-    scales = torch.exp((maxima - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
+    scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
     tokens, logits = _top(shards)
     return ReducedRows(
         tokens=torch.cat((shards[0].tokens[:, :1], tokens), 1),

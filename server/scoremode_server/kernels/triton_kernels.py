@@ -188,7 +188,7 @@ def _reduce_rows(
         maxima, sums, counts, origins = _fold(rest, whole, target, maxima, sums, counts, origins, scale, SCALED)
         padding = whole + tile - columns
     maximum = tl.max(maxima, 0)
-    total = tl.sum(sums * _exp(maxima - _finite(maximum), scale, SCALED), 0)
+    total = tl.sum((sums * _exp(maxima - _finite(maximum), scale, SCALED)).to(tl.float64), 0)
     # A target of -inf is reached by the padding of the last tile too.
     count = tl.sum(counts, 0) - tl.where(target == float("-inf"), padding, 0)
     tl.store(row_maxima + row, maximum)

@@ -44,11 +44,11 @@ def sum_divergences(
         reference_logits,
         reference_logits.stride(0),
         reference.maxima,
-        1 / reference.sums,
+        (1 / reference.sums).float(),
         logits,
         logits.stride(0),
         served.maxima,
-        1 / served.sums,
+        (1 / served.sums).float(),
         # An error of it, as one of the sums, cancels to the first order.
         log_sum_ratios.float(),
         columns,

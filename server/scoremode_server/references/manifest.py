@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scoremode.metrics import Perplexity
-from scoremode.protocol import Figure, NoiseFloor
+from scoremode.protocol import ComputedBy, Figure, NoiseFloor, is_old_fingerprint
 from scoremode.windows import Method
 
 FORMAT_VERSION = 2
@@ -39,6 +39,16 @@ class ModelIdentity(BaseModel):
     vllm_version: str
     fingerprint: str
     tokenizer_fingerprint: str
+    computed_by: ComputedBy | None = None
+    old_fingerprint: str | None = Field(None, exclude=True)
+    """As it was made before: not kept, and compared with that of a reference which has no other."""
+
+    def may_continue(self, recorded: "ModelIdentity") -> bool:
+        """Whether it is the model that a reference was recorded of, as far as fingerprints and commits tell."""
+        if is_old_fingerprint(recorded.fingerprint):
+            return recorded.fingerprint == self.old_fingerprint
+        commits = {self.revision, recorded.revision} - {None}
+        return recorded.fingerprint == self.fingerprint and len(commits) < 2
 
 
 class HeadFormat(BaseModel):

@@ -35,8 +35,40 @@ def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
     path = Path(model.model)
     if path.is_file():
         return path.stat().st_size if path.suffix == ".gguf" else None
-    folder = path if path.is_dir() else _cached_snapshot(model, load)
-    return None if folder is None else _safetensors_bytes(folder, str(load.load_format))
+    folder = model_folder(model, load)
+    if folder is None:
+        return None
+    return sum(file.stat().st_size for file in safetensors_files(folder, str(load.load_format))) or None
+
+
+def model_folder(model: ModelConfig, load: LoadConfig) -> Path | None:
+    """Where the files of a model are: its own folder, or the hub's cache; None where they are in no folder here."""
+    path = Path(model.model)
+    return path if path.is_dir() else cached_snapshot(model.model, model.revision, load.download_dir)
+
+
+def cached_snapshot(name: str, revision: str | None, cache: str | None) -> Path | None:
+    """The folder of a name on the hub in a cache; its own name is the commit."""
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except (OSError, ValueError):
+        # No name on the hub, or weights that come from elsewhere.
+        return None
+
+
+def safetensors_files(folder: Path, load_format: str) -> list[Path]:
+    """By name, those that vLLM loads; none where it loads others."""
+    names = {path.name for path in folder.glob(_OF_ALL_FILES)}
+    if load_format == "auto":
+        load_format = "mistral" if any(fnmatch(name, _OF_MISTRAL) for name in names) else "hf"
+    pattern = _PATTERNS.get(load_format)
+    if pattern is None:
+        return []
+    names = {name for name in names if fnmatch(name, pattern)}
+    index = folder / _INDEX_FILES[pattern]
+    if index.is_file():
+        names &= set(json.loads(index.read_text())["weight_map"].values())
+    return [folder / name for name in sorted(names)]
 
 
 def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
@@ -69,27 +101,3 @@ def _make_model(config: Any, trust_remote_code: bool) -> torch.nn.Module:
     else:
         raise ValueError(f"transformers has no {architecture}")
     return model
-
-
-def _cached_snapshot(model: ModelConfig, load: LoadConfig) -> Path | None:
-    try:
-        return Path(
-            snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True)
-        )
-    except (OSError, ValueError):
-        # No name on the hub, or weights that come from elsewhere.
-        return None
-
-
-def _safetensors_bytes(folder: Path, load_format: str) -> int | None:
-    sizes = {path.name: path.stat().st_size for path in folder.glob(_OF_ALL_FILES)}
-    if load_format == "auto":
-        load_format = "mistral" if any(fnmatch(name, _OF_MISTRAL) for name in sizes) else "hf"
-    pattern = _PATTERNS.get(load_format)
-    if pattern is None:
-        return None
-    names = {name for name in sizes if fnmatch(name, pattern)}
-    index = folder / _INDEX_FILES[pattern]
-    if index.is_file():
-        names &= set(json.loads(index.read_text())["weight_map"].values())
-    return sum(sizes[name] for name in names) or None

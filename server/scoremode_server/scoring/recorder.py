@@ -18,10 +18,11 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
+from scoremode.protocol import is_old_fingerprint
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, Result, TextPlan
+from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.reference_windows import MarkedWindow
@@ -88,9 +89,11 @@ class Recorder:
         except OSError as error:
             raise self._references.unwritable(name, error) from None
         of_disk = reference.manifest
-        if of_disk.model.fingerprint != model.fingerprint or of_disk.text.fingerprint != plan.fingerprint:
-            what = "model" if of_disk.model.fingerprint != model.fingerprint else "text or other windows"
+        is_same_model = model.may_continue(of_disk.model)
+        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
+            what = "text or other windows" if is_same_model else "model"
             raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
+        _warn_of_another_server(reference, model)
         if of_disk.head is not None and await asyncio.to_thread(_has_head, reference):
             return reference
         await self._write_head(reference)
@@ -200,6 +203,24 @@ class Recorder:
         result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
         await self._references.save(reference, {"result": result})
         await asyncio.to_thread(reference.remove_partial_files)
+
+
+def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:
+    """Log what forbids nothing, and may make a reference of two models, or of two kinds of kernels."""
+    recorded = reference.manifest.model
+    if is_old_fingerprint(recorded.fingerprint):
+        logger.warning(
+            "Reference %s was begun when fingerprints did not see the contents of weights: make sure that they are the "
+            "same",
+            reference.name,
+        )
+    if None not in (recorded.computed_by, model.computed_by) and recorded.computed_by != model.computed_by:
+        logger.warning(
+            "Reference %s was begun on other GPUs or kernels: %s; here: %s",
+            reference.name,
+            recorded.computed_by,
+            model.computed_by,
+        )
 
 
 def _has_head(reference: StoredReference) -> bool:

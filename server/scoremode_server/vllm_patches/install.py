@@ -8,6 +8,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.settings import logprob_bytes, reference_directory
 from scoremode_server.vllm_patches import output_processor
+from scoremode_server.vllm_patches.computed_by import describe_worker
 
 
 def install() -> None:
@@ -31,6 +32,8 @@ def install() -> None:
         patch_runners(get_tp_group().broadcast_object(budget))
 
     WorkerWrapperBase.init_device = init_device_then_patch
+    # Not by the worker extension, which is another's or nobody's where there is no folder for references.
+    WorkerWrapperBase.scoremode_computed_by = describe_worker
     WorkerWrapperBase._scoremode_patched = True
 
 

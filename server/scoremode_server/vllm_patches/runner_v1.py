@@ -7,13 +7,14 @@ vLLM profiles. There is no extension point.
 """
 
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels import fused_logprobs
@@ -28,6 +29,8 @@ from scoremode_server.vllm_patches.profiling import add_to_profile, dummy_rows, 
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from scoremode_server.vllm_patches.windows import Projections
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+
 
 def patch(budget_bytes: int, windows: ScoredWindows) -> None:
     """Patch the V1 model runner."""
@@ -35,11 +38,37 @@ def patch(budget_bytes: int, windows: ScoredWindows) -> None:
     def get_prompt_logprobs_dict(
         self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, LogprobsTensors]:
+        early = self.__dict__.pop("_scoremode_early", None)
+        if early is not None:
+            return early
         return prompt_logprobs(self, hidden_states, num_scheduled_tokens, budget_bytes, windows)
 
+    stock_sample_tokens = GPUModelRunner.sample_tokens
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        # vLLM drafts before it makes prompt logprobs, and a drafter's CUDA graph overwrites the hidden states that they
+        # are made of (vLLM #53488).
+        state = self.execute_model_state
+        if state is not None and self.speculative_config is not None:
+            step = state.scheduler_output
+            hidden_states = state.hidden_states[: step.total_num_scheduled_tokens]
+            self._scoremode_early = prompt_logprobs(
+                self, hidden_states, step.num_scheduled_tokens, budget_bytes, windows
+            )
+        return stock_sample_tokens(self, grammar_output)
+
     GPUModelRunner._get_prompt_logprobs_dict = get_prompt_logprobs_dict
+    GPUModelRunner.sample_tokens = sample_tokens
     GPUModelRunner._scoremode_windows = windows
+    if current_platform.is_cpu():
+        Sampler.compute_logprobs = staticmethod(exact_logprobs)
     add_to_profile(GPUModelRunner, lambda runner, hidden_states: reserve(runner, hidden_states, budget_bytes, windows))
+
+
+def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """`Sampler.compute_logprobs` with sums in float64: PyTorch's float32 sums on a CPU move all logprobs by 8e-6 nats
+    in one direction, so that the last token of a sequence, which is sampled, would not be as the others."""
+    return logits.double().log_softmax(-1).float()
 
 
 def reserve(runner: Any, hidden_states: torch.Tensor, budget_bytes: int, windows: ScoredWindows) -> None:
@@ -63,24 +92,11 @@ class ChunkedProjections(Projections):
         self._budget_bytes = budget_bytes
         self.project = runner.model.compute_logits
 
-    def chunk_rows(self, num_top: int) -> int:
-        """Rows of a chunk of prompt logprobs."""
-        return rows_per_chunk(self._budget_bytes, row_bytes_v1(logits_shape(self._runner), num_top))
-
-    def chunks(self, targets: torch.Tensor, hidden_states: torch.Tensor, num_top: int) -> Iterator[LogprobsTensors]:
-        """Rows [rows, num_top + 1] as vLLM computes them, a chunk at a time; its tensors of the size of the vocabulary
-        are gone when it is yielded."""
-        rows = self.chunk_rows(num_top)
-        for wanted, states in zip(targets.split(rows), hidden_states.split(rows), strict=True):
-            yield self._runner.sampler.gather_logprobs(self._scores(states), num_top, wanted)
-
-    def _scores(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] float32, in the server's logprobs mode. Prompt tokens are not sampled, so that processed
-        and raw are the same."""
-        logits = self.project(hidden_states)
-        if self._runner.model_config.logprobs_mode in ("raw_logits", "processed_logits"):
-            return logits.to(torch.float32)
-        return self._runner.sampler.compute_logprobs(logits)
+    def chunk_rows(self, num_columns: int) -> int:
+        """Rows whose logits and results of so many tokens, besides the target's, the budget holds."""
+        shape = logits_shape(self._runner)
+        budget = max(1, self._budget_bytes - block_bytes(shape))
+        return rows_per_chunk(budget, row_bytes_v1(shape, num_columns))
 
     def score(
         self,
@@ -90,14 +106,10 @@ class ChunkedProjections(Projections):
         candidates: torch.Tensor | None = None,
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, ...]:
-        """See `Projections`. By PyTorch in float64 on a CPU; plain logprobs as vLLM computes them."""
-        if candidates is None and temperature == 1.0:
-            chunks = list(self.chunks(targets, hidden_states, num_top))
-            whole = LogprobsTensors.cat(chunks) if len(chunks) > 1 else chunks[0]
-            return whole.logprob_token_ids, whole.logprobs, whole.selected_token_ranks
-        num_columns = num_top + (0 if candidates is None else candidates.shape[1])
-        shape = logits_shape(self._runner)
-        rows = rows_per_chunk(max(1, self._budget_bytes - block_bytes(shape)), row_bytes_v1(shape, num_columns))
+        """See `Projections`. Modes of logits, and more of the top tokens than `fused_logprobs` finds, are vLLM's."""
+        rows = self.chunk_rows(num_top + (0 if candidates is None else candidates.shape[1]))
+        if self._runner.model_config.logprobs_mode not in LOGPROBS_MODES or not 0 <= num_top <= fused_logprobs.MAX_TOP:
+            return self._scored_by_vllm(targets, hidden_states, num_top, rows)
         return fused_logprobs.compute(
             targets,
             hidden_states,
@@ -107,6 +119,20 @@ class ChunkedProjections(Projections):
             candidates=candidates,
             temperature=temperature,
         )
+
+    def _scored_by_vllm(
+        self, targets: torch.Tensor, hidden_states: torch.Tensor, num_top: int, rows: int
+    ) -> tuple[torch.Tensor, ...]:
+        # Prompt tokens are not sampled, so that processed and raw are the same.
+        is_logprobs = self._runner.model_config.logprobs_mode in LOGPROBS_MODES
+        sampler = self._runner.sampler
+        chunks = []
+        for wanted, states in zip(targets.split(rows), hidden_states.split(rows), strict=True):
+            logits = self.project(states)
+            scores = sampler.compute_logprobs(logits) if is_logprobs else logits.to(torch.float32)
+            chunks.append(sampler.gather_logprobs(scores, num_top, wanted))
+        token_ids, logprobs, ranks, *_ = LogprobsTensors.cat(chunks)
+        return token_ids, logprobs, ranks
 
     def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
         """Rows of both sides' logits that are held at a time."""
@@ -154,7 +180,7 @@ def prompt_logprobs(
         rows = min(num_tokens, remaining)
         if rows > 0:
             targets = async_tensor_h2d(request.prompt_token_ids[first + 1 : first + 1 + rows], device=runner.device)
-            _write(result, first, projections.chunks(targets, states[:rows], num_top))
+            _write(result, first, projections.score(targets, states[:rows], num_top))
         # With the tokens equal to the rows the prompt is complete as well, but only the next step samples, and vLLM
         # expects prompt logprobs together with a sampled token.
         if num_tokens > remaining:
@@ -178,10 +204,10 @@ def _result(request: Any, num_top: int) -> LogprobsTensors:
     return request.in_progress_prompt_logprobs_cpu
 
 
-def _write(result: LogprobsTensors, first: int, chunks: Iterable[LogprobsTensors]) -> None:
+def _write(result: LogprobsTensors, first: int, scores: tuple[torch.Tensor, ...]) -> None:
     """Write rows that follow one another from the row `first` on."""
-    for token_ids, logprobs, ranks, *_ in chunks:
-        written = slice(first, first := first + len(ranks))
-        result.logprob_token_ids[written].copy_(token_ids, non_blocking=True)
-        result.logprobs[written].copy_(logprobs, non_blocking=True)
-        result.selected_token_ranks[written].copy_(ranks, non_blocking=True)
+    token_ids, logprobs, ranks = scores
+    written = slice(first, first + len(ranks))
+    result.logprob_token_ids[written].copy_(token_ids, non_blocking=True)
+    result.logprobs[written].copy_(logprobs, non_blocking=True)
+    result.selected_token_ranks[written].copy_(ranks, non_blocking=True)

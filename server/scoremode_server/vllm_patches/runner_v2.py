@@ -183,11 +183,14 @@ def _patch_windows(compute: PromptLogprobs, windows: ScoredWindows) -> None:
             self, logits_fn, hidden_states, input_batch, all_token_ids, num_computed_tokens, prompt_lens
         )
         for place, req_id in enumerate(input_batch.req_ids):
-            window = windows.get(req_id)
-            if window is None:
-                continue
             index = int(input_batch.idx_mapping_np[place])
             start, num_fed = int(input_batch.num_computed_prefill_tokens_np[place]), int(prompt_lens[index])
+            window = windows.get(req_id)
+            if window is None:
+                if req_id in results:
+                    num_after = start + int(input_batch.num_scheduled_tokens[place]) - num_fed
+                    _cut_placeholders(results, req_id, num_after)
+                continue
             # As in vLLM: the rows of a request that was preempted after its prompt have been returned.
             if start >= num_fed or num_fed < input_batch.prefill_len_np[place]:
                 continue
@@ -202,6 +205,20 @@ def _patch_windows(compute: PromptLogprobs, windows: ScoredWindows) -> None:
     worker_class.add_request = add_request_or_window
     worker_class.remove_request = remove_request_and_window
     worker_class.compute_prompt_logprobs = compute_with_windows
+
+
+def _cut_placeholders(results: dict[str, LogprobsTensors], request_id: str, num_after: int) -> None:
+    """Remove the rows of positions after a prompt, of which there are `num_after`.
+
+    Where drafts are made, vLLM pads a prompt of which one token is left with placeholders for them, and returns rows of
+    all but the last.
+    """
+    if num_after <= 0:
+        return
+    result = results.pop(request_id)
+    if len(result.logprobs) > num_after:
+        token_ids, logprobs, ranks, *_ = result
+        results[request_id] = LogprobsTensors(token_ids[:-num_after], logprobs[:-num_after], ranks[:-num_after])
 
 
 def _reserve(runner: Any, hidden_states: torch.Tensor, compute: PromptLogprobs, windows: ScoredWindows) -> None:

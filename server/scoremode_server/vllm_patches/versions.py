@@ -1,5 +1,6 @@
-"""Which versions of vLLM Scoremode runs on."""
+"""Which versions of vLLM Scoremode runs on, and with which of its API servers."""
 
+import os
 from pathlib import Path
 
 from scoremode_server.vllm_patches.manifest import PRIVATE, Hashes, recorded_hashes
@@ -7,6 +8,7 @@ from scoremode_server.vllm_patches.source import Sources, digest
 
 SUPPORTED = ">=0.32,<0.34"
 SUPPORTED_SERIES = ("0.32.", "0.33.")
+RUST_FRONTEND_VARIABLE = "VLLM_USE_RUST_FRONTEND"
 
 
 def require_supported() -> None:
@@ -17,9 +19,15 @@ def require_supported() -> None:
 
     Raises:
         RuntimeError: it is not. The message names the versions that are known, the one that was found, and what
-            changed in it.
+            changed in it. Or the API server is the one in Rust, which has no plugins.
     """
     import vllm
+
+    if os.environ.get(RUST_FRONTEND_VARIABLE, "0") != "0":
+        raise RuntimeError(
+            f"{RUST_FRONTEND_VARIABLE}={os.environ[RUST_FRONTEND_VARIABLE]}: vLLM's API server in Rust has none of "
+            f"Scoremode's routes. Unset {RUST_FRONTEND_VARIABLE}"
+        )
 
     hashes = recorded_hashes()
     # Builds for one platform differ in the local part only: 0.32.0+cpu.

@@ -95,7 +95,7 @@ class Window(ABC):
 
         Args:
             start: position of the first.
-            hidden_states: after the final norm.
+            hidden_states: after the final norm. Those after the prompt, of placeholders for drafts, are left out.
             token_ids: [at least num_fed], of the prompt.
             num_fed: tokens of the prompt.
             projections: of the model runner.
@@ -103,6 +103,7 @@ class Window(ABC):
         Returns:
             The rows of all targets, once the window is complete; but for those of positions before the first step's.
         """
+        hidden_states = hidden_states[: num_fed - start]
         self.end = end = start + len(hidden_states)
         first_row = max(start, self.first - 1)
         if first_row < end:

@@ -56,7 +56,7 @@ def test_a_header_is_followed_by_a_line_per_finished_window(path):
     ]
     assert header.pop("tokens_sha256")
     decides = ["model", "max_model_len", "vocab_size", "bos_token_id", "eos_token_id", "adds_bos", "dtype"]
-    decides += ["quantization", "scoremode_version", "vllm_version", "fingerprint"]
+    decides += ["quantization", "scoremode_version", "vllm_version", "fingerprint", "revision"]
     assert header == {
         **{"object": "ppl-client.journal", "format": 2, "kind": "perplexity", "sha256": PLAN.corpus.fingerprint},
         **{**SETTINGS, "return_ranks": False, "model": "bytes", "num_tokens": 13, "num_windows": 3},

@@ -184,3 +184,12 @@ def test_other_runs_that_do_not_pair_are_refused(tmp_path):
         check_comparable([perplexity_run(tmp_path, "one", NLLS)] * 2)
     with pytest.raises(RunError, match="no run"):
         check_comparable([])
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(1e-5, "no difference shown"), (2e-4, "worse"), (-2e-4, "better")])
+def test_a_difference_that_could_not_matter_is_not_shown(tmp_path, shift, verdict):
+    """As between one model's figures from batches of other shapes: its interval may be ever so narrow."""
+    runs = [perplexity_run(tmp_path, "first", NLLS), perplexity_run(tmp_path, "second", NLLS + shift)]
+    [pair] = compare(runs, num_resamples=200).pairs
+    assert pair.ln_ppl_ratio.low == pytest.approx(shift, rel=0.1)
+    assert pair.verdict == verdict

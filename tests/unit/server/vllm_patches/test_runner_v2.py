@@ -244,3 +244,24 @@ def test_vllm_computes_what_one_pass_does_not_give(num_top: int, mode: str):
     compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
     arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
     assert compute(*arguments) == arguments
+
+
+@pytest.mark.parametrize("first_step", [{}, {"other": 6, "short": 1, "recorded": 8}], ids=["whole", "one token left"])
+def test_placeholders_for_drafts_have_no_rows(windows: ReferenceWindows, first_step: dict[str, int]):
+    """vLLM adds them to a prompt of which one token is left."""
+    engine, num_drafts = Engine(), 3
+    for name in ("other", "short"):
+        engine.add(name, prompt_logprobs=TOPS[name])
+    engine.add_window("recorded", "record", 0)
+    for name in LENGTHS:
+        engine.states[name] = torch.cat((engine.states[name], torch.randn(num_drafts, HIDDEN)))
+    results = engine.step(first_step) if first_step else {}
+    left = {name: LENGTHS[name] - first_step.get(name, 0) + num_drafts for name in ("other", "short", "recorded")}
+    results |= engine.step(left)
+    windows._threads.shutdown()
+    for name in ("other", "short"):
+        assert len(results[name].logprobs) == LENGTHS[name] - 1
+        engine.check(name, results[name], 1)
+    engine.check("recorded", results["recorded"], FIRST, engine.last_token("recorded"))
+    hidden_states, _ = windows.root.open("base").read_shard(0)
+    assert torch.equal(hidden_states, engine.states["recorded"][FIRST - 1 : 9])

@@ -12,7 +12,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_v1
+from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_v1
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.vllm_patches import runner_v1, runner_v2
 from scoremode_server.vllm_patches import windows as windows_module
@@ -25,6 +25,8 @@ STOCK = GPUModelRunner._get_prompt_logprobs_dict
 VOCAB, HIDDEN = 128, 8
 FLOAT32_SHAPE = LogitsShape(VOCAB, 4)
 WIDEST_ROW = row_bytes_v1(FLOAT32_SHAPE, VOCAB)
+BLOCK = block_bytes(FLOAT32_SHAPE)
+"""What is held next to the rows."""
 
 
 def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -139,7 +141,7 @@ def test_chunks_are_what_vllm_computes_at_once(mode: str, chunk: int):
     stock, ours = (Runner({**prompts, "embedded": None}, num_top, mode) for _ in range(2))
 
     def bounded(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, chunk * WIDEST_ROW, ScoredWindows())
+        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, BLOCK + chunk * WIDEST_ROW, ScoredWindows())
 
     finished = set()
     for scheduled in STEPS:
@@ -164,7 +166,7 @@ def _same(actual: Any, expected: Any) -> None:
 def test_no_chunk_has_more_rows_than_the_budget():
     runner = Runner({"one": [1] * 50}, {"one": 0}, "raw_logprobs")
     runner.step(
-        lambda *step: runner_v1.prompt_logprobs(*step, 7 * row_bytes_v1(FLOAT32_SHAPE, 0), ScoredWindows()),
+        lambda *step: runner_v1.prompt_logprobs(*step, BLOCK + 7 * row_bytes_v1(FLOAT32_SHAPE, 0), ScoredWindows()),
         {"one": 50},
         torch.zeros(50, HIDDEN),
     )
@@ -184,7 +186,7 @@ def test_profiling_computes_one_chunk():
     runner = Runner({}, {}, "raw_logprobs")
     runner.max_num_tokens = 64
     sampled = torch.zeros(4, HIDDEN)
-    runner_v1.reserve(runner, sampled, 9 * row_bytes_v1(FLOAT32_SHAPE), ScoredWindows())
+    runner_v1.reserve(runner, sampled, BLOCK + 9 * row_bytes_v1(FLOAT32_SHAPE), ScoredWindows())
     runner_v1.reserve(runner, sampled, 256 * MEBIBYTE, ScoredWindows())
     assert runner.projected == [4, 9, 4, 64]
 
@@ -215,7 +217,7 @@ def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch:
     runner.requests["window"].sampling_params = SamplingParams(extra_args=mark.as_extra_args())
 
     def compute(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, chunk * WIDEST_ROW, windows)
+        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, BLOCK + chunk * WIDEST_ROW, windows)
 
     results: dict[str, Any] = {}
     for scheduled in WINDOW_STEPS:
@@ -255,3 +257,32 @@ def test_windows_of_requests_that_have_ended_are_released(tmp_path: Path, monkey
     del runner.requests["window"], runner.num_prompt_logprobs["window"]
     runner.step(compute, {}, torch.zeros(0, HIDDEN))
     assert windows.get("window") is None
+
+
+def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch):
+    """A drafter's CUDA graph overwrites the hidden states of the step."""
+
+    def draft_then_bookkeep(self: Any, grammar_output: Any) -> Any:
+        state, self.execute_model_state = self.execute_model_state, None
+        state.hidden_states.zero_()
+        return GPUModelRunner._get_prompt_logprobs_dict(
+            self, state.hidden_states, state.scheduler_output.num_scheduled_tokens
+        )
+
+    for name in ("_get_prompt_logprobs_dict", "_dummy_sampler_run"):
+        monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
+    monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
+    runner_v1.patch(MEBIBYTE, ScoredWindows())
+
+    def sample(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
+        schedule = SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()))
+        runner.execute_model_state = SimpleNamespace(scheduler_output=schedule, hidden_states=hidden_states)
+        return GPUModelRunner.sample_tokens(runner, None)
+
+    runner, stock = (Runner({"one": list(range(20))}, {"one": 3}, "raw_logprobs") for _ in range(2))
+    runner.speculative_config = SimpleNamespace()
+    # A step's buffer is longer than what is scheduled.
+    hidden_states = torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(5))
+    expected = stock.step(STOCK, {"one": 20}, hidden_states[:20].clone())
+    _same(runner.step(sample, {"one": 20}, hidden_states)["one"], expected["one"])

@@ -1,0 +1,75 @@
+"""A digest of large files that takes seconds: their sizes, headers and blocks at fixed places.
+
+It depends on nothing but contents. Which changes it cannot see: docs/decisions.md, "A fingerprint is of samples".
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from xxhash import xxh3_128
+
+BLOCK_BYTES = 4096
+WHOLE_BYTES = 1 << 20
+"""A file of at most so many is read whole."""
+MIN_BLOCKS = 64
+MAX_SPACING = 64 << 20
+"""Blocks are evenly spaced: in each file at least `MIN_BLOCKS`, and one in so many bytes."""
+MAX_TENSORS = 4096
+"""Of a safetensors file, a block is read of so many tensors, evenly chosen where it has more."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Of safetensors; that is the format's own bound."""
+_NUM_THREADS = 16
+"""Files that are read at once, for storage that takes long for each block."""
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """Equal for files of equal contents in equal order, wherever they are, but for what lies between samples.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return xxh3_128(b"".join(threads.map(_digest, files))).hexdigest()
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest = xxh3_128(size.to_bytes(8))
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+            return digest.digest()
+        header = _header(descriptor, size)
+        digest.update(header)
+        for position in sorted({*_evenly_spaced(size), *_of_tensors(header)}):
+            digest.update(os.pread(descriptor, BLOCK_BYTES, position))
+    return digest.digest()
+
+
+def _evenly_spaced(size: int) -> Iterator[int]:
+    """Positions of blocks, the first and the last of a file among them."""
+    num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
+    return ((size - BLOCK_BYTES) * number // (num_blocks - 1) for number in range(num_blocks))
+
+
+def _header(descriptor: int, size: int) -> bytes:
+    """Of safetensors, with the eight bytes of its length; of another format what a header would be in."""
+    num_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    is_possible = num_bytes <= min(_MAX_HEADER_BYTES, size - 8)
+    return os.pread(descriptor, 8 + num_bytes if is_possible else WHOLE_BYTES, 0)
+
+
+def _of_tensors(header: bytes) -> Iterator[int]:
+    """A position in the middle of each tensor: at its beginning an embedding has tokens that no training touches."""
+    try:
+        tensors = json.loads(header[8:])
+        offsets = sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__")
+        for begin, end in offsets[:: 1 + len(offsets) // (MAX_TENSORS + 1)]:
+            yield len(header) + max(begin, (begin + end - BLOCK_BYTES) // 2)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        # Another format.
+        return

@@ -1,0 +1,62 @@
+"""Scoring on an engine that drafts tokens with n-grams while it generates."""
+
+from pathlib import Path
+
+import numpy as np
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from scoremode_server.offline import read_score
+from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.rows import read_rows
+from scoremode_server.vllm_patches.scored_windows import ScoredMark
+from tests import oracle
+
+BLOCK = 32
+"""What CPU attention has at least."""
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+def marked(tokens: list[int]) -> SamplingParams:
+    """The parameters of a request whose rows all come from the worker."""
+    params = score_params(tokens)
+    params.logprobs = None
+    params.extra_args = ScoredMark(1, tokens[-1], 0, 1.0, 0, b"").as_extra_args()
+    return params
+
+
+def test_scores_next_to_drafts_equal_transformers(random_model: Path):
+    engine = LLM(
+        str(random_model),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=BLOCK,
+        enforce_eager=True,
+        speculative_config=NGRAMS,
+    )
+    common = np.random.default_rng(3).integers(3, 1000, 4 * BLOCK + 2).tolist()
+    # Of those that have whole blocks and one token more, all but one are in the prefix cache from the second time on.
+    lengths = (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1, 2 * BLOCK + 2, 4 * BLOCK + 2)
+    sequences = [common[:length] for length in lengths]
+    expected = oracle.logprobs(random_model, sequences)
+    generation = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+    # Repeated, so that there is something to draft.
+    generating = [TokensPrompt(prompt_token_ids=common[:4] * 5)] * 2
+    fed = [TokensPrompt(prompt_token_ids=tokens[:-1]) for tokens in sequences]
+    try:
+        for reads_cache in (False, False, True):
+            for make in (score_params, marked):
+                params = [make(tokens) for tokens in sequences]
+                for each in params:
+                    each.skip_reading_prefix_cache = not reads_cache
+                outputs = engine.generate([*generating, *fed], [generation] * 2 + params, use_tqdm=False)[2:]
+                for tokens, output, exact in zip(sequences, outputs, expected, strict=True):
+                    if reads_cache or make is marked:
+                        first_row = 0 if make is marked else None
+                        rows, missing = read_rows(tokens, len(tokens) - 1, 1, output, first_row)
+                        assert missing == (output.num_cached_tokens if reads_cache else 0)
+                        oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
+                    else:
+                        oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact)
+    finally:
+        engine.llm_engine.engine_core.shutdown()

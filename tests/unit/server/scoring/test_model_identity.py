@@ -1,0 +1,206 @@
+"""Fingerprints see the contents of a model's files, and neither where they are nor when they were written."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from vllm.config import LoadConfig
+from vllm.lora.request import LoRARequest
+
+from scoremode.protocol import is_old_fingerprint
+from scoremode_server.references.manifest import ModelIdentity
+from scoremode_server.scoring import model_identity as module
+from scoremode_server.scoring.file_samples import BLOCK_BYTES, MAX_TENSORS, WHOLE_BYTES, digest_of
+from scoremode_server.scoring.model_identity import model_identity, with_adapter
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+TENSOR_BYTES = 300_000
+
+
+def identity(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> ModelIdentity:
+    fields = {"revision": None, "dtype": "bfloat16", "quantization": None, "quantization_config": None}
+    fields |= {"hf_overrides": {}, "hf_config_path": None, "model_weights": ""}
+    model = SimpleNamespace(model=str(path), **(fields | changes))
+    return model_identity(SimpleNamespace(model_config=model, load_config=load or LoadConfig()), None)
+
+
+def fingerprint(path: Path | str, load: LoadConfig | None = None, **changes: Any) -> str:
+    return identity(path, load, **changes).fingerprint
+
+
+def random_tensors(seed: int, num_tensors: int = 12) -> dict[str, np.ndarray]:
+    """12 of 300 kB, so that most blocks at even distances are in none of a given one's."""
+    random = np.random.default_rng(seed)
+    return {f"layers.{number}": random.integers(0, 256, TENSOR_BYTES, np.uint8) for number in range(num_tensors)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    for seed, name in enumerate(SHARDS):
+        save_file(random_tensors(seed), folder / name)
+    return folder
+
+
+def test_the_same_files_elsewhere_and_later_are_the_same_model(folder: Path, tmp_path: Path):
+    copied = tmp_path / "another" / "place"
+    shutil.copytree(folder, copied)
+    for file in copied.iterdir():
+        os.utime(file, (0, 0))
+    (copied / "README.md").write_text("of a copy")
+    (copied / "training_args.bin").write_bytes(b"not a weight")
+    assert fingerprint(copied) == fingerprint(folder)
+    assert fingerprint(folder).startswith("v2-")
+    assert not is_old_fingerprint(fingerprint(folder))
+
+
+@pytest.mark.parametrize("tensor", ["layers.0", "layers.5", "layers.11"])
+def test_one_tensor_quantized_again_with_the_same_size_makes_another_model(folder: Path, tensor: str):
+    before, old = fingerprint(folder), identity(folder).old_fingerprint
+    tensors = random_tensors(1)
+    tensors[tensor] = random_tensors(99)[tensor]
+    sizes = [path.stat().st_size for path in folder.iterdir()]
+    save_file(tensors, folder / SHARDS[1])
+    assert [path.stat().st_size for path in folder.iterdir()] == sizes
+    assert fingerprint(folder) != before
+    assert identity(folder).old_fingerprint == old, "which is what it could not see"
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pth", "model.gguf"])
+def test_weights_of_other_formats_are_sampled(tmp_path: Path, name: str):
+    (tmp_path / "config.json").write_text("{}")
+    weights = np.random.default_rng(0).integers(0, 256, 3 * WHOLE_BYTES, np.uint8).tobytes()
+    found = set()
+    for content in (weights, weights[:-1] + b"\0", bytes(len(weights) // 2) + weights[len(weights) // 2 :]):
+        (tmp_path / name).write_bytes(content)
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 3
+
+
+def test_a_gguf_file_is_itself_wherever_it_is_with_all_of_its_parts(tmp_path: Path):
+    one = tmp_path / "one.gguf"
+    one.write_bytes(b"GGUF" + bytes(100))
+    shutil.copy(one, tmp_path / "renamed.gguf")
+    assert fingerprint(one) == fingerprint(tmp_path / "renamed.gguf")
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF first")
+    before = fingerprint(parts[0])
+    parts[1].write_bytes(b"GGUF other")
+    assert fingerprint(parts[0]) != before
+
+
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "quantize_config.json"])
+def test_configuration_decides(folder: Path, name: str):
+    before = fingerprint(folder)
+    (folder / name).write_text('{"num_bits": 3}')
+    assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "float16"}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 1}}, {"hf_overrides": lambda _: _}],
+)
+def test_flags_decide(folder: Path, changes: dict[str, Any]):
+    assert fingerprint(folder, **changes) not in (fingerprint(folder), fingerprint(folder, hf_overrides=str.lower))
+
+
+def test_dummy_weights_say_so_and_are_those_of_their_configuration(folder: Path, tmp_path: Path):
+    dummy = LoadConfig(load_format="dummy")
+    found = fingerprint(folder, dummy)
+    assert found.startswith("v2-dummy-")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    assert fingerprint(bare, dummy) == found
+    (bare / "config.json").write_text("{}")
+    assert fingerprint(bare, dummy) != found
+
+
+def test_a_name_on_the_hub_is_its_commit_and_a_copy_of_it_is_the_same_model(folder: Path, tmp_path: Path):
+    repository = tmp_path / "cache" / "models--an--example"
+    (repository / "refs").mkdir(parents=True)
+    load, found = LoadConfig(download_dir=str(tmp_path / "cache")), []
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(folder, repository / "snapshots" / commit)
+        (repository / "refs" / "main").write_text(commit)
+        found.append(identity("an/example", load))
+        assert found[-1] == identity("an/example", load, revision="main").model_copy(
+            update={"old_fingerprint": found[-1].old_fingerprint}
+        )
+    first, second = found
+    offline = identity(repository / "snapshots" / ("a" * 40))
+    assert (first.revision, second.revision, offline.revision) == ("a" * 40, "b" * 40, "a" * 40)
+    assert first.fingerprint == second.fingerprint == fingerprint(folder)
+    assert first.may_continue(offline)
+    assert first.may_continue(identity(folder))
+    assert not second.may_continue(first), "what differs may lie between samples"
+
+
+def test_weights_that_are_nowhere_here_are_known_by_name_and_revision(tmp_path: Path):
+    load = LoadConfig(download_dir=str(tmp_path))
+    names = [("an/example", None), ("an/example", "main"), ("another/example", None), ("s3://bucket/model", None)]
+    assert len({fingerprint(name, load, revision=revision) for name, revision in names}) == len(names)
+
+
+def test_weights_that_cannot_be_read_hinder_no_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(files: list[Path]) -> str:
+        raise PermissionError("no")
+
+    lines: list[str] = []
+    monkeypatch.setattr(module, "digest_of", refuse)
+    monkeypatch.setattr(module.logger, "warning", lambda text, *values: lines.append(text % values))
+    assert fingerprint(folder).startswith("v2-")
+    assert lines == ["The fingerprint of the model does not see its weights: no"]
+
+
+def test_a_header_that_is_none_is_read_as_weights(tmp_path: Path):
+    """What looks like safetensors need not be."""
+    path, found = tmp_path / "model.safetensors", set()
+    for header in (b"{", b"[" * 100_000, b'{"a": {"data_offsets": [1]}}', b'{"a": 3}'):
+        content = len(header).to_bytes(8, "little") + header
+        path.write_bytes(content + bytes(WHOLE_BYTES + 9 - len(content)))
+        found.add(digest_of([path]))
+    assert len(found) == 4
+
+
+def test_of_more_tensors_than_are_sampled_every_second_is_seen(tmp_path: Path):
+    """Each has the size of a block, and the three that change lie between the blocks at even distances."""
+    num_tensors = 2 * MAX_TENSORS
+    places = range(0, num_tensors * BLOCK_BYTES, BLOCK_BYTES)
+    tensors = {str(place): {"data_offsets": [place, place + BLOCK_BYTES]} for place in places}
+    header = json.dumps(tensors).encode()
+    path, found = tmp_path / "model.safetensors", set()
+    for changed in (1000, 1002, 1004):
+        weights = bytearray(num_tensors * BLOCK_BYTES)
+        weights[changed * BLOCK_BYTES] = 1
+        path.write_bytes(len(header).to_bytes(8, "little") + header + weights)
+        found.add(digest_of([path]))
+    assert len(found) == 3
+
+
+async def test_an_adapter_counts_and_is_read_again_when_it_is_loaded_again(tmp_path: Path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(b"first")
+    request = LoRARequest("tuned", 1, str(adapter))
+    first = await with_adapter("v2-base", request)
+    assert first.startswith("v2-base+")
+    assert await with_adapter("v2-base", None) == "v2-base"
+    weights.write_bytes(b"again")
+    assert await with_adapter("v2-base", request) == first, "it is not loaded yet"
+    again = await with_adapter("v2-base", LoRARequest("tuned", 1, str(adapter), load_inplace=True))
+    assert again != first
+    copied = shutil.copytree(adapter, tmp_path / "copied")
+    assert await with_adapter("v2-base", LoRARequest("copied", 2, str(copied))) == again
+    assert await with_adapter("v2-base", LoRARequest("gone", 3, str(tmp_path / "gone"))) != again

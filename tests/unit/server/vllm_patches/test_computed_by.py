@@ -1,0 +1,94 @@
+"""What computes is read of a worker's modules, and what cannot be read is None."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from scoremode.protocol import ComputedBy
+from scoremode_server.vllm_patches.computed_by import describe_worker, what_computes
+
+
+def made(name: str, module: str = "vllm.model_executor.layers", **attributes: Any) -> Any:
+    """An object of a class of that name, which is in that module."""
+    found = type(name, (), {"__module__": module})()
+    vars(found).update(attributes)
+    return found
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, name: str, **impl: Any) -> None:
+        super().__init__()
+        self.name, self.impl = name, SimpleNamespace(**impl)
+
+    def get_attn_backend(self) -> Any:
+        return SimpleNamespace(get_name=lambda: self.name)
+
+
+def default_unquantized_gemm() -> None: ...
+
+
+MACHETE = made("MacheteLinearKernel", "vllm.model_executor.kernels.linear.mixed_precision.machete")
+EXPERTS = SimpleNamespace(prepare_finalize=made("NoDPEP"), fused_experts=made("TritonExperts"))
+
+
+def worker(layers: list[torch.nn.Module], **attributes: Any) -> Any:
+    model = torch.nn.Sequential(*layers)
+    cache = SimpleNamespace(cache_dtype="auto")
+    runner = type("GPUModelRunner", (), {"__module__": "vllm.v1.worker.gpu.model_runner"})()
+    vars(runner).update(model=model, cache_config=cache, kv_cache_dtype=torch.bfloat16)
+    return SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0, **attributes))
+
+
+def test_kernels_are_those_of_every_kind_of_layer_once():
+    layers = [
+        Layer(quant_method=made("UnquantizedLinearMethod", _gemm_impl=default_unquantized_gemm)),
+        *(Layer(quant_method=made("CTLinearMethod"), scheme=made("W4A16", kernel=MACHETE)) for _ in range(2)),
+        Layer(quant_method=made("ModularMethod", moe_kernel=EXPERTS, old_quant_method=made("Fp8MoEMethod"))),
+        Layer(quant_method=None),
+        Attention("FLASH_ATTN", vllm_flash_attn_version=3),
+        Attention("GDN_ATTN"),
+        Attention("GDN_ATTN"),
+    ]
+    described = describe_worker(worker(layers))
+    assert described is not None
+    assert described["kernels"] == [
+        "CTLinearMethod: W4A16, MacheteLinearKernel",
+        "ModularMethod: NoDPEP, TritonExperts, Fp8MoEMethod",
+        "UnquantizedLinearMethod: default_unquantized_gemm",
+    ]
+    assert described["attention_backends"] == ["FLASH_ATTN 3", "GDN_ATTN"]
+    assert (described["model_runner"], described["kv_cache_dtype"]) == ("v2", "bfloat16")
+
+
+def test_what_is_not_there_is_left_out_and_other_ranks_say_nothing():
+    bare = SimpleNamespace(worker=SimpleNamespace())
+    assert not {"kernels", "attention_backends", "kv_cache_dtype"} & set(describe_worker(bare) or ())
+    assert describe_worker(SimpleNamespace(worker=SimpleNamespace(rank=1))) is None
+
+
+async def test_a_server_without_patched_workers_knows_its_configuration():
+    parallel = SimpleNamespace(world_size=2, data_parallel_size=4, tensor_parallel_size=2, pipeline_parallel_size=1)
+    parallel.enable_expert_parallel = True
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(method="eagle"))
+
+    async def call(*arguments: Any) -> list[list[Any]]:
+        raise NotImplementedError("no such method")
+
+    core = SimpleNamespace(call_utility_all_async=call)
+    found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
+    assert found == ComputedBy(
+        num_devices=8,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        data_parallel_size=4,
+        expert_parallel=True,
+        speculative_method="eagle",
+    )
