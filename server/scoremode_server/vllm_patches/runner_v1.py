@@ -38,7 +38,7 @@ def patch(budget_bytes: int, windows: ScoredWindows) -> None:
     def get_prompt_logprobs_dict(
         self: Any, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]
     ) -> dict[str, LogprobsTensors]:
-        early = self.__dict__.pop("_scoremode_early", None)
+        early: dict[str, LogprobsTensors] | None = self.__dict__.pop("_scoremode_early", None)
         if early is not None:
             return early
         return prompt_logprobs(self, hidden_states, num_scheduled_tokens, budget_bytes, windows)
