@@ -63,7 +63,7 @@ class ReferenceEngine(HeldEngine):
         head: the worker's description of the served model's head.
     """
 
-    def __init__(self, root: Path, noise: float = 0.0, **identity: str) -> None:
+    def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
         super().__init__(16, "v2")
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
