@@ -201,3 +201,36 @@ def test_a_name_with_dollars_and_underscores_is_drawn_as_it_is(comparison):
     figure, _ = drawn(changed(comparison, lambda run: replace(run, label=f"_a$b_{run.label}$")), DIFFERENCE)
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert names == [f"_a$b_{model.name}$" for model in MODELS[1:]]
+
+
+# Linear RGB as it is seen without red and without green cones: Machado, Oliveira and Fernandes (2009), severity 1.
+COLOUR_VISION = {
+    "full": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
+
+
+def lab(colour, vision):
+    """CIE L*a*b* of a colour as it is seen."""
+    channels = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(COLOUR_VISION[vision] @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(to_xyz @ seen / [0.9505, 1, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", COLOUR_VISION)
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_colors_differ_with_any_color_vision(theme, vision):
+    """A difference of 10 is seen at a glance; markers and dashes differ as well."""
+    pairs = {
+        (one, other): round(float(np.linalg.norm(lab(one, vision) - lab(other, vision))), 1)
+        for one, other in combinations(theme.runs, 2)
+    }
+    assert {pair: distance for pair, distance in pairs.items() if distance < 10} == {}
