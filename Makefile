@@ -1,6 +1,11 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both set up all they need under .venv and .cache.
 PYTHON ?= python3
 VENV := .venv
+# PyTorch's compiler does not quote paths: from a path with a space, Python is started through a link elsewhere.
+ifneq ($(words $(CURDIR)),1)
+VENV := $(shell link="/tmp/scoremode-$$(id -u)-$$(pwd | cksum | cut -d ' ' -f 1)"; \
+	mkdir -p .venv && ln -sfn "$$(pwd)/.venv" "$$link" && echo "$$link")
+endif
 BIN := $(VENV)/bin
 export SCOREMODE_CACHE ?= $(CURDIR)/.cache
 export HF_HUB_DISABLE_TELEMETRY = 1
@@ -82,8 +87,8 @@ install: $(INSTALLED) ## Set up .venv
 $(INSTALLED): pyproject.toml scripts/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Scoremode needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	scripts/install.sh "$(CURDIR)/$(BIN)/python" $(ENGINE) dev
+	scripts/install.sh "$(if $(filter /%,$(BIN)),$(BIN),$(CURDIR)/$(BIN))/python" $(ENGINE) dev
 	@touch $@
 
 clean: ## Remove .venv and .cache
-	rm -rf $(VENV) .cache
+	rm -rf .venv $(VENV) .cache
