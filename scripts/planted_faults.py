@@ -242,7 +242,8 @@ def main() -> int:
     chosen = {number: fault for number, fault in chosen.items() if bool(fault.all_tests) is not arguments.engine}
     checkout = arguments.tests_of.resolve()
     os.environ.setdefault("SCOREMODE_CACHE", str(checkout / ".cache"))
-    import_what_takes_long()
+    if any(fault.path.startswith("server/") for fault in chosen.values()):
+        import_what_takes_long()
     with copy_of(checkout) as folder:
         if failure := first_failure(folder, [test for fault in chosen.values() for test in fault.tests]):
             print(f"{failure} fails without a fault: nothing can be said of faults")

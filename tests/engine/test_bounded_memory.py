@@ -102,7 +102,7 @@ def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
     assert np.abs(bounded - unbounded).max() < 1e-5
     assert bounded_growth < LOGPROB_BYTES + TOLERANCE
     # The logits, less what of them lands in pages that were resident before.
-    assert unbounded_growth > 0.95 * UNBOUNDED_BYTES
+    assert unbounded_growth > 0.9 * UNBOUNDED_BYTES
 
 
 def logprobs(engine: LLM, tokens: list[int], top: int) -> np.ndarray:
