@@ -13,7 +13,6 @@ import torch
 from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
-from scoremode_server.scoring import recorder
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.api.calls import BODY, NUM_WINDOWS, TOKENS, app_of, client_of, error_of, events, record
 from tests.unit.server.api.light_app import light_app
@@ -188,7 +187,6 @@ async def test_a_disk_that_is_full_ends_the_recording(engine, monkeypatch, strea
     def full_later(reference: StoredReference, index: int, *tensors: Any) -> None:
         (full if index == 2 else write_shard)(reference, index, *tensors)
 
-    monkeypatch.setattr(recorder, "SECONDS_TO_ASK", 0)
     async with client_of(app_of(engine)) as client:
         with monkeypatch.context() as patch:
             patch.setattr(StoredReference, "write_shard", full_later)
@@ -230,6 +228,7 @@ async def test_windows_enter_the_queue_only_as_the_engine_needs_them(engine):
         await engine.has_any.wait()
         for _ in range(100):
             await asyncio.sleep(0)
-        assert 3 * 16 <= app.state.scoremode.admission.num_tokens <= 4 * 16
+        # As many are written as are computed.
+        assert 6 * 16 <= app.state.scoremode.admission.num_tokens <= 7 * 16
         engine.held.set()
         assert (await recording).status_code == 200

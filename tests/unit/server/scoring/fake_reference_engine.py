@@ -14,8 +14,9 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.head_room import HeadRoom
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import Projections, ReferenceWindows, find_mark
+from scoremode_server.vllm_patches.reference_windows import Orders, Projections, ReferenceWindows, find_mark
 from tests.unit.server.prefix_cache.fake_engine import VOCABULARY, FakeEngine
 from tests.unit.server.references.reference_setup import HEAD, HIDDEN, MODEL
 
@@ -52,11 +53,26 @@ class LinearModel(Projections):
 
 
 class HeadInMemory:
-    """The slot for a reference's head."""
+    """A reference's head without a layer of vLLM's."""
 
-    def load(self, reference: StoredReference, *, local: bool) -> ReferenceHead:
-        weight, _ = reference.read_head()
-        return ReferenceHead(lambda hidden_states: hidden_states @ weight.T, 4)
+    def __init__(self, head: HeadFormat) -> None:
+        self.num_bytes = head.num_bytes
+
+    def read(self, reference: StoredReference) -> None:
+        self.weight, _ = reference.read_head()
+
+    def place(self, memory: torch.Tensor) -> None:
+        self.placed = memory.view(torch.float32).view(self.weight.shape).copy_(self.weight)
+
+    def ready(self, *, local: bool) -> ReferenceHead:
+        return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)
+
+
+def make_room(windows: ReferenceWindows, num_bytes: int) -> HeadRoom:
+    """The room for heads in a worker, without vLLM's layers, whose padding would be room for hundreds of these."""
+    room = HeadRoom(num_bytes, num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
+    room._memory = room._memory[:num_bytes]
+    return room
 
 
 class ReferenceEngine(FakeEngine):
@@ -75,7 +91,10 @@ class ReferenceEngine(FakeEngine):
         super().__init__(16, "v2")
         self.directory = ReferenceDirectory(root)
         self.windows = ReferenceWindows(self.directory)
-        self.windows.slot = HeadInMemory()  # type: ignore[assignment]
+        self.windows.room = make_room(self.windows, HEAD_FORMAT.num_bytes)
+        self.vllm_config.parallel_config = SimpleNamespace(
+            data_parallel_size=1, local_engines_only=False, data_parallel_index=0
+        )
         self.model = LinearModel(noise)
         self.computed: list[tuple[str, int]] = []
         self.asked: list[str] = []
@@ -107,15 +126,11 @@ class ReferenceEngine(FakeEngine):
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         return self.head if isinstance(self.head, str) else self.head.model_dump()
 
-    def scoremode_write_head(self, name: str) -> str | None:
-        try:
-            self.directory.open(name).write_head(self.model.weight, None)
-        except OSError as error:
-            return str(error)
-        return None
+    def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
+        self.windows.write_head_later(name, identity, ticket, self.model.weight, None)
 
-    def scoremode_write_failure(self, identity: str, index: int) -> str | None:
-        return self.windows.failure(identity, index)
+    def scoremode_exchange(self, holder: str, orders: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        return self.windows.exchange(holder, Orders(**orders[0]), pinned=False)
 
     async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
         mark = find_mark(params)
