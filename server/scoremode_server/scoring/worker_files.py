@@ -7,9 +7,10 @@ reference's head takes the place.
 """
 
 import asyncio
+import math
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,10 @@ HEADS_IN_LINE = 2
 
 SLOW_SECONDS = 10.0
 """After which a head that is not in line for room does not count among them: a file may never answer."""
+
+STEPS_READ = 3
+"""Times what the engine is handed: tokens of the windows of a reference that workers keep or read at a time. Some are
+in the engine, some wait for it, and some are read ahead."""
 
 AHEAD_SECONDS = 5.0
 """That a window which was read ahead is kept for whoever asks for it."""
@@ -84,13 +89,14 @@ class _File:
 
     mark: WindowMark | None
     outcome: asyncio.Future[Failure | None]
-    since: float
     num_tokens: int = 0
+    ordered: float = math.inf
+    """When it was."""
 
     @classmethod
     def begin(cls, mark: WindowMark | None = None, num_tokens: int = 0) -> "_File":
         """One whose outcome is not known yet."""
-        return cls(mark, asyncio.get_running_loop().create_future(), time.monotonic(), num_tokens)
+        return cls(mark, asyncio.get_running_loop().create_future(), num_tokens)
 
     def settle(self, failure: Failure | None) -> None:
         """Tell how it ended."""
@@ -145,7 +151,11 @@ class _Engine:
         self._ahead: dict[tuple[str, int], _File] = {}
         """Windows that were read ahead, by key of the head and index."""
         self._recent: dict[tuple[str, int], float] = {}
-        """When windows were read, in order."""
+        """When windows were asked for."""
+        self._unread: dict[str, deque[_File]] = defaultdict(deque)
+        """Windows that are not ordered yet, by key of the head."""
+        self._num_tokens: Counter[str] = Counter()
+        """Of windows that are ordered and not forgotten, by key of the head."""
         self._admission = admission
         self._wake = wake
         self._is_contended = False
@@ -188,20 +198,35 @@ class _Engine:
 
     def _begin_to_read(self, mark: WindowMark, num_tokens: int) -> _File:
         file = self.files[mark.ticket] = _File.begin(mark, num_tokens)
-        self._orders.read.append(asdict(mark))
-        self._recent[mark.head, mark.index] = file.since
+        self._unread[mark.head].append(file)
+        self._recent[mark.head, mark.index] = time.monotonic()
         return file
+
+    def _order_reads(self, now: float) -> None:
+        for key, files in list(self._unread.items()):
+            most = STEPS_READ * self._admission.size.tokens
+            while files and (not self._num_tokens[key] or self._num_tokens[key] + files[0].num_tokens <= most):
+                file = files.popleft()
+                assert file.mark is not None
+                file.ordered = now
+                self._num_tokens[key] += file.num_tokens
+                self._orders.read.append(asdict(file.mark))
+            if not files:
+                del self._unread[key]
 
     def forget(self, file: _File) -> None:
         """A window need not be kept any longer."""
         assert file.mark is not None
-        ticket = file.mark.ticket
+        key, ticket = file.mark.head, file.mark.ticket
         if self.files.pop(ticket, None) is None:
             return
-        still_to_order = [mark for mark in self._orders.read if mark["ticket"] != ticket]
-        if len(still_to_order) == len(self._orders.read):
-            self._orders.forget.append(ticket)
-        self._orders.read = still_to_order
+        if file.ordered == math.inf:
+            self._unread[key].remove(file)
+            return
+        self._orders.forget.append(ticket)
+        self._num_tokens[key] -= file.num_tokens
+        if not self._num_tokens[key]:
+            del self._num_tokens[key]
 
     def next_orders(self) -> Orders:
         """What workers are to do now."""
@@ -212,13 +237,16 @@ class _Engine:
                 if file := self._ahead.pop(place, None):
                     self.forget(file)
         for file in self.files.values():
-            if now - file.since > SECONDS_TO_READ:
+            if now - file.ordered > SECONDS_TO_READ:
                 assert file.mark is not None
                 file.settle(partial(_late, f"window {file.mark.index}", file.mark.reference))
+        self._order_reads(now)
         for head in list(self.heads.values()):
             self._advance(head, now)
         orders, self._orders = self._orders, Orders()
-        orders.files = [ticket for ticket, file in self.files.items() if not file.outcome.done()]
+        orders.files = [
+            ticket for ticket, file in self.files.items() if file.ordered < math.inf and not file.outcome.done()
+        ]
         orders.heads = list(self.heads)
         return orders
 
@@ -314,6 +342,8 @@ class _Engine:
         self.heads.clear()
         self._ahead.clear()
         self._recent.clear()
+        self._unread.clear()
+        self._num_tokens.clear()
         self._orders = Orders()
 
 
