@@ -414,6 +414,7 @@ class WorkerFiles:
             if (failure := await file.outcome or await asyncio.shield(needed.is_read)) is not None:
                 raise failure()
             needed.num_ready += 1
+            needed.used = time.monotonic()
             self._call_workers()
             try:
                 assert file.mark is not None
@@ -421,6 +422,7 @@ class WorkerFiles:
                 yield Loaded(own, needed.gate, rank if len(engines) > 1 else None)
             finally:
                 needed.num_ready -= 1
+                needed.used = time.monotonic()
         finally:
             needed.num_windows -= 1
             engine.forget(file)

@@ -16,11 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
+from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.manifest import _checksum
 from scoremode_server.scoring import recorder, references, worker_files
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.api.calls import BODY, NUM_WINDOWS, TOKENS, app_of, client_of, error_of, record
+from tests.unit.server.api.light_app import light_app
 from tests.unit.server.scoring.fake_reference_engine import HEAD_FORMAT, HeadInMemory, ReferenceEngine, make_room
 
 SECONDS = 60
@@ -49,7 +51,10 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
 async def serving(root: Path, num_heads: int = 1) -> AsyncIterator[httpx.AsyncClient]:
     engine = ReferenceEngine(root, 0.1)
     engine.windows.room = make_room(engine.windows, num_heads * HEAD_FORMAT.num_bytes)
-    async with asyncio.timeout(SECONDS), client_of(app_of(engine, fingerprint="served")) as client:
+    # Two windows at a time, so that the engine could change between references for each.
+    size = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
+    app = light_app(engine=engine, references=engine.references(fingerprint="served"), size=size)
+    async with asyncio.timeout(SECONDS), client_of(app) as client:
         yield client
 
 
