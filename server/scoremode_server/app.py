@@ -33,6 +33,7 @@ from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.computed_by import what_computes
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
@@ -67,8 +68,10 @@ class ReferenceParts:
         cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
-        stored = References(root, model)
-        return cls(stored, Recorder(stored, client, engine, turns), Comparer(stored, client, engine, turns))
+        stored, files = References(root, model), WorkerFiles(client, engine.admission)
+        return cls(
+            stored, Recorder(stored, client, engine, turns, files), Comparer(stored, client, engine, turns, files)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,58 @@ class EngineSize:
     """Seconds until an HTTP request is given up."""
 
 
+class Gate:
+    """Lets sequences into the engine while it is open.
+
+    Attributes:
+        num_running: sequences that it let in, and that have not left.
+    """
+
+    def __init__(self, admission: "Admission", on_idle: Callable[[], None]) -> None:
+        """
+        Args:
+            admission: of the server.
+            on_idle: called when the last of the sequences has left.
+        """
+        self.num_running = 0
+        self.is_open = False
+        self._admission = admission
+        self._on_idle = on_idle
+
+    def open(self) -> None:
+        """Let sequences in from now on."""
+        self.is_open = True
+        self._admission.give_turns()
+
+    def close(self) -> None:
+        """Let no more in."""
+        self.is_open = False
+
+    def count(self, num_running: int) -> None:
+        """Sequences go in, or with a negative number out."""
+        self.num_running += num_running
+        if not self.num_running:
+            self._on_idle()
+
+    def refuse(self, error: Callable[[], Exception]) -> None:
+        """End all that wait here with an error."""
+        self._admission.refuse(self, error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """A sequence that waits."""
+
+    given: asyncio.Future[None]
+    num_tokens: int
+    gate: Gate | None
+
+    @property
+    def can_be_given(self) -> bool:
+        # One that was cancelled or refused is only to be removed.
+        return self.gate is None or self.gate.is_open or self.given.done()
+
+
 class Admission:
     """Hands sequences to the engine in turns. Counts are right at every moment; `show` gets the number of sequences and
     of the running ones whenever they change.
@@ -70,7 +122,7 @@ class Admission:
         """Tokens that the engine must compute, as far as is known here."""
         self.abort = abort
         self._show = show
-        self._turns: OrderedDict[RequestQueue, deque[tuple[asyncio.Future[None], int]]] = OrderedDict()
+        self._turns: OrderedDict[RequestQueue, deque[_Turn]] = OrderedDict()
         self._queues: set[RequestQueue] = set()
         self._not_accepted: set[asyncio.Task[Any]] = set()
         """Tasks that read and tokenize requests."""
@@ -159,7 +211,7 @@ class Admission:
         finally:
             self._not_accepted.remove(task)
 
-    async def enter(self, queue: "RequestQueue", num_tokens: int) -> None:
+    async def enter(self, queue: "RequestQueue", num_tokens: int, gate: Gate | None = None) -> None:
         """Wait for a request's turn to have a sequence in the engine, of which so many tokens must be computed.
 
         Raises:
@@ -167,38 +219,50 @@ class Admission:
         """
         if self.is_stopped:
             raise stopping()
-        if not self._turns and self._next((queue,)):
-            self._count(queue, num_tokens, 1)
+        if not self._turns and (gate is None or gate.is_open) and self._next((queue,)):
+            self._count(queue, num_tokens, 1, gate)
             return
-        turn = asyncio.get_running_loop().create_future()
-        self._turns.setdefault(queue, deque()).append((turn, num_tokens))
-        self._give_turns()
+        turn = _Turn(asyncio.get_running_loop().create_future(), num_tokens, gate)
+        self._turns.setdefault(queue, deque()).append(turn)
+        self.give_turns()
         try:
-            await turn
+            await turn.given
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._count(queue, -num_tokens, -1)
+            if turn.given.done() and not turn.given.cancelled() and turn.given.exception() is None:
+                self._count(queue, -num_tokens, -1, gate)
             # Turns of cancelled tasks must not keep others waiting.
-            self._give_turns()
+            self.give_turns()
             raise
         if self.is_stopped:
-            self._count(queue, -num_tokens, -1)
+            self._count(queue, -num_tokens, -1, gate)
             raise stopping()
 
-    def leave(self, queue: "RequestQueue", num_tokens: int) -> None:
+    def leave(self, queue: "RequestQueue", num_tokens: int, gate: Gate | None = None) -> None:
         """A sequence is no longer in the engine: others go in its place."""
-        self._count(queue, -num_tokens, -1)
-        self._give_turns()
+        self._count(queue, -num_tokens, -1, gate)
+        self.give_turns()
 
-    def _give_turns(self) -> None:
-        while queue := self._next(self._turns):
+    def give_turns(self) -> None:
+        """Let in what the engine has room for."""
+        while queue := self._next(
+            queue for queue, turns in self._turns.items() if any(turn.can_be_given for turn in turns)
+        ):
             turns = self._turns.pop(queue)
-            turn, num_next = turns.popleft()
+            turn = next(turn for turn in turns if turn.can_be_given)
+            turns.remove(turn)
             if turns:
                 self._turns[queue] = turns
-            if not turn.done():
-                self._count(queue, num_next, 1)
-                turn.set_result(None)
+            if not turn.given.done():
+                self._count(queue, turn.num_tokens, 1, turn.gate)
+                turn.given.set_result(None)
+
+    def refuse(self, gate: Gate, error: Callable[[], Exception]) -> None:
+        """End all that wait at a gate with an error."""
+        for turns in self._turns.values():
+            for turn in turns:
+                if turn.gate is gate and not turn.given.done():
+                    turn.given.set_exception(error())
+        self.give_turns()
 
     def show(self) -> None:
         """Let the counts be seen."""
@@ -215,8 +279,8 @@ class Admission:
         self.is_stopped = True
         for task in self._not_accepted:
             task.cancel()
-        for turn in [turn for turns in self._turns.values() for turn, _ in turns if not turn.done()]:
-            turn.set_exception(stopping())
+        for turn in [turn for turns in self._turns.values() for turn in turns if not turn.given.done()]:
+            turn.given.set_exception(stopping())
         self._turns.clear()
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
@@ -230,10 +294,12 @@ class Admission:
         is_kept = num_free == 1 or free_tokens <= self.size.kept_tokens
         return next((queue for queue in queues if not is_kept or queue.num_running <= 1), None)
 
-    def _count(self, queue: "RequestQueue", num_tokens: int, num_running: int) -> None:
+    def _count(self, queue: "RequestQueue", num_tokens: int, num_running: int, gate: Gate | None) -> None:
         self._num_computing += num_tokens
         self.num_running += num_running
         queue.num_running += num_running
+        if gate is not None:
+            gate.count(num_running)
         self.show()
 
 
@@ -290,9 +356,9 @@ class RequestQueue:
             now - entered,
         )
 
-    async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-        """The results of scoring sequences, in order. As many are started as the engine has use for. Of a request that
-        was accepted without any, each counts itself in as it is taken from `coroutines`.
+    async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: int = 1) -> AsyncGenerator[T, None]:
+        """The results of scoring sequences, in order. As many are started as the engine has use for, with `loads` times
+        the tokens. Of a request that was accepted without any, each counts itself in as it is taken from `coroutines`.
 
         A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM walks
         through its queue for each call.
@@ -304,7 +370,7 @@ class RequestQueue:
             return
         size = self._admission.size
         # Those that were counted in with the request may all begin; those that count from now on leave room for others.
-        most_tokens = math.inf if self.num_sequences else size.tokens
+        most_tokens = math.inf if self.num_sequences else loads * size.tokens
         try:
             for coroutine in coroutines:
                 self._tasks.append(asyncio.create_task(coroutine))
@@ -342,17 +408,18 @@ class RequestQueue:
         """Whether it is ended without an answer, because the server stops."""
         return self._admission.is_stopped
 
-    async def enter(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
-        """Wait for a turn to have a sequence in the engine, of whose tokens `num_known` need not be computed.
+    async def enter(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:
+        """Wait for a turn to have a sequence in the engine, of whose tokens `num_known` need not be computed, and until
+        its gate is open.
 
         Raises:
             RequestError: the server stops (503).
         """
-        await self._admission.enter(self, num_tokens - num_known)
+        await self._admission.enter(self, num_tokens - num_known, gate)
         self._entered = self._entered or time.monotonic()
         self.running.add(request_id)
 
-    def leave(self, request_id: str, num_tokens: int, num_known: int = 0) -> None:
+    def leave(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:
         """A sequence that entered is no longer in the engine."""
         self.running.remove(request_id)
-        self._admission.leave(self, num_tokens - num_known)
+        self._admission.leave(self, num_tokens - num_known, gate)

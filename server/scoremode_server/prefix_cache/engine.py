@@ -89,7 +89,7 @@ class ScoringEngine:
 
     async def prompt_columns(self, request: RowsRequest) -> Columns:
         """What the engine computes for the prompt of a request that no cache serves, as it is: for a window of a
-        reference, which has rows of another kind.
+        reference, which has rows of another kind. The caller counts it as done.
 
         Raises:
             EngineOutputError: the engine ended the request early, or without them.
@@ -98,8 +98,6 @@ class ScoringEngine:
         output = await in_engine(self._engine, request)
         columns = read_prompt_columns(output)
         self._metrics.count(output, len(request.token_ids) - 1, arrival)
-        if request.queue is not None:
-            request.queue.done(len(request.token_ids), 0)
         return columns
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:

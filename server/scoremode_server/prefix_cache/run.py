@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
-from scoremode_server.prefix_cache.admission import RequestQueue
+from scoremode_server.prefix_cache.admission import Gate, RequestQueue
 from scoremode_server.rows import Rows, check_finished, missing_row, read_rows
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
@@ -90,6 +90,8 @@ class RowsRequest:
     """Of the HTTP request that this is a part of; without one, it goes to the engine at once."""
     mark: ScoredMark | None = None
     """What its parameters are marked with, if they are."""
+    gate: Gate | None = None
+    """Where it waits in its queue, if it needs what is there at some times only."""
 
     @classmethod
     def score(
@@ -219,7 +221,7 @@ async def in_engine(
     request_id = request.request_id + suffix
     queue, output = request.queue, None
     if queue is not None:
-        await queue.enter(request_id, request.num_fed, num_known)
+        await queue.enter(request_id, request.num_fed, num_known, request.gate)
     try:
         with exempt_from_queue_bounds():
             async for part in engine.generate(request.prompt, params, request_id, **request.options):
@@ -236,4 +238,4 @@ async def in_engine(
         raise
     finally:
         if queue is not None:
-            queue.leave(request_id, request.num_fed, num_known)
+            queue.leave(request_id, request.num_fed, num_known, request.gate)

@@ -10,22 +10,26 @@ A row of `windows` is the position of the document's first token in `token_ids`,
 target and head (-1 for none), all within the document. Hidden states are those that the targets are predicted from.
 """
 
+import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from scoremode.protocol import REFERENCE_NAME
 from scoremode.windows import Window
-from scoremode_server.references.manifest import HeadFormat, Manifest, ManifestError
+from scoremode_server.references.file_threads import FileThreads
+from scoremode_server.references.manifest import Manifest, ManifestError
 from scoremode_server.references.tensor_files import BrokenFileError, partial_path, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
@@ -37,6 +41,13 @@ _ABANDONED_SECONDS = 60
 
 class NoReferenceError(Exception):
     """There is no reference of that name."""
+
+
+class ReplacedReferenceError(NoReferenceError):
+    """Another reference has the name now."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"another reference has the name {name!r} now")
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,18 @@ class StoredReference:
     def head_path(self) -> Path:
         """The file of the LM head."""
         return self.path / "lm_head.safetensors"
+
+    def head_stamp(self) -> str:
+        """Changes whenever the file of the LM head is replaced or changed; empty where there is none.
+
+        Raises:
+            OSError: the file system cannot tell.
+        """
+        try:
+            of_file = self.head_path.stat()
+        except FileNotFoundError:
+            return ""
+        return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Keep the LM head.
@@ -146,6 +169,23 @@ class StoredReference:
         return {"reference": self.manifest.identity, "part": part}
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other threads and processes out, also on other hosts where the file system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        # Gone: whoever opens it next says so.
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -196,8 +236,12 @@ class ReferenceDirectory:
         self.root = root
 
     def names(self) -> list[str]:
-        """Of the references that are there."""
-        return sorted(path.parent.name for path in self.root.glob(f"[!.]*/{_MANIFEST}"))
+        """Of what is in the folder and may be a reference; opening it tells. Nothing within is touched, which may be on
+        a mount of its own that does not answer."""
+        try:
+            return sorted(name for name in os.listdir(self.root) if re.fullmatch(REFERENCE_NAME, name))
+        except FileNotFoundError:
+            return []
 
     def open(self, name: str) -> StoredReference:
         """The reference of a name.
@@ -218,13 +262,28 @@ class ReferenceDirectory:
         except ManifestError as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
-    def all(self) -> Iterator[StoredReference]:
-        """Those whose manifest can be read."""
-        for name in self.names():
-            try:
-                yield self.open(name)
-            except (NoReferenceError, BrokenFileError):
-                continue
+    def open_same(self, name: str, identity: str) -> StoredReference:
+        """The reference of a name, which is still the one with this identity; else as `open`.
+
+        Raises:
+            ReplacedReferenceError: it is not.
+        """
+        reference = self.open(name)
+        if reference.manifest.identity != identity:
+            raise ReplacedReferenceError(name)
+        return reference
+
+    def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
+        """Change some fields of a manifest that is on disk now, whatever else was changed there meanwhile.
+
+        Raises:
+            NoReferenceError: the reference was deleted, or another has its name.
+            BrokenFileError: its manifest cannot be read.
+            OSError: it cannot be written.
+        """
+        with _locked(reference.path):
+            current = self.open_same(reference.name, reference.manifest.identity)
+            return current.save(current.manifest.model_copy(update=changes))
 
     def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
         """Begin a reference.
@@ -269,10 +328,25 @@ class ReferenceDirectory:
         for each in self.root.glob(f"{_DELETED}*"):
             shutil.rmtree(each, ignore_errors=True)
 
-    def largest_head(self) -> HeadFormat | None:
-        """Of all references that have a head."""
-        heads = (reference.manifest.head for reference in self.all())
-        return max((head for head in heads if head), key=lambda head: head.num_bytes, default=None)
+    def largest_head(self, vocab_size: int, seconds: float) -> int:
+        """Bytes of the largest LM head that a model with this vocabulary can be compared with, 0 if there is none.
+        Manifests that do not answer in this time are left out, and so are heads that are not as large as they say."""
+        # A thread for each: one that hangs must not hide the others.
+        threads = FileThreads()
+        names = threads.submit("", self.names)
+        wait([names], seconds)
+        if not names.done() or names.exception():
+            return 0
+        sizes = [threads.submit(name, partial(self._head_bytes, name, vocab_size)) for name in names.result()]
+        done, _ = wait(sizes, seconds)
+        return max((size.result() for size in done if not size.exception()), default=0)
+
+    def _head_bytes(self, name: str, vocab_size: int) -> int:
+        reference = self.open(name)
+        head = reference.manifest.head
+        if head is None or head.vocab_size != vocab_size or reference.head_path.stat().st_size < head.num_bytes:
+            return 0
+        return head.num_bytes
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(REFERENCE_NAME, name):

@@ -58,7 +58,8 @@ def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.
     """
     try:
         # Not mapped into memory: a file that is then cut short, or removed on another host, would end the process.
-        metadata, tensors = _parse(np.fromfile(path, np.uint8))
+        with path.open("rb", buffering=0) as file:
+            metadata, tensors = _parse(np.fromfile(file, np.uint8))
         actual = json.loads(metadata)["about"]
     except FileNotFoundError:
         raise BrokenFileError(f"{path} is missing") from None

@@ -1,9 +1,8 @@
 """The served model compared with a reference: whether they fit, and the reference's windows through the engine.
 
-Knows no HTTP. Files are touched in threads.
+Knows no HTTP. Files are touched in threads, and by workers before a window is in the engine.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -15,21 +14,27 @@ from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.scoring.reference_windows import ComparedWindow, MarkedWindow
+from scoremode_server.scoring.reference_windows import ComparedWindow, MarkedWindow, mark_window
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.worker_files import ReadAhead, UnreadableFileError, WorkerFiles
+from scoremode_server.settings import REFERENCE_HEADS_FLAG
+from scoremode_server.vllm_patches.reference_windows import WindowMark
 from scoremode_server.vllm_patches.window_params import call_workers
 
 
 class Comparer:
     """Compares the served model with references."""
 
-    def __init__(self, references: References, client: EngineClient, engine: ScoringEngine, turns: Turns) -> None:
+    def __init__(
+        self, references: References, client: EngineClient, engine: ScoringEngine, turns: Turns, files: WorkerFiles
+    ) -> None:
         self._references = references
         self._client = client
         self._engine = engine
         self._turns = turns
+        self._files = files
         self._head_bytes: int | None = None
 
     async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
@@ -51,7 +56,12 @@ class Comparer:
             )
         if manifest.model.tokenizer_fingerprint != self._references.model.tokenizer_fingerprint:
             raise RequestError(f"reference {reference.name!r} was made with another tokenizer", "reference")
-        longest = int((await self._references.text(reference)).num_tokens.max())
+        text = await self._references.text(reference)
+        if len(text.windows) != manifest.text.num_windows:
+            raise self._references.broken(
+                reference.name, BrokenFileError(f"{len(text.windows)} of {manifest.text.num_windows} windows are there")
+            )
+        longest = int(text.num_tokens.max())
         if longest > max_model_len:
             raise RequestError(
                 f"reference {reference.name!r} has windows of {longest} tokens, and the served model takes "
@@ -62,14 +72,15 @@ class Comparer:
         if manifest.head.num_bytes > room:
             raise RequestError(
                 f"the LM head of reference {reference.name!r} has {manifest.head.num_bytes} bytes, and this server "
-                f"reserved {room}: start it again now that the reference is there",
+                f"reserved {room}: start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}",
                 "reference",
             )
 
     async def _room(self) -> int:
         """Bytes of the largest LM head that fits; workers answer between two steps, and it stays the same."""
         if self._head_bytes is None:
-            self._head_bytes = max(await call_workers(self._client, "scoremode_head_bytes"))
+            answers = await call_workers(self._client, "scoremode_head_bytes")
+            self._head_bytes = min(answer for answer in answers if answer is not None)
         return self._head_bytes
 
     async def compare(
@@ -82,36 +93,38 @@ class Comparer:
             EngineOutputError: the engine computed no logprob, or NaN.
         """
         text = await self._references.text(reference)
+        stamp = await self._references.in_thread(reference.name, reference.head_stamp)
+
+        def mark(index: int) -> tuple[list[int], WindowMark]:
+            return mark_window("compare", reference, text, index, num_top, stamp)
+
+        # Of a request for one window, those after it: a client asks for them in requests of their own.
+        order = indices if len(indices) > 1 else range(indices[0], len(text.windows))
 
         def windows() -> Iterator[Coroutine[Any, Any, ComparedWindow]]:
-            for index in indices:
-                yield self._compared(
-                    reference, MarkedWindow.begin("compare", reference, text, index, settings, num_top)
-                )
+            for place, index in enumerate(indices):
+                following = (order[later] for later in range(place + 1, len(order)))
+                yield self._compared(reference, MarkedWindow(*mark(index), settings), ReadAhead(following, mark))
 
-        async with aclosing(settings.queue.in_order(windows())) as compared:
+        # As many are read as are in the engine.
+        async with aclosing(settings.queue.in_order(windows(), loads=2)) as compared:
             async for window in compared:
                 yield window
+        # What was read before a reference was deleted is no comparison with one that is there.
+        await self._references.current(reference)
 
-    async def _compared(self, reference: StoredReference, window: MarkedWindow) -> ComparedWindow:
-        columns = await self._engine.prompt_columns(window.request())
+    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> ComparedWindow:
+        head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
+        assert head is not None
+        try:
+            async with self._files.loaded(window.mark, head, len(window.token_ids), rank, ahead) as loaded:
+                request = window.request(loaded.mark, loaded.gate, loaded.rank)
+                columns = await self._engine.prompt_columns(request)
+        except UnreadableFileError as error:
+            await self._references.current(reference)
+            raise self._references.broken(reference.name, BrokenFileError(str(error))) from None
+        window.done()
         # Infinite divergences are numbers.
-        is_nan = np.any(np.isnan(columns[1]), axis=1)
-        if is_nan.any():
-            await self._explain(reference, window.mark.index)
-        window.check_rows(is_nan)
+        window.check_rows(np.any(np.isnan(columns[1]), axis=1))
         await self._turns.take()
         return ComparedWindow.of(window.mark.index, columns)
-
-    async def _explain(self, reference: StoredReference, index: int) -> None:
-        """Find out whether a file of the reference is at fault, where figures are not numbers.
-
-        Raises:
-            RequestError: one is.
-        """
-        await self._references.current(reference)
-        try:
-            await asyncio.to_thread(reference.read_shard, index)
-            await asyncio.to_thread(reference.read_head)
-        except BrokenFileError as error:
-            raise self._references.broken(reference.name, error) from None

@@ -1,6 +1,6 @@
 """The served model recorded as a reference: its windows through the engine, until their files are on disk.
 
-Knows no HTTP. Workers write the files; they are looked for in threads.
+Knows no HTTP. Workers write the files, and say when they have.
 """
 
 import asyncio
@@ -9,9 +9,11 @@ import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -25,11 +27,11 @@ from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.reference_windows import MarkedWindow
+from scoremode_server.scoring.reference_windows import MarkedWindow, mark_window
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.vllm_patches.reference_windows import HEAD
+from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.vllm_patches.window_params import call_workers
 
 # vLLM writes what comes below its own name.
@@ -37,14 +39,6 @@ logger = init_logger("vllm.scoremode.references")
 
 SECONDS_TO_WRITE = 120
 """In which a window that the engine has computed must be on disk, and after all windows the LM head."""
-
-SECONDS_TO_ASK = 1
-"""After which the workers are asked why it is not."""
-
-POLL_SECONDS = 0.005
-"""After which it is first looked for; then after twice as long each time, up to `MAX_POLL_SECONDS`."""
-
-MAX_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +54,18 @@ class RecordedWindow:
 class Recorder:
     """Records the served model."""
 
-    def __init__(self, references: References, client: EngineClient, engine: ScoringEngine, turns: Turns) -> None:
+    def __init__(
+        self, references: References, client: EngineClient, engine: ScoringEngine, turns: Turns, files: WorkerFiles
+    ) -> None:
         self._references = references
         self._client = client
         self._engine = engine
         self._turns = turns
+        self._files = files
+        self._head_tickets: dict[str, str] = {}
+        """Of LM heads that workers write, by the identity of the reference."""
         self._head: HeadFormat | None = None
-        self._beginning = asyncio.Lock()
+        self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def begin(self, name: str, plan: TextPlan, text: StoredText) -> StoredReference:
         """The reference to record into: a new one, or one of the same model and text that is not complete.
@@ -75,7 +74,8 @@ class Recorder:
             RequestError: there is another of that name (409), or this model's logits are not what a reference can keep.
         """
         # One at a time: two of one name would both find that it has no LM head.
-        async with self._beginning:
+        lock = self._beginning.setdefault(name, asyncio.Lock())
+        async with lock:
             return await self._begin(name, plan, text)
 
     async def _begin(self, name: str, plan: TextPlan, text: StoredText) -> StoredReference:
@@ -83,7 +83,9 @@ class Recorder:
         model = self._references.model
         new = Manifest(identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan)
         try:
-            reference = await asyncio.to_thread(self._references.directory.create, name, new, text)
+            reference = await self._references.in_thread(
+                name, partial(self._references.directory.create, name, new, text), "name"
+            )
         except FileExistsError:
             reference = await self._references.open(name, "name")
         except OSError as error:
@@ -94,15 +96,19 @@ class Recorder:
             what = "text or other windows" if is_same_model else "model"
             raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
         _warn_of_another_server(reference, model)
-        if of_disk.head is not None and await asyncio.to_thread(_has_head, reference):
+        if of_disk.head is not None and await self._references.in_thread(name, partial(_has_head, reference), "name"):
             return reference
         await self._write_head(reference)
-        return await asyncio.to_thread(reference.save, of_disk.model_copy(update={"head": head}))
+        return await self._references.save(reference, {"head": head}, "name")
 
     async def _write_head(self, reference: StoredReference) -> None:
         """Have the LM head written while windows are recorded."""
         await self._remove(reference, reference.head_path)
-        await self._ask_workers(reference, "scoremode_write_head", reference.name)
+        ticket, identity = uuid.uuid4().hex, reference.manifest.identity
+        failures = await call_workers(self._client, "scoremode_write_head", reference.name, identity, ticket)
+        if failure := next(filter(None, failures), None):
+            raise self._references.unwritable(reference.name, failure)
+        self._head_tickets[identity] = ticket
 
     async def _remove(self, reference: StoredReference, path: Path) -> None:
         """Remove a damaged file: it must not pass for the one that is being written.
@@ -111,19 +117,9 @@ class Recorder:
             RequestError: it cannot be removed.
         """
         try:
-            await asyncio.to_thread(path.unlink, missing_ok=True)
+            await self._references.in_thread(reference.name, partial(path.unlink, missing_ok=True), "name")
         except OSError as error:
             raise self._references.unwritable(reference.name, error) from None
-
-    async def _ask_workers(self, reference: StoredReference, method: str, *arguments: Any) -> None:
-        """Call a method of the workers that answers with a failure to write, or with None.
-
-        Raises:
-            RequestError: one of them failed.
-        """
-        failures = await call_workers(self._client, method, *arguments)
-        if failure := next(filter(None, failures), None):
-            raise self._references.unwritable(reference.name, failure)
 
     async def _served_head(self) -> HeadFormat:
         if self._head is None:
@@ -142,16 +138,18 @@ class Recorder:
             EngineOutputError: the engine computed no logprob, or NaN.
         """
         text = await self._references.text(reference)
-        recorded = await asyncio.to_thread(reference.recorded)
+        recorded = await self._references.in_thread(reference.name, reference.recorded, "name")
 
         def windows() -> Iterator[Coroutine[Any, Any, RecordedWindow]]:
             for index in range(len(text.windows)):
                 if index in recorded:
                     yield self._found(reference, index, text, settings)
                 else:
-                    yield self._recorded(reference, MarkedWindow.begin("record", reference, text, index, settings))
+                    window = MarkedWindow(*mark_window("record", reference, text, index), settings)
+                    yield self._recorded(reference, window)
 
-        async with aclosing(settings.queue.in_order(windows())) as in_order:
+        # As many are written as are in the engine.
+        async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
             async for window in in_order:
                 yield window
 
@@ -160,38 +158,35 @@ class Recorder:
     ) -> RecordedWindow:
         """A window that has a file; it is recorded again where that is damaged."""
         try:
-            _, logprobs = await asyncio.to_thread(reference.read_shard, index)
+            _, logprobs = await self._references.in_thread(reference.name, partial(reference.read_shard, index), "name")
         except BrokenFileError as error:
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
             await self._remove(reference, reference.shard(index))
-            return await self._recorded(reference, MarkedWindow.begin("record", reference, text, index, settings))
+            window = MarkedWindow(*mark_window("record", reference, text, index), settings)
+            return await self._recorded(reference, window)
         return RecordedWindow(-json_logprobs(logprobs.numpy()), is_new=False)
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
-        _, columns, _ = await self._engine.prompt_columns(window.request())
+        _, columns, _ = await self._engine.prompt_columns(window.request(window.mark))
         window.check_rows(np.isnan(columns[:, 0]))
-        index = window.mark.index
-        await self._written(reference, reference.shard(index), index, f"window {index}")
+        await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
+        # Until now its hidden states took memory.
+        window.done()
         await self._turns.take()
         return RecordedWindow(-json_logprobs(columns[:, 0]), is_new=True)
 
-    async def _written(self, reference: StoredReference, path: Path, index: int, what: str) -> None:
-        """Wait until a window, or the LM head, that workers have is on disk.
+    async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
+        """Wait until a worker has written a window, or the LM head.
 
         Raises:
-            RequestError: it could not be written, or is not there in time.
+            RequestError: it could not, or has not in time.
         """
-        start, pause = time.monotonic(), POLL_SECONDS
-        asked = start
-        while not await asyncio.to_thread(path.exists):
-            await asyncio.sleep(pause)
-            pause, now = min(2 * pause, MAX_POLL_SECONDS), time.monotonic()
-            if now - asked < SECONDS_TO_ASK:
-                continue
-            asked = now
-            await self._ask_workers(reference, "scoremode_write_failure", reference.manifest.identity, index)
-            if now - start > SECONDS_TO_WRITE:
-                raise self._references.unwritable(reference.name, f"{what} is not there after {SECONDS_TO_WRITE} s")
+        try:
+            failure = await self._files.written(ticket, SECONDS_TO_WRITE)
+        except TimeoutError:
+            failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
+        if failure is not None:
+            raise self._references.unwritable(reference.name, failure)
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Keep the perplexity of a reference, once all windows are recorded.
@@ -199,10 +194,15 @@ class Recorder:
         Raises:
             RequestError: the reference was deleted, or its LM head or manifest cannot be written.
         """
-        await self._written(reference, reference.head_path, HEAD, "the LM head")
+        identity = reference.manifest.identity
+        if ticket := self._head_tickets.get(identity):
+            await self._written(reference, ticket, "the LM head")
+            # Unless it is written once more, for another request.
+            if self._head_tickets.get(identity) == ticket:
+                del self._head_tickets[identity]
         result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
         await self._references.save(reference, {"result": result})
-        await asyncio.to_thread(reference.remove_partial_files)
+        await self._references.in_thread(reference.name, reference.remove_partial_files, "name")
 
 
 def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:

@@ -8,6 +8,7 @@ from vllm.utils import random_uuid
 
 from scoremode.kld import KldPositions
 from scoremode_server.errors import EngineOutputError
+from scoremode_server.prefix_cache.admission import Gate
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.rows import Columns, missing_row
@@ -16,51 +17,67 @@ from scoremode_server.vllm_patches.reference_windows import WindowMark
 from scoremode_server.vllm_patches.window_params import WindowParams
 
 
+def mark_window(
+    action: Literal["record", "compare"],
+    reference: StoredReference,
+    text: StoredText,
+    index: int,
+    num_top: int = 0,
+    head_stamp: str = "",
+) -> tuple[list[int], WindowMark]:
+    """The tokens of a window of a reference whose text is `text`, and its mark. A reference is known to workers by its
+    name and its identity, so that a copy is another, and its LM head by the state of the file as well."""
+    token_ids, first = text.window(index)
+    mark = WindowMark(
+        action=action,
+        reference=reference.name,
+        identity=reference.manifest.identity,
+        index=index,
+        first=first,
+        num_scored=len(token_ids) - first,
+        last_token=token_ids[-1],
+        num_top=num_top,
+        ticket=random_uuid(),
+        head=f"{reference.name}/{reference.manifest.identity}/{head_stamp}",
+    )
+    return token_ids, mark
+
+
 @dataclass(frozen=True, slots=True)
 class MarkedWindow:
-    """A window's tokens, and the mark that tells the workers what to do with its hidden states."""
+    """A window's tokens, and the mark that tells the workers what to do with its hidden states. Its tokens count in the
+    queue from the moment it is made until `done`."""
 
     token_ids: list[int]
     mark: WindowMark
     settings: ScoreSettings
 
-    @classmethod
-    def begin(
-        cls,
-        action: Literal["record", "compare"],
-        reference: StoredReference,
-        text: StoredText,
-        index: int,
-        settings: ScoreSettings,
-        num_top: int = 0,
-    ) -> "MarkedWindow":
-        """A window of a reference whose text is `text`; its tokens count in the queue from now on."""
-        token_ids, first = text.window(index)
-        settings.queue.add(1, len(token_ids))
-        mark = WindowMark(
-            action=action,
-            reference=reference.name,
-            identity=reference.manifest.identity,
-            index=index,
-            first=first,
-            num_scored=len(token_ids) - first,
-            last_token=token_ids[-1],
-            num_top=num_top,
-        )
-        return cls(token_ids, mark, settings)
+    def __post_init__(self) -> None:
+        self.settings.queue.add(1, len(self.token_ids))
 
-    def request(self) -> RowsRequest:
-        """What the engine computes."""
+    def request(self, mark: WindowMark, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
+        """What the engine computes, with the mark under which its files are known to workers.
+
+        Args:
+            mark: the window's own, or one with another ticket.
+            gate: where it waits.
+            rank: the engine that computes it; any if None.
+        """
+        options = self.settings.options
         request = RowsRequest.score(
             self.token_ids,
-            request_id=f"{self.settings.request_id}-{self.mark.index}",
+            request_id=f"{self.settings.request_id}-{mark.index}",
             # Hidden states of cached positions are not there, so that nobody would read what this leaves in the cache.
             cache_salt=random_uuid(),
             use_cache=False,
-            options=self.settings.options,
+            options=options if rank is None else {**options, "data_parallel_rank": rank},
             queue=self.settings.queue,
         )
-        return replace(request, params=WindowParams.mark(request.params, self.mark))
+        return replace(request, params=WindowParams.mark(request.params, mark), gate=gate)
+
+    def done(self) -> None:
+        """The window has its answer."""
+        self.settings.queue.done(len(self.token_ids), 0)
 
     def check_rows(self, is_nan: np.ndarray) -> None:
         """Make sure that there is a row [scored] for each target, and none that is NaN.

@@ -6,20 +6,31 @@ Knows no HTTP. Files are touched in threads.
 import asyncio
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from scoremode.protocol import Reference
 from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import (
     NoReferenceError,
     ReferenceDirectory,
+    ReplacedReferenceError,
     StoredReference,
     StoredText,
 )
+from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.references.tensor_files import BrokenFileError
+
+T = TypeVar("T")
+
+SECONDS_TO_ANSWER = 120
+"""That the files of a reference may take for anything that is asked of them."""
+
+SECONDS_TO_LIST = 10
+"""In which a reference must answer to be in a list."""
 
 KEPT_OPEN = 8
 """References whose tokens are kept in memory: a client asks for the windows of one by one, in requests of their own."""
@@ -36,12 +47,35 @@ class References:
     def __init__(self, root: Path, model: ModelIdentity) -> None:
         self.directory = ReferenceDirectory(root)
         self.model = model
+        self._threads = FileThreads()
         self._opened: OrderedDict[str, StoredReference] = OrderedDict()
         """By name, those that were asked for last."""
 
     async def all(self) -> list[Reference]:
-        """Those whose manifest can be read."""
-        return await asyncio.to_thread(lambda: [_describe(each) for each in self.directory.all()])
+        """Those whose files can be read."""
+        names = await self.in_thread("", self.directory.names, None)
+        described = await asyncio.gather(*map(self._listed, names))
+        return [reference for reference in described if reference is not None]
+
+    async def _listed(self, name: str) -> Reference | None:
+        try:
+            async with asyncio.timeout(SECONDS_TO_LIST):
+                return await self.in_thread(name, lambda: _describe(self.directory.open(name)))
+        except (NoReferenceError, BrokenFileError, TimeoutError):
+            return None
+
+    async def in_thread(self, name: str, call: Callable[[], T], param: str | None = "reference") -> T:
+        """What a call returns or raises that touches files of a reference. One that hangs holds up no other reference.
+
+        Raises:
+            RequestError: it hangs (503).
+        """
+        try:
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
+                return await asyncio.wrap_future(self._threads.submit(name, call))
+        except TimeoutError:
+            message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
+            raise RequestError(message, param, HTTPStatus.SERVICE_UNAVAILABLE) from None
 
     async def open(self, name: str, param: str = "reference") -> StoredReference:
         """The reference of a name, which is the request's field `param`.
@@ -50,7 +84,7 @@ class References:
             RequestError: there is none (404), or it is damaged (409).
         """
         try:
-            reference = await asyncio.to_thread(self.directory.open, name)
+            reference = await self.in_thread(name, lambda: self.directory.open(name), param)
         except NoReferenceError as error:
             self._opened.pop(name, None)
             raise RequestError(str(error), param, HTTPStatus.NOT_FOUND) from None
@@ -69,7 +103,8 @@ class References:
         Raises:
             RequestError: as for `open`.
         """
-        return await asyncio.to_thread(_describe, await self.open(name, "name"))
+        reference = await self.open(name, "name")
+        return await self.in_thread(name, lambda: _describe(reference), "name")
 
     async def delete(self, name: str) -> None:
         """Remove a reference.
@@ -78,23 +113,26 @@ class References:
             RequestError: there is none (404), or its folder cannot be changed.
         """
         try:
-            await asyncio.to_thread(self.directory.delete, name)
+            await self.in_thread(name, lambda: self.directory.delete(name), "name")
         except NoReferenceError as error:
             raise RequestError(str(error), "name", HTTPStatus.NOT_FOUND) from None
         except OSError as error:
             raise self.unwritable(name, error) from None
 
-    async def save(self, reference: StoredReference, changes: dict[str, Any]) -> None:
+    async def save(
+        self, reference: StoredReference, changes: dict[str, Any], param: str = "reference"
+    ) -> StoredReference:
         """Change the manifest that is on disk now.
 
         Raises:
             RequestError: the reference was deleted meanwhile, or its manifest cannot be written.
         """
-        current = await self.current(reference)
         try:
-            await asyncio.to_thread(current.save, current.manifest.model_copy(update=changes))
+            return await self.in_thread(reference.name, lambda: self.directory.update(reference, changes), param)
         except OSError as error:
             raise self.unwritable(reference.name, error) from None
+        except (NoReferenceError, BrokenFileError) as error:
+            raise self._gone(reference.name, error, param) from None
 
     async def current(self, reference: StoredReference) -> StoredReference:
         """A reference as it is on disk now.
@@ -102,14 +140,21 @@ class References:
         Raises:
             RequestError: it was deleted meanwhile.
         """
-        current = await self.open(reference.name)
-        if current.manifest.identity != reference.manifest.identity:
-            raise RequestError(
-                f"reference {reference.name!r} was deleted meanwhile, and another has its name now",
-                "reference",
-                HTTPStatus.CONFLICT,
+        name, identity = reference.name, reference.manifest.identity
+        try:
+            return await self.in_thread(name, lambda: self.directory.open_same(name, identity))
+        except (NoReferenceError, BrokenFileError) as error:
+            raise self._gone(name, error) from None
+
+    def _gone(self, name: str, error: NoReferenceError | BrokenFileError, param: str = "reference") -> RequestError:
+        if isinstance(error, BrokenFileError):
+            return self.broken(name, error, param)
+        self._opened.pop(name, None)
+        if isinstance(error, ReplacedReferenceError):
+            return RequestError(
+                f"reference {name!r} was deleted meanwhile, and another has its name now", param, HTTPStatus.CONFLICT
             )
-        return current
+        return RequestError(str(error), param, HTTPStatus.NOT_FOUND)
 
     async def text(self, reference: StoredReference) -> StoredText:
         """The tokens of a reference.
@@ -118,7 +163,7 @@ class References:
             RequestError: they are damaged.
         """
         try:
-            return await asyncio.to_thread(lambda: reference.text)
+            return await self.in_thread(reference.name, lambda: reference.text)
         except BrokenFileError as error:
             raise self.broken(reference.name, error) from None
 

@@ -6,9 +6,12 @@ from vllm.distributed import get_tp_group
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.settings import logprob_bytes, reference_directory
+from scoremode_server.settings import logprob_bytes, reference_directory, reference_head_bytes
 from scoremode_server.vllm_patches import output_processor
 from scoremode_server.vllm_patches.computed_by import describe_worker
+
+SECONDS_FOR_MANIFESTS = 10
+"""In which the manifests of a folder of references are read while a worker starts."""
 
 
 def install() -> None:
@@ -18,9 +21,10 @@ def install() -> None:
     no use for model runners; and some are not importable before the platform is set up.
 
     Raises:
-        ValueError: the working memory for prompt logprobs is set to something else than a positive number of bytes.
+        ValueError: the working memory for prompt logprobs is set to something else than a positive number of bytes, or
+            that for heads of references to something else than a number of bytes.
     """
-    budget = logprob_bytes()
+    budget, for_heads = logprob_bytes(), reference_head_bytes()
     output_processor.patch()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return
@@ -28,8 +32,10 @@ def install() -> None:
 
     def init_device_then_patch(self: Any) -> None:
         init_device(self)
-        # Ranks of a tensor-parallel group project together, so all of them take the budget of the first.
-        patch_runners(get_tp_group().broadcast_object(budget))
+        # Ranks of a tensor-parallel group project together, so all of them take the budgets of the first.
+        group = get_tp_group()
+        head_bytes = room_for_heads(for_heads, self.vllm_config.model_config) if group.rank_in_group == 0 else 0
+        patch_runners(*group.broadcast_object((budget, head_bytes)))
 
     WorkerWrapperBase.init_device = init_device_then_patch
     # Not by the worker extension, which is another's or nobody's where there is no folder for references.
@@ -37,8 +43,20 @@ def install() -> None:
     WorkerWrapperBase._scoremode_patched = True
 
 
-def patch_runners(budget_bytes: int) -> None:
-    """Patch both model runners, once a process, so that prompt logprobs take at most so much working memory."""
+def room_for_heads(num_bytes: int | None, model: Any) -> int:
+    """Bytes for LM heads of references: what is set, or one that is as large as the largest in the folder and at least
+    as the served model's."""
+    root = reference_directory()
+    if root is None or num_bytes is not None:
+        return num_bytes or 0
+    vocab_size = model.get_vocab_size()
+    served: int = vocab_size * (model.get_hidden_size() + 1) * model.dtype.itemsize
+    return max(served, ReferenceDirectory(root).largest_head(vocab_size, SECONDS_FOR_MANIFESTS))
+
+
+def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
+    """Patch both model runners, once a process, so that prompt logprobs take at most so much working memory, and LM
+    heads of references so much."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.vllm_patches import runner_v1, runner_v2
@@ -48,7 +66,7 @@ def patch_runners(budget_bytes: int) -> None:
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
     root = reference_directory()
-    windows = ScoredWindows() if root is None else ReferenceWindows(ReferenceDirectory(root))
+    windows = ScoredWindows() if root is None else ReferenceWindows(ReferenceDirectory(root), head_bytes)
     runner_v1.patch(budget_bytes, windows)
     runner_v2.patch(budget_bytes, windows)
     GPUModelRunner._scoremode_patched = True

@@ -4,7 +4,7 @@ A reference's head is a layer of vLLM's own, so that its logits are rounded, pad
 capped as the server that recorded it did.
 """
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -23,8 +23,8 @@ from scoremode_server.vllm_patches.lm_head import LogitsFunction, LogitsSource
 GATHERED_ROWS = 8192
 """Rows of the vocabulary that ranks send each other at a time."""
 
-PADDING_BYTES = 64 * 32_768 * 4
-"""Added to the size of a head: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
+PINNED_BYTES = 16 * 1024**2
+"""That weights are copied through."""
 
 
 class UnsuitableHeadError(Exception):
@@ -93,68 +93,101 @@ class ReferenceHead:
     logit_bytes: int
 
 
-class HeadSlot:
-    """Room for the LM head of one reference at a time, reserved while vLLM profiles.
+class HeadLayer:
+    """A layer of vLLM's for a reference's head: made without weights, which are then read to the host, and copied to
+    where steps find them. What touches no file and no device may be called between steps.
 
     Attributes:
-        num_bytes: of the largest head that fits, all ranks together.
+        num_bytes: of this rank's part of weight and bias.
     """
 
-    def __init__(self, num_bytes: int, config: VllmConfig, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self._config = config
-        size = num_bytes // config.parallel_config.tensor_parallel_size + PADDING_BYTES
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        self._loaded: tuple[StoredReference, Callable[..., torch.Tensor]] | None = None
+    def __init__(self, head: HeadFormat, config: VllmConfig) -> None:
+        self._head = head
+        self._dtype = getattr(torch, head.weight_dtype)
+        with set_current_vllm_config(config), torch.device("meta"):
+            self._layer = ParallelLMHead(
+                head.vocab_size, head.hidden_size, params_dtype=self._dtype, org_num_embeddings=head.vocab_size
+            )
+            self._processor = LogitsProcessor(head.vocab_size, scale=head.scale, soft_cap=head.soft_cap)
+        self._processor.head_dtype = getattr(torch, head.head_dtype)
+        rows = self._layer.num_embeddings_per_partition
+        self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
+        self._weights: list[torch.Tensor] = []
+        self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
-    def load(self, reference: StoredReference, *, local: bool) -> ReferenceHead:
-        """The head of a reference, with `local` this rank's part of it. The one that was in the slot can no longer be
-        used, unless it is the same.
+    def read(self, reference: StoredReference) -> None:
+        """Read this rank's part to the host.
 
         Raises:
-            BrokenFileError: the head's file is not what was written, or the head does not fit.
+            BrokenFileError: the file is not what was written.
         """
-        if self._loaded is None or self._loaded[0].manifest.identity != reference.manifest.identity:
-            self._loaded = None
-            self._loaded = reference, self._load(reference)
-        loaded, logits = self._loaded
-        head = loaded.manifest.head
-        assert head is not None
-        copies = 1 if head.soft_cap is None else 2
-        return ReferenceHead(
-            lambda hidden_states: logits(hidden_states, skip_gather=local),
-            copies * getattr(torch, head.head_dtype).itemsize,
-        )
+        tensors = [tensor for tensor in reference.read_head() if tensor is not None]
+        expected = [(self._head.vocab_size, self._head.hidden_size), (self._head.vocab_size,)][: len(self._shapes)]
+        if [(*tensor.shape,) for tensor in tensors] != expected or {each.dtype for each in tensors} != {self._dtype}:
+            raise BrokenFileError(f"{reference.head_path} is not the LM head that the manifest tells of")
+        with torch.inference_mode():
+            parts = [_parameter(torch.empty(shape, dtype=self._dtype)) for shape in self._shapes]
+            for part, tensor in zip(parts, tensors, strict=True):
+                self._layer.weight_loader(part, tensor)
+        self._weights = [part.data for part in parts]
 
-    def _load(self, reference: StoredReference) -> Callable[..., torch.Tensor]:
-        head = reference.manifest.head
-        if head is None:
-            raise BrokenFileError(f"reference {reference.name!r} has no LM head yet")
-        if head.num_bytes > self.num_bytes:
-            raise BrokenFileError(f"the LM head of reference {reference.name!r} does not fit")
-        weight, bias = reference.read_head()
-        dtype = getattr(torch, head.weight_dtype)
-        with set_current_vllm_config(self._config), torch.device("meta"):
-            layer = ParallelLMHead(
-                head.vocab_size, head.hidden_size, params_dtype=dtype, org_num_embeddings=head.vocab_size
-            )
-            processor = LogitsProcessor(head.vocab_size, scale=head.scale, soft_cap=head.soft_cap)
-        processor.head_dtype = getattr(torch, head.head_dtype)
-        rows = layer.num_embeddings_per_partition
-        memory = self._memory[: rows * head.hidden_size * dtype.itemsize].view(dtype)
-        layer.weight = _parameter(memory.view(rows, head.hidden_size))
-        layer.weight_loader(layer.weight, weight)
-        own_bias = None
-        if bias is not None:
-            own_bias = _parameter(torch.empty(rows, dtype=dtype, device=memory.device))
-            layer.weight_loader(own_bias, bias)
-        layer.quant_method.process_weights_after_loading(layer)
+    def place(self, memory: torch.Tensor) -> None:
+        """Copy what was read to memory [num_bytes] of the device, and keep nothing of it on the host."""
+        with torch.inference_mode():
+            placed, start = [], 0
+            for weight in self._weights:
+                end = start + weight.numel() * weight.itemsize
+                target = memory[start:end].view(weight.dtype).view(weight.shape)
+                copy_to_device(weight, target)
+                placed.append(_parameter(target))
+                start = end
+            self._weights = []
+            self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
+            self._layer.quant_method.process_weights_after_loading(self._layer)
 
-        def logits(hidden_states: torch.Tensor, *, skip_gather: bool) -> torch.Tensor:
-            result: torch.Tensor = processor(layer, hidden_states, own_bias, skip_gather=skip_gather)
+    def ready(self, *, local: bool) -> ReferenceHead:
+        """The head, once it was placed; with `local` this rank's part of it."""
+        copies = 1 if self._head.soft_cap is None else 2
+
+        def logits(hidden_states: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self._processor(self._layer, hidden_states, self._bias, skip_gather=local)
             return result
 
-        return logits
+        return ReferenceHead(logits, copies * self._processor.head_dtype.itemsize)
+
+
+def copy_to_device(weight: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a weight from the host next to what the device computes; it is there when this returns."""
+    if not target.is_cuda:
+        target.copy_(weight)
+        return
+    pinned, stream = _pinned_part(weight), torch.cuda.Stream(target.device)
+    with torch.cuda.stream(stream):
+        for part, place in zip(weight.split(len(pinned)), target.split(len(pinned)), strict=True):
+            pinned[: len(part)].copy_(part)
+            place.copy_(pinned[: len(part)], non_blocking=True)
+            stream.synchronize()
+
+
+def copy_to_host(weight: torch.Tensor) -> torch.Tensor:
+    """A weight on the host, copied next to what the device computes. While memory that is not pinned is copied into,
+    the process can launch nothing: half a gigabyte kept an engine waiting for 0.3 seconds."""
+    if not weight.is_cuda:
+        return weight
+    whole = torch.empty(weight.shape, dtype=weight.dtype)
+    pinned, stream = _pinned_part(whole), torch.cuda.Stream(weight.device)
+    with torch.cuda.stream(stream):
+        for part, target in zip(weight.split(len(pinned)), whole.split(len(pinned)), strict=True):
+            pinned[: len(part)].copy_(part, non_blocking=True)
+            stream.synchronize()
+            target.copy_(pinned[: len(part)])
+    return whole
+
+
+def _pinned_part(whole: torch.Tensor) -> torch.Tensor:
+    """Pinned memory for as many rows of a weight as are copied at a time."""
+    rows = max(1, PINNED_BYTES // (whole[:1].numel() * whole.itemsize))
+    return torch.empty_like(whole[:rows], pin_memory=True)
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -4,10 +4,12 @@ The API server marks the sampling parameters of such a window, and no other requ
 """
 
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from threading import Semaphore
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -16,9 +18,12 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels.working_memory import RESERVED_TOP
-from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory, StoredReference
+from scoremode_server.references.directory import ReferenceDirectory
+from scoremode_server.references.file_threads import FileThreads
+from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.vllm_patches.reference_head import HeadSlot, ReferenceHead
+from scoremode_server.vllm_patches.head_room import HeadRoom
+from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead, copy_to_host
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from scoremode_server.vllm_patches.windows import Projections, Window, marked_with
 
@@ -28,17 +33,12 @@ logger = init_logger(f"vllm.{__name__}")
 MARK = "scoremode_reference"
 """The key in `SamplingParams.extra_args`."""
 
-THREADS = 4
-"""That read, check and write files. Each does about a gigabyte a second."""
+MAX_UNWRITTEN_BYTES = 2 * 1024**3
+"""Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
+disk does not answer, and fail."""
 
-HEAD = -1
-"""Stands for the LM head where windows are numbered."""
-
-PINNED_BYTES = 16 * 1024**2
-"""That the LM head is copied through."""
-
-MAX_UNWRITTEN = 32
-"""Windows that are computed and not on disk yet. Then the engine waits for the disk."""
+MAX_OUTCOMES = 4096
+"""Files that were written, or not, and of which nobody has asked. API servers ask for far fewer at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,45 @@ class WindowMark:
     """The last target, which is not fed."""
     num_top: int = 0
     """Likeliest tokens that are wanted of both sides."""
+    ticket: str = ""
+    """Names what is read for the window or written of it, for API servers."""
+    head: str = ""
+    """The key of the reference's LM head, if the window is compared."""
 
     def as_extra_args(self) -> dict[str, Any]:
         """For `SamplingParams`."""
         return {MARK: asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """An LM head that is to be read to the host."""
+
+    key: str
+    reference: str
+    identity: str
+    head: dict[str, Any]
+    """A `HeadFormat`."""
+
+
+@dataclass(slots=True)
+class Orders:
+    """What an API server asks of the workers of an engine in one call, and in this order."""
+
+    forget: list[str] = field(default_factory=list)
+    """Tickets of windows that were read."""
+    release: list[str] = field(default_factory=list)
+    """Keys of heads, as below."""
+    forget_heads: list[str] = field(default_factory=list)
+    read: list[dict[str, Any]] = field(default_factory=list)
+    """Marks of windows."""
+    read_heads: list[dict[str, Any]] = field(default_factory=list)
+    """As `HeadOrder`."""
+    hold: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Tickets of which the state is asked."""
+    heads: list[str] = field(default_factory=list)
+    """Keys of which the state is asked."""
 
 
 def find_mark(sampling_params: Any) -> WindowMark | None:
@@ -73,12 +108,12 @@ def find_mark(sampling_params: Any) -> WindowMark | None:
 class ComparedWindow(Window):
     """Tokens: of the served model the target and the likeliest, of the reference the same, the reference's rank of the
     target [2 (1 + k) + 1]. Logprobs: theirs in the same order, KL(reference||served), KL(served||reference), acceptance
-    [2 (1 + k) + 3]. Ranks: the served model's. Where the reference cannot be read, all logprobs are NaN."""
+    [2 (1 + k) + 3]. Ranks: the served model's. Where the reference was not read, all logprobs are NaN."""
 
     def __init__(
         self,
         mark: WindowMark,
-        hidden_states: "Future[torch.Tensor | None]",
+        hidden_states: torch.Tensor | None,
         head: Callable[[bool], ReferenceHead | None],
     ) -> None:
         super().__init__(mark.first, mark.last_token)
@@ -89,7 +124,7 @@ class ComparedWindow(Window):
     def _rows(
         self, row: int, targets: torch.Tensor, hidden_states: torch.Tensor, projections: Projections
     ) -> LogprobsTensors:
-        kept, head = self._hidden_states.result(), self._head(projections.shard is not None)
+        kept, head = self._hidden_states, self._head(projections.shard is not None)
         # Ranks compute together or not at all.
         if not projections.all_ranks_agree(kept is not None and head is not None):
             return self._unreadable(targets)
@@ -160,38 +195,34 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _copy_beside(weight: torch.Tensor) -> torch.Tensor:
-    """A weight on the host, copied beside what the device computes. While memory that is not pinned is copied into, the
-    process can launch nothing: half a gigabyte kept an engine waiting for 0.3 seconds."""
-    if not weight.is_cuda:
-        return weight
-    whole = torch.empty(weight.shape, dtype=weight.dtype)
-    rows = max(1, PINNED_BYTES // (weight[:1].numel() * weight.itemsize))
-    pinned = torch.empty_like(whole[:rows], pin_memory=True)
-    stream = torch.cuda.Stream(weight.device)
-    with torch.cuda.stream(stream):
-        for part, target in zip(weight.split(rows), whole.split(rows), strict=True):
-            pinned[: len(part)].copy_(part, non_blocking=True)
-            stream.synchronize()
-            target.copy_(pinned[: len(part)])
-    return whole
-
-
 class ReferenceWindows(ScoredWindows):
-    """The windows that are with this worker, the files that they need, and the slot for a reference's LM head.
+    """The windows that are with this worker, the files that they need, and the room for references' LM heads.
+
+    No step and no call waits for a file: threads read what API servers order before they send a window, and write what
+    windows leave. API servers ask how far that is.
 
     Attributes:
-        slot: made while vLLM profiles; where it does not, as on a CPU, when it is first asked for.
+        room: made while vLLM profiles; where it does not, as on a CPU, when it is first asked for.
     """
 
-    def __init__(self, root: ReferenceDirectory) -> None:
+    def __init__(self, root: ReferenceDirectory, head_bytes: int = 0) -> None:
+        """
+        Args:
+            root: where references are.
+            head_bytes: room for LM heads, all ranks together.
+        """
         super().__init__()
         self.root = root
-        self.slot: HeadSlot | None = None
-        self._references: dict[str, StoredReference] = {}
-        self._threads = ThreadPoolExecutor(THREADS, "scoremode-references")
-        self._unwritten = Semaphore(MAX_UNWRITTEN)
-        self._failures: dict[tuple[str, int], str] = {}
+        self.room: HeadRoom | None = None
+        self._head_bytes = head_bytes
+        self._threads = FileThreads()
+        self._read: dict[str, Future[torch.Tensor]] = {}
+        """Hidden states by ticket."""
+        self._lock = Lock()
+        self._unwritten: Counter[str] = Counter()
+        """Bytes by the name of the reference."""
+        self._outcomes: OrderedDict[str, str] = OrderedDict()
+        """By ticket: why something was not written, or nothing if it was."""
 
     def begin(self, sampling_params: Any, *, writes: bool, device: torch.device) -> Window | None:
         """The window that parameters mark, of a reference or not; None if they mark none."""
@@ -200,96 +231,142 @@ class ReferenceWindows(ScoredWindows):
             return super().begin(sampling_params, writes=writes, device=device)
         if mark.action == "record":
             return RecordedWindow(mark, self._write_later if writes else None)
-        hidden_states = self._threads.submit(self._read, mark, device.type == "cuda")
+        read = self._read.get(mark.ticket)
+        hidden_states = read.result() if read is not None and _outcome(read) == "" else None
         return ComparedWindow(mark, hidden_states, lambda local: self._head(mark, local))
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor, projections: Projections) -> None:
-        """Make the slot for a reference's head, and compare as many rows as a chunk has, while vLLM profiles."""
-        self.make_slot(runner.vllm_config, hidden_states.device)
+        """Make the room for references' heads, and compare as many rows as a chunk has, while vLLM profiles."""
+        self.make_room(runner.vllm_config, hidden_states.device)
         states = hidden_states.new_zeros((runner.max_num_tokens, hidden_states.shape[-1]))
         targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
         head = ReferenceHead(projections.project, runner.model_config.head_dtype.itemsize)
         projections.compare(targets, states, head, states, RESERVED_TOP)
 
-    def make_slot(self, config: VllmConfig, device: torch.device) -> HeadSlot:
-        """The slot, with room for the largest head that is in the folder now and at least for the served model's."""
-        if self.slot is None:
-            model, largest = config.model_config, self.root.largest_head()
-            served_bytes = model.get_vocab_size() * (model.get_hidden_size() + 1) * model.dtype.itemsize
-            self.slot = HeadSlot(max(served_bytes, largest.num_bytes if largest else 0), config, device)
-        return self.slot
+    def make_room(self, config: VllmConfig, device: torch.device) -> HeadRoom:
+        """The room for references' heads."""
+        if self.room is None:
+            part = self._head_bytes // config.parallel_config.tensor_parallel_size
+            make_layer = partial(HeadLayer, config=config)
+            self.room = HeadRoom(self._head_bytes, part, device, make_layer, self._threads)
+        return self.room
 
-    def write_head_later(self, reference: StoredReference, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
-        self._failures.pop((reference.manifest.identity, HEAD), None)
-        self._threads.submit(self._write_head, reference, weight, bias)
+    def exchange(self, holder: str, orders: Orders, *, pinned: bool) -> dict[str, Any]:
+        """Do what an API server orders, which is never more than to begin something.
 
-    def _write_head(self, reference: StoredReference, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        try:
-            reference.write_head(_copy_beside(weight), None if bias is None else _copy_beside(bias))
-        except Exception as error:
-            logger.warning("Reference %s: the LM head was not written: %s", reference.name, error)
-            self._failures[reference.manifest.identity, HEAD] = str(error)
+        Args:
+            holder: names the API server.
+            orders: its own.
+            pinned: whether hidden states are read for a GPU.
 
-    def failure(self, identity: str, index: int) -> str | None:
-        """Why a window, or with `HEAD` the LM head, was not written, if it was not; told once."""
-        return self._failures.pop((identity, index), None)
-
-    def open(self, mark: WindowMark) -> StoredReference:
-        """The reference that a mark names.
-
-        Raises:
-            NoReferenceError: it is gone, or another has its name now.
-            BrokenFileError: it cannot be read.
+        Returns:
+            files: by ticket, why something could not be read or written, or nothing if it was; None until then.
+            heads: by key, see `HeadRoom.state`.
+            is_contended: whether somebody waits for room for a head.
         """
-        if mark.identity not in self._references:
-            self._references[mark.identity] = self._open(mark)
-        return self._references[mark.identity]
+        assert self.room is not None
+        for ticket in orders.forget:
+            if ticket in self._read:
+                self._read.pop(ticket).cancel()
+        for key in orders.release:
+            self.room.release(key, holder)
+        for key in orders.forget_heads:
+            self.room.forget(key)
+        for fields in orders.read:
+            mark = WindowMark(**fields)
+            self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark, pinned))
+        for fields in orders.read_heads:
+            order = HeadOrder(**fields)
+            open_reference = partial(self.root.open_same, order.reference, order.identity)
+            self.room.read(order.key, order.reference, HeadFormat.model_validate(order.head), open_reference)
+        for key in orders.hold:
+            self.room.hold(key, holder)
+        return {
+            "files": {ticket: self._file_state(ticket) for ticket in orders.files},
+            "heads": {key: self.room.state(key, holder) for key in orders.heads},
+            "is_contended": self.room.is_contended,
+        }
 
-    def _open(self, mark: WindowMark) -> StoredReference:
-        reference = self.root.open(mark.reference)
-        if reference.manifest.identity != mark.identity:
-            raise NoReferenceError(f"another reference has the name {mark.reference!r} now")
-        return reference
+    def _file_state(self, ticket: str) -> str | None:
+        if ticket in self._read:
+            return _outcome(self._read[ticket])
+        return self._outcomes.get(ticket)
 
-    def _read(self, mark: WindowMark, pinned: bool) -> torch.Tensor | None:
-        try:
-            reference = self.open(mark)
-            hidden_states, _ = reference.read_shard(mark.index)
-            head = reference.manifest.head
-            if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
-                raise BrokenFileError(f"window {mark.index} has hidden states {tuple(hidden_states.shape)}")
-            return hidden_states.pin_memory() if pinned else hidden_states
-        except Exception as error:
-            # Who asked finds the reason out for itself; no failure may end the engine.
-            logger.warning("Reference %s: %s", mark.reference, error)
-            return None
+    def _read_shard(self, mark: WindowMark, pinned: bool) -> torch.Tensor:
+        # Opened anew for each: it may have been deleted or moved, and another may have its name.
+        reference = self.root.open_same(mark.reference, mark.identity)
+        hidden_states, _ = reference.read_shard(mark.index)
+        head = reference.manifest.head
+        if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
+            raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
+        return hidden_states.pin_memory() if pinned else hidden_states
 
     def _head(self, mark: WindowMark, local: bool) -> ReferenceHead | None:
-        assert self.slot is not None
-        try:
-            return self.slot.load(self.open(mark), local=local)
-        except Exception as error:
-            logger.warning("Reference %s: %s", mark.reference, error)
-            return None
+        assert self.room is not None
+        return self.room.find(mark.head, local=local)
+
+    def written(self, ticket: str, failure: str = "") -> None:
+        """Keep for API servers that something was written, or why not."""
+        with self._lock:
+            self._outcomes[ticket] = failure
+            if len(self._outcomes) > MAX_OUTCOMES:
+                self._outcomes.popitem(last=False)
+
+    def write_head_later(
+        self, name: str, identity: str, ticket: str, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
+
+        def write() -> None:
+            on_host = copy_to_host(weight), None if bias is None else copy_to_host(bias)
+            self.root.open_same(name, identity).write_head(*on_host)
+
+        self._threads.submit(name, partial(self._write, write, name, ticket, "the LM head"))
 
     def _write_later(self, window: RecordedWindow) -> None:
-        self._failures.pop((window.mark.identity, window.mark.index), None)
-        self._unwritten.acquire()
-        self._threads.submit(self._write, window)
-
-    def _write(self, window: RecordedWindow) -> None:
         mark = window.mark
+        num_bytes = sum(states.numel() * states.itemsize for states in window.hidden_states)
+        with self._lock:
+            has_room = self._unwritten[mark.reference] + num_bytes <= MAX_UNWRITTEN_BYTES
+            self._unwritten[mark.reference] += num_bytes * has_room
+        if not has_room:
+            self.written(mark.ticket, f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
+            return
+
+        def write() -> None:
+            try:
+                self._write_shard(window)
+            finally:
+                with self._lock:
+                    self._unwritten[mark.reference] -= num_bytes
+                    if not self._unwritten[mark.reference]:
+                        del self._unwritten[mark.reference]
+
+        self._threads.submit(mark.reference, partial(self._write, write, mark.reference, mark.ticket, mark.index))
+
+    def _write_shard(self, window: RecordedWindow) -> None:
+        mark = window.mark
+        if window.copied is not None:
+            window.copied.synchronize()
+        logprobs = torch.cat(window.logprobs)
+        if logprobs.isnan().any():
+            raise ValueError("the model computed NaN")
+        reference = self.root.open_same(mark.reference, mark.identity)
+        reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
+
+    def _write(self, write: Callable[[], None], name: str, ticket: str, what: str | int) -> None:
         try:
-            if window.copied is not None:
-                window.copied.synchronize()
-            logprobs = torch.cat(window.logprobs)
-            # Who asked sees NaN too, and fails.
-            if not logprobs.isnan().any():
-                # Opened anew: another reference may have its name by now.
-                self._open(mark).write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
+            write()
         except Exception as error:
-            logger.warning("Reference %s: window %d was not written: %s", mark.reference, mark.index, error)
-            self._failures[mark.identity, mark.index] = str(error)
-        finally:
-            self._unwritten.release()
+            logger.warning("Reference %s: %s was not written: %s", name, what, error)
+            self.written(ticket, str(error) or repr(error))
+        else:
+            self.written(ticket)
+
+
+def _outcome(read: Future[torch.Tensor]) -> str | None:
+    """Why something could not be read, nothing if it was, None until then."""
+    if not read.done():
+        return None
+    error = read.exception()
+    return "" if error is None else str(error) or repr(error)

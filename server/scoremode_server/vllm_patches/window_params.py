@@ -33,9 +33,16 @@ def guard_marks(engine: Any) -> None:
     engine.add_request = add_unforged
 
 
-async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
-    """What a method of `ReferenceWorker` returns on each worker of each engine."""
+async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
+    """What a method of `ReferenceWorker` returns on each worker, engine by engine."""
     # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
     # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
-    of_engines = await client.engine_core.call_utility_all_async("collective_rpc", method, None, args, {})
-    return [result for results in of_engines for result in results]
+    of_engines: list[list[Any]] = await client.engine_core.call_utility_all_async(
+        "collective_rpc", method, None, args, {}
+    )
+    return of_engines
+
+
+async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
+    """What a method of `ReferenceWorker` returns on each worker of each engine."""
+    return [result for results in await call_engines(client, method, *args) for result in results]

@@ -4,24 +4,23 @@ from typing import Any
 
 from vllm.distributed import get_pp_group, get_tp_group
 
-from scoremode_server.references.directory import NoReferenceError
 from scoremode_server.references.manifest import HeadFormat
-from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
 from scoremode_server.vllm_patches.reference_head import UnsuitableHeadError, describe_head, gather_head
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 
 
 class ReferenceWorker:
     """Methods of every worker. All that they take and return can be sent as JSON. A failure is returned as text: of an
     exception vLLM makes one line that names neither its type nor the worker."""
 
-    def scoremode_head_bytes(self) -> int:
-        """Bytes of the largest LM head that a reference may have here, all ranks together; 0 on a rank without one."""
+    def scoremode_head_bytes(self) -> int | None:
+        """Bytes of the LM heads of references for which there is room, all ranks together; None on a rank without
+        one."""
         if not get_pp_group().is_last_rank:
-            return 0
+            return None
         runner = self._scoremode_runner()
-        return self._scoremode_windows().make_slot(runner.vllm_config, runner.device).num_bytes
+        return self._scoremode_windows().make_room(runner.vllm_config, runner.device).num_bytes
 
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
@@ -30,25 +29,31 @@ class ReferenceWorker:
         except UnsuitableHeadError as error:
             return str(error)
 
-    def scoremode_write_head(self, name: str) -> str | None:
+    def scoremode_write_head(self, name: str, identity: str, ticket: str) -> str | None:
         """Begin to write the served model's LM head into a reference. Returns why it cannot be, if so; whether it then
-        was, its file and `scoremode_write_failure` tell."""
+        was, `scoremode_exchange` says of the ticket."""
         if not get_pp_group().is_last_rank:
             return None
-        group = get_tp_group()
+        group, windows = get_tp_group(), self._scoremode_windows()
         try:
             source, head = self._scoremode_head()
-            weight, bias = gather_head(source, head.vocab_size, group)
-            if group.rank_in_group == 0:
-                windows = self._scoremode_windows()
-                windows.write_head_later(windows.root.open(name), weight, bias)
-        except (UnsuitableHeadError, NoReferenceError, BrokenFileError) as error:
+        except UnsuitableHeadError as error:
             return str(error)
+        weight, bias = gather_head(source, head.vocab_size, group)
+        if group.rank_in_group == 0:
+            windows.write_head_later(name, identity, ticket, weight, bias)
         return None
 
-    def scoremode_write_failure(self, identity: str, index: int) -> str | None:
-        """Why a window, or with `HEAD` the LM head, was not written, if it was not."""
-        return self._scoremode_windows().failure(identity, index)
+    def scoremode_exchange(self, holder: str, orders: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+        """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
+        are: see `ReferenceWindows.exchange`. None on a rank without an LM head."""
+        runner = self._scoremode_runner()
+        index = runner.vllm_config.parallel_config.data_parallel_index
+        if not get_pp_group().is_last_rank or index not in orders:
+            return None
+        windows = self._scoremode_windows()
+        windows.make_room(runner.vllm_config, runner.device)
+        return windows.exchange(holder, Orders(**orders[index]), pinned=runner.device.type == "cuda")
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
         runner = self._scoremode_runner()

@@ -11,15 +11,18 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from scoremode_server.app import ReferenceParts
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.turns import Turns
+from scoremode_server.vllm_patches.head_room import HeadRoom
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, find_mark
+from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows, find_mark
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.prefix_cache.fake_engine import VOCABULARY, HeldEngine
 from tests.unit.server.references.reference_setup import HEAD, HIDDEN, MODEL
 from tests.unit.server.vllm_patches.test_reference_windows import LinearProjections
 
+CPU = torch.device("cpu")
 HEAD_FORMAT = HEAD.model_copy(update={"vocab_size": VOCABULARY, "weight_dtype": "float32", "head_dtype": "float32"})
 TOKENS = [(37 * position + position**2) % 997 for position in range(60)]
 BODY: dict[str, Any] = {"name": "base", "prompt": TOKENS, "method": "sliding", "context_length": 16, "stride": 8}
@@ -48,13 +51,33 @@ class LinearModel(LinearProjections):
         return self.embeddings[token_ids] * (1 + torch.arange(len(token_ids))[:, None] / 100)
 
 
-def load_head(reference: StoredReference, *, local: bool) -> ReferenceHead:
-    weight, _ = reference.read_head()
-    return ReferenceHead(lambda hidden_states: hidden_states @ weight.T, 4)
+class HeadInMemory:
+    """A reference's head without a layer of vLLM's."""
+
+    def __init__(self, head: HeadFormat) -> None:
+        self.num_bytes = head.num_bytes
+
+    def read(self, reference: StoredReference) -> None:
+        self.weight, _ = reference.read_head()
+
+    def place(self, memory: torch.Tensor) -> None:
+        self.placed = memory.view(torch.float32).view(self.weight.shape).copy_(self.weight)
+
+    def ready(self, *, local: bool) -> ReferenceHead:
+        return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)
+
+
+def make_room(windows: ReferenceWindows, num_heads: int) -> HeadRoom:
+    """The room for heads in a worker, without that for the padding of vLLM's layers: hundreds of these heads."""
+    num_bytes = num_heads * HEAD_FORMAT.num_bytes
+    room = HeadRoom(num_bytes, num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
+    room._memory = room._memory[:num_bytes]
+    return room
 
 
 class ReferenceEngine(HeldEngine):
-    """An engine with a folder of references; `identity` is that of the served model. It is not held at first.
+    """An engine with a folder of references; `identity` is that of the served model. It is not held at first, and has
+    room for `num_heads` references' heads.
 
     Attributes:
         computed: indices of the windows that were computed, in order.
@@ -63,12 +86,15 @@ class ReferenceEngine(HeldEngine):
         head: the worker's description of the served model's head.
     """
 
-    def __init__(self, root: Path, noise: float = 0.0, **identity: Any) -> None:
+    def __init__(self, root: Path, noise: float = 0.0, num_heads: int = 1, **identity: Any) -> None:
         super().__init__(16, "v2")
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
         self.windows = ReferenceWindows(self.directory)
-        self.windows.slot = SimpleNamespace(load=load_head)  # type: ignore[assignment]
+        self.windows.room = make_room(self.windows, num_heads)
+        self.vllm_config.parallel_config = SimpleNamespace(
+            data_parallel_size=1, local_engines_only=False, data_parallel_index=0
+        )
         self.model = LinearModel(noise)
         self.identity = MODEL.model_copy(update=identity)
         self.computed: list[int] = []
@@ -86,8 +112,10 @@ class ReferenceEngine(HeldEngine):
         methods = {
             "scoremode_head_bytes": lambda: HEAD_FORMAT.num_bytes,
             "scoremode_describe_head": lambda: self.head,
-            "scoremode_write_head": lambda name: self.directory.open(name).write_head(self.model.weight, None),
-            "scoremode_write_failure": self.windows.failure,
+            "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, self.model.weight, None),
+            "scoremode_exchange": lambda holder, orders: self.windows.exchange(
+                holder, Orders(**orders[0]), pinned=False
+            ),
         }
         _, arguments, _ = rest
         self.asked.append(method)
@@ -95,7 +123,7 @@ class ReferenceEngine(HeldEngine):
 
     async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
         mark, token_ids = find_mark(params), prompt["prompt_token_ids"]
-        window = self.windows.add(request_id, params, writes=True, device=torch.device("cpu"))
+        window = self.windows.add(request_id, params, writes=True, device=CPU)
         if mark is None or window is None:
             return await super()._compute(prompt, params, request_id, lora)
         hidden_states = self.model.hidden_states(token_ids)

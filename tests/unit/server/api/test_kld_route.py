@@ -82,7 +82,7 @@ async def test_streams_parts_and_single_windows_are_the_whole(root, monkeypatch)
         for index in range(NUM_WINDOWS):
             answer = await client.post(KLD, json={**BODY, "windows": [index, index + 1]})
             assert answer.json()["data"] == whole["data"][index : index + 1]
-    assert (len(read), engine.asked) == (1, ["scoremode_head_bytes"])
+    assert (len(read), engine.asked.count("scoremode_head_bytes")) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
-from scoremode_server.scoring import recorder
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.api.light_app import client_of, error_of, events, light_app
 from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
@@ -147,7 +146,6 @@ async def test_a_disk_that_is_full_ends_the_recording(engine, client, monkeypatc
     def full_later(reference: StoredReference, index: int, *tensors: Any) -> None:
         (full_disk if index == 2 else write_shard)(reference, index, *tensors)
 
-    monkeypatch.setattr(recorder, "SECONDS_TO_ASK", 0)
     with monkeypatch.context() as patch:
         patch.setattr(StoredReference, "write_shard", full_later)
         error = events(await client.post(REFERENCES, json=STREAM))[-1]["error"]

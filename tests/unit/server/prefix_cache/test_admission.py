@@ -227,7 +227,7 @@ async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     waiting = asyncio.create_task(engine.request(["b"]))
     await settle()
     (turns,) = engine.admission._turns.values()
-    turn, _ = turns[0]
+    turn = turns[0].given
     turn.add_done_callback(lambda _: waiting.cancel())
     while engine.inside:
         await engine.step()

@@ -9,7 +9,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 import torch
-from reference_setup import DOCUMENTS, HEAD, HIDDEN, TEXT, create, files, full_disk, manifest, random_shard
+from reference_setup import DOCUMENTS, HIDDEN, TEXT, create, files, full_disk, manifest, random_shard
 
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
@@ -60,20 +60,20 @@ def test_names_are_never_paths(tmp_path: Path, name: str):
     assert files(tmp_path) == before
 
 
-def test_only_references_with_a_valid_manifest_are_listed(tmp_path: Path):
+def test_whatever_may_be_a_reference_has_a_name_and_opening_it_tells(tmp_path: Path):
     root = tmp_path / "root"
     directory = ReferenceDirectory(root)
-    assert (directory.names(), directory.largest_head()) == ([], None)
-    for name, head in (("b", HEAD.model_copy(update={"vocab_size": 500})), ("a", None), ("c", HEAD)):
-        directory.create(name, manifest(name, head), TEXT)
+    assert (directory.names(), directory.largest_head(100, seconds=10)) == ([], 0)
+    for name in ("b", "a"):
+        create(root, name)
     for name in ("cut", "latin", "not a name", ".partial"):
         create(root, "x").path.rename(root / name)
     (root / "cut" / "manifest.json").write_text("{")
     (root / "latin" / "manifest.json").write_bytes(b"\xff")
+    (root / "empty").mkdir()
     (root / "file").write_text("")
-    assert [reference.name for reference in directory.all()] == ["a", "b", "c"]
-    assert directory.largest_head().vocab_size == 500
-    for name in ("file", "none"):
+    assert directory.names() == ["a", "b", "cut", "empty", "file", "latin"]
+    for name in ("empty", "file", "none"):
         with pytest.raises(NoReferenceError, match=name):
             directory.open(name)
     for name in ("cut", "latin"):

@@ -4,7 +4,9 @@ Ranks are processes with vLLM's own layers and collectives.
 """
 
 import os
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,23 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches import worker_extension
+from scoremode_server.vllm_patches.head_room import FAILED, HeadRoom
 from scoremode_server.vllm_patches.lm_head import examine
-from scoremode_server.vllm_patches.reference_head import HeadSlot, UnsuitableHeadError, describe_head, gather_head
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_head import (
+    HeadLayer,
+    ReferenceHead,
+    UnsuitableHeadError,
+    describe_head,
+    gather_head,
+)
+from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
+from tests.unit.server.vllm_patches.written import let_all_be_written
 
 pytestmark = pytest.mark.processes
 
@@ -113,54 +124,82 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     return ReferenceDirectory(root).open(name)
 
 
-def logits_are_those_of_the_model(slot: HeadSlot, reference: StoredReference, model: Model) -> None:
+def room_for(num_bytes: int, config: VllmConfig) -> HeadRoom:
+    part = num_bytes // config.parallel_config.tensor_parallel_size
+    return HeadRoom(num_bytes, part, CPU, partial(HeadLayer, config=config), FileThreads())
+
+
+def load(room: HeadRoom, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
+    """What an API server orders, and then a step finds."""
+    key, head = reference.name, reference.manifest.head
+    assert head is not None
+    room.read(key, key, head, lambda: reference)
+    while (state := room.state(key, "test")) == "reading":
+        time.sleep(0.001)
+    if state.startswith(FAILED):
+        room.forget(key)
+        raise BrokenFileError(state)
+    get_tp_group().barrier()
+    room.hold(key, "test")
+    while room.state(key, "test") == "waiting":
+        time.sleep(0.001)
+    room.release(key, "test")
+    found = room.find(key, local=local)
+    assert found is not None
+    return found
+
+
+def logits_are_those_of_the_model(room: HeadRoom, reference: StoredReference, model: Model) -> None:
     hidden_states, head = model.hidden_states(), examine(model.compute_logits, HIDDEN, model.dtype, get_tp_group())
-    whole = slot.load(reference, local=False).logits_fn(hidden_states)
+    whole = load(room, reference).logits_fn(hidden_states)
     assert whole.dtype == model.dtype
     assert torch.equal(whole, model.compute_logits(hidden_states))
     if head.shard is not None:
         columns = head.shard.columns
-        own = slot.load(reference, local=True).logits_fn(hidden_states)
+        own = load(room, reference, local=True).logits_fn(hidden_states)
         assert torch.equal(own[:, :columns], head.project(hidden_states)[:, :columns])
         assert torch.equal(own[:, :columns], whole[:, head.shard.first : head.shard.first + columns])
 
 
-def heads_of_one_slot(root: Path, config: VllmConfig) -> None:
+def heads_in_one_place(root: Path, config: VllmConfig) -> None:
     """Each takes the place of the one before it, and the first comes back."""
-    slot = HeadSlot(1000 * (HIDDEN + 1) * 4, config, CPU)
+    room = room_for(1000 * (HIDDEN + 1) * 4, config)
+    room._memory = room._memory[: 1024 * (HIDDEN + 1) * 4 // config.parallel_config.tensor_parallel_size]
     made = models()
     references = [taken_from(model, root, f"model-{number}") for number, model in enumerate(made)]
     for number in [*range(len(made)), 0, 0, len(made) - 1]:
-        logits_are_those_of_the_model(slot, references[number], made[number])
+        logits_are_those_of_the_model(room, references[number], made[number])
 
 
 def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
     """A cap needs both what it caps and what comes of it."""
-    slot = HeadSlot(1 << 20, config, CPU)
+    room = room_for(1 << 20, config)
     for number, (made, expected) in enumerate(
         [(Model(64), 4), (Model(64, torch.bfloat16), 2), (Model(64, torch.bfloat16, soft_cap=2.0), 4)]
     ):
-        assert slot.load(taken_from(made, root, f"bytes-{number}"), local=False).logit_bytes == expected
+        assert load(room, taken_from(made, root, f"bytes-{number}")).logit_bytes == expected
 
 
 def heads_that_do_not_fit_or_are_damaged(root: Path, config: VllmConfig) -> None:
-    good, large = Model(100), Model(101)
-    slot = HeadSlot(100 * HIDDEN * 4, config, CPU)
+    good, large = Model(100), Model(200)
+    room = room_for(100 * HIDDEN * 4, config)
     reference = taken_from(good, root, "good")
-    logits_are_those_of_the_model(slot, reference, good)
+    logits_are_those_of_the_model(room, reference, good)
+    room._memory = room._memory[: 128 * HIDDEN * 4 // config.parallel_config.tensor_parallel_size]
     with pytest.raises(BrokenFileError, match="'large' does not fit"):
-        slot.load(taken_from(large, root, "large"), local=False)
-    unfinished = replace(reference, manifest=reference.manifest.model_copy(update={"head": None, "identity": "none"}))
-    with pytest.raises(BrokenFileError, match="no LM head yet"):
-        slot.load(unfinished, local=False)
+        load(room, taken_from(large, root, "large"))
+    narrow = reference.manifest.head.model_copy(update={"hidden_size": HIDDEN - 1})  # type: ignore[union-attr]
+    other = replace(reference, name="other", manifest=reference.manifest.model_copy(update={"head": narrow}))
+    with pytest.raises(BrokenFileError, match="not the LM head that the manifest tells of"):
+        load(room, other)
     damaged = taken_from(Model(90), root, "damaged")
     get_tp_group().barrier()
     if get_tp_group().rank_in_group == 0:
         os.truncate(damaged.path / "lm_head.safetensors", 500)
     get_tp_group().barrier()
     with pytest.raises(BrokenFileError, match=r"lm_head\.safetensors is cut short"):
-        slot.load(damaged, local=False)
-    logits_are_those_of_the_model(slot, reference, good)
+        load(room, damaged)
+    logits_are_those_of_the_model(room, reference, good)
 
 
 def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
@@ -207,32 +246,37 @@ def replace_model(config: VllmConfig, model_config: Any) -> VllmConfig:
 
 
 def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
-    Runner._scoremode_windows = ReferenceWindows(ReferenceDirectory(root))
+    Runner._scoremode_windows = windows = ReferenceWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
     group, worker = get_tp_group(), ReferenceWorker()
     made = Model(1000, scale=0.5)
     worker.model_runner = Runner(made, config)  # type: ignore[attr-defined]
     described = worker.scoremode_describe_head()
     assert described["vocab_size"] == 1000  # type: ignore[index]
     assert described["scale"] == 0.5  # type: ignore[index]
-    assert worker.scoremode_head_bytes() == 1000 * (HIDDEN + 1) * 4
+    assert worker.scoremode_head_bytes() == 1000 * HIDDEN * 4
 
-    failure = worker.scoremode_write_head("none")
-    assert failure == (None if group.rank_in_group else "there is no reference 'none'")
+    assert worker.scoremode_write_head("none", "none", "first") is None
     if group.rank_in_group == 0:
         ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
     group.barrier()
-    assert worker.scoremode_write_head("asked") is None
-    if group.rank_in_group == 0:
-        Runner._scoremode_windows._threads.shutdown()
+    assert worker.scoremode_write_head("asked", "asked", "second") is None
+    let_all_be_written(windows)
     group.barrier()
+    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["first", "second"]))})
+    by_rank = (
+        {"first": None, "second": None}
+        if group.rank_in_group
+        else {"first": "there is no reference 'none'", "second": ""}
+    )
+    assert answer == {"files": by_rank, "heads": {}, "is_contended": False}
+    assert worker.scoremode_exchange("test", {1: {}}) is None
     weight, bias = ReferenceDirectory(root).open("asked").read_head()
     assert bias is None
     assert torch.equal(weight, torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(1000)))
-    assert worker.scoremode_write_failure("asked", 0) is None
 
     worker.model_runner = Runner(Masked(1000), config)  # type: ignore[attr-defined]
     assert "not one projection" in str(worker.scoremode_describe_head())
-    assert "not one projection" in str(worker.scoremode_write_head("asked"))
+    assert "not one projection" in str(worker.scoremode_write_head("asked", "asked", "third"))
 
 
 def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
@@ -245,15 +289,16 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
     worker_extension.get_pp_group = Stage  # type: ignore[assignment]
     worker = ReferenceWorker()
     worker.model_runner = Runner(Model(100), config)  # type: ignore[attr-defined]
-    assert worker.scoremode_head_bytes() == 0
+    assert worker.scoremode_head_bytes() is None
+    assert worker.scoremode_exchange("test", {0: {}}) is None
     assert worker.scoremode_describe_head() == "this rank has no LM head"
-    assert worker.scoremode_write_head("none") is None
+    assert worker.scoremode_write_head("none", "none", "first") is None
     worker_extension.get_pp_group = last
 
 
 def one_rank(_: int, config: VllmConfig, root: Path) -> None:
     for check in (
-        heads_of_one_slot,
+        heads_in_one_place,
         bytes_of_a_logit,
         heads_that_do_not_fit_or_are_damaged,
         models_that_cannot_be_references,

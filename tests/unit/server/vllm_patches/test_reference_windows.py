@@ -1,9 +1,10 @@
 """Windows in an engine worker: hidden states of steps in, files and rows out."""
 
 import math
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,11 @@ from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import kl_divergence
-from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
-from scoremode_server.vllm_patches import reference_windows
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Projections, RecordedWindow, ReferenceWindows, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, files
+from tests.unit.server.vllm_patches.written import let_all_be_written
 
 VOCAB = 100
 CPU = torch.device("cpu")
@@ -57,20 +57,30 @@ class LinearProjections(Projections):
         return 5
 
 
-class Slot:
+class Room:
     """A head that is there at once."""
 
-    def load(self, reference: StoredReference, *, local: bool) -> ReferenceHead:
+    def find(self, key: str, *, local: bool) -> ReferenceHead:
         return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
 
 
 def mark(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> WindowMark:
-    return WindowMark(action, "base", identity, index, first, len(TOKENS) - first, TOKENS[-1], num_top)
+    return WindowMark(
+        action, "base", identity, index, first, len(TOKENS) - first, TOKENS[-1], num_top, ticket=f"{identity} {index}"
+    )
 
 
 def add(windows: ReferenceWindows, window: WindowMark, request_id: str = "request", *, writes: bool = True) -> Any:
+    """Begin a window as the API server has it, which sends it once it was read, or could not be."""
+    if window.action == "compare":
+        windows._read[window.ticket] = windows._threads.submit("base", partial(windows._read_shard, window, False))
+        wait([windows._read[window.ticket]])
     params = SamplingParams(extra_args=window.as_extra_args())
     return windows.add(request_id, params, writes=writes, device=CPU)
+
+
+def failure(windows: ReferenceWindows, ticket: str) -> str | None:
+    return windows._outcomes.get(ticket)
 
 
 def steps(window: Any, *ends: int, projections: Projections | None = None) -> LogprobsTensors | None:
@@ -89,9 +99,9 @@ def steps(window: Any, *ends: int, projections: Projections | None = None) -> Lo
 def windows_in(root: Path) -> Iterator[ReferenceWindows]:
     """Windows of a worker. At the end all files are written, as they are when a worker ends."""
     windows = ReferenceWindows(ReferenceDirectory(root))
-    windows.slot = Slot()  # type: ignore[assignment]
+    windows.room = Room()  # type: ignore[assignment]
     yield windows
-    windows._threads.shutdown()
+    let_all_be_written(windows)
 
 
 def whole_rows(first: int) -> tuple[torch.Tensor, ...]:
@@ -201,7 +211,7 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
         rows = window.step(0, states, torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
     assert reference.recorded() == set()
-    assert windows.failure("one", 0) is None
+    assert failure(windows, "one 0") == "the model computed NaN"
 
 
 def damaged(reference: StoredReference) -> None:
@@ -248,7 +258,7 @@ def test_another_reference_of_the_name_is_not_read_and_not_written_to(reference:
         assert rows is not None
         assert rows.logprobs.isnan().all()
         steps(add(windows, mark("record", 1, identity="deleted")), NUM_FED)
-    assert windows.failure("deleted", 0) == "another reference has the name 'base' now"
+    assert failure(windows, "deleted 0") == "another reference has the name 'base' now"
     assert files(reference.path) == before
 
 
@@ -261,17 +271,13 @@ def test_a_name_may_be_given_again_while_a_window_is_computed(reference: StoredR
         ReferenceDirectory(root).delete("base")
         create(root, identity="two")
         window.step(5, STATES[5:], torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
-    assert windows.failure("one", 1) == "another reference has the name 'base' now"
+    assert failure(windows, "one 1") == "another reference has the name 'base' now"
     assert ReferenceDirectory(root).open("base").recorded() == set()
 
 
-def test_a_head_that_does_not_load_gives_no_numbers(reference: StoredReference):
-    class Broken:
-        def load(self, reference: StoredReference, *, local: bool) -> ReferenceHead:
-            raise RuntimeError("out of memory")
-
+def test_a_head_that_is_not_in_its_place_gives_no_numbers(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
-        windows.slot = Broken()  # type: ignore[assignment]
+        windows.room = SimpleNamespace(find=lambda key, local: None)  # type: ignore[assignment]
         rows = steps(add(windows, mark("compare", 1)), NUM_FED)
     assert rows is not None
     assert rows.logprobs.isnan().all()
@@ -282,54 +288,6 @@ def test_all_ranks_compare_or_none_does(reference: StoredReference):
         rows = steps(add(windows, mark("compare", 1)), NUM_FED, projections=LinearProjections(agrees=False))
     assert rows is not None
     assert rows.logprobs.isnan().all()
-
-
-def test_the_worker_says_once_why_a_window_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    create(tmp_path)
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tensor_files, "save_file", full)
-    with windows_in(tmp_path) as windows:
-        for index in (0, 1):
-            steps(add(windows, mark("record", 1, index)), NUM_FED)
-    assert windows.failure("other", 0) is None
-    assert "No space left" in (windows.failure("one", 0) or "")
-    assert windows.failure("one", 0) is None
-    assert "No space left" in (windows.failure("one", 1) or "")
-
-
-def test_the_engine_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Windows that are computed and not written take memory."""
-    create(tmp_path)
-    let_go, all_taken = threading.Event(), threading.Event()
-    write_shard = StoredReference.write_shard
-
-    def slow(*arguments: Any) -> None:
-        let_go.wait()
-        write_shard(*arguments)
-
-    monkeypatch.setattr(StoredReference, "write_shard", slow)
-    most = reference_windows.MAX_UNWRITTEN
-    finished: list[int] = []
-    with windows_in(tmp_path) as windows:
-
-        def compute() -> None:
-            for index in range(most + 1):
-                if index == most:
-                    all_taken.set()
-                steps(add(windows, mark("record", 1, index), str(index)), NUM_FED)
-                finished.append(index)
-
-        engine = threading.Thread(target=compute)
-        engine.start()
-        all_taken.wait()
-        assert not windows._unwritten.acquire(blocking=False)
-        assert finished == list(range(most))
-        let_go.set()
-        engine.join()
-    assert ReferenceDirectory(tmp_path).open("base").recorded() == set(range(most + 1))
 
 
 def test_windows_of_requests_that_are_gone_are_released(reference: StoredReference):
@@ -351,24 +309,3 @@ def test_a_window_that_is_released_early_is_not_written(tmp_path: Path):
         steps(window, 5)
         windows.remove("request")
     assert reference.recorded() == set()
-
-
-@pytest.mark.parametrize(("largest", "served_size", "expected"), [(None, 10, 90), (50, 10, 800), (5, 100, 900)])
-def test_the_slot_has_room_for_the_largest_head_and_at_least_the_served_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int | None, served_size: int, expected: int
-):
-    made = []
-    monkeypatch.setattr(
-        reference_windows, "HeadSlot", lambda num_bytes, config, device: made.append(num_bytes) or "slot"
-    )
-    if largest is not None:
-        reference = create(tmp_path)
-        head = reference.manifest.head
-        assert head is not None
-        wider = head.model_copy(update={"vocab_size": largest})
-        reference.save(reference.manifest.model_copy(update={"head": wider}))
-    model = SimpleNamespace(get_vocab_size=lambda: served_size, get_hidden_size=lambda: 8, dtype=torch.int8)
-    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    config: Any = SimpleNamespace(model_config=model)
-    assert windows.make_slot(config, CPU) == windows.make_slot(config, CPU) == "slot"
-    assert made == [expected]

@@ -1,5 +1,6 @@
 """vLLM's V2 runner, patched: windows and ordinary requests in the same steps, and what is left to vLLM."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
 from scoremode_server.vllm_patches.scored_windows import ScoredMark
 from tests.unit.server.references.reference_setup import HIDDEN, create
+from tests.unit.server.vllm_patches.written import let_all_be_written
 
 MEBIBYTE = 1024**2
 VOCAB = 100
@@ -89,7 +91,7 @@ class Engine:
 
     def add_window(self, name: str, action: Any, index: int) -> None:
         last_token = self.last_token(name)
-        self.add(name, WindowMark(action, "base", "one", index, FIRST, 9 + 1 - FIRST, last_token, TOP))
+        self.add(name, WindowMark(action, "base", "one", index, FIRST, 9 + 1 - FIRST, last_token, TOP, str(index)))
 
     def last_token(self, name: str) -> int:
         return 50 + list(LENGTHS).index(name)
@@ -141,10 +143,11 @@ def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
     engine, generator = Engine(), torch.Generator().manual_seed(8)
     reference_weight = torch.randn(HIDDEN, VOCAB, generator=generator)
     head = ReferenceHead(lambda hidden_states: hidden_states @ reference_weight, 4)
-    windows.slot = SimpleNamespace(load=lambda reference, local: head)  # type: ignore[assignment]
+    windows.room = SimpleNamespace(find=lambda key, local: head)  # type: ignore[assignment]
     reference = windows.root.open("base")
     kept = torch.randn(9 + 1 - FIRST, HIDDEN, generator=generator)
-    reference.write_shard(1, kept, torch.zeros(len(kept)))
+    windows._read["1"] = Future()
+    windows._read["1"].set_result(kept)
     for name in ("ordinary", "other", "short", "plain"):
         engine.add(name, prompt_logprobs=TOPS.get(name))
     engine.add_window("recorded", "record", 0)
@@ -157,7 +160,7 @@ def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
         results |= finished
     assert results.keys() == LENGTHS.keys() - {"plain"}
     assert not windows._windows
-    windows._threads.shutdown()
+    let_all_be_written(windows)
 
     # vLLM's have the rows of all prompt tokens but the first.
     for name, num_top in TOPS.items():
@@ -183,7 +186,7 @@ def test_a_preempted_window_starts_again(windows: ReferenceWindows):
     engine.add_window("recorded", "record", 0)
     assert not engine.step({"recorded": 2})
     assert engine.step({"recorded": 7}).keys() == {"recorded"}
-    windows._threads.shutdown()
+    let_all_be_written(windows)
     assert torch.equal(windows.root.open("base").read_shard(0)[0], engine.states["recorded"][FIRST - 1 : 9])
 
 
@@ -193,7 +196,7 @@ def test_a_window_preempted_after_its_prompt_is_not_returned_again(windows: Refe
     engine.add_window("recorded", "record", 0)
     engine.prefill["recorded"] += 1
     assert not engine.step({"recorded": 10})
-    windows._threads.shutdown()
+    let_all_be_written(windows)
     assert windows.root.open("base").recorded() == set()
 
 

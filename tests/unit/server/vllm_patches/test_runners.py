@@ -19,6 +19,7 @@ from scoremode_server.vllm_patches import windows as windows_module
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from tests.unit.server.references.reference_setup import create
+from tests.unit.server.vllm_patches.written import let_all_be_written
 
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
@@ -230,7 +231,7 @@ def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch:
         results |= runner.step(compute, scheduled, torch.cat(of_step))
     assert results.keys() == WINDOW_LENGTHS.keys()
     assert not windows._windows
-    windows._threads.shutdown()
+    let_all_be_written(windows)
     weight = runner.model.compute_logits(torch.eye(HIDDEN))
     for name, first, targets in (("ordinary", 1, prompts["ordinary"][1:]), ("window", 4, [*prompts["window"][4:], 17])):
         logits = states[name][first - 1 : first - 1 + len(targets)] @ weight

@@ -1,0 +1,521 @@
+"""What engine workers read and write for windows of references: ordered before a window is sent to the engine, and
+waited for here, so that no step of the engine waits for a file.
+
+References whose LM heads do not fit at once take turns. A turn ends after some seconds, once another reference waits
+for the room: no more of its windows are let into the engine, and when those that are there have left it, the other
+reference's head takes the place.
+"""
+
+import asyncio
+import math
+import secrets
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from http import HTTPStatus
+from typing import Any, Literal
+
+from vllm.engine.protocol import EngineClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from scoremode_server.errors import EngineOutputError, RequestError, engine_has_died, stopping
+from scoremode_server.prefix_cache.admission import Admission, Gate
+from scoremode_server.references.manifest import HeadFormat
+from scoremode_server.vllm_patches.head_room import FAILED
+from scoremode_server.vllm_patches.reference_windows import HeadOrder, Orders, WindowMark
+from scoremode_server.vllm_patches.window_params import call_engines
+
+SECONDS_TO_READ = 120
+"""In which a worker must have read a window or an LM head."""
+
+TURN_SECONDS = 5.0
+"""That a reference keeps its head in its place while another waits for the room. The change takes half a second or so,
+in which neither is compared."""
+
+IDLE_SECONDS = 0.5
+"""After which a reference of which no window is asked for lets its head go. It stays until another needs the room."""
+
+HEADS_IN_LINE = 2
+"""LM heads that workers read or keep on the host, until there is room for them."""
+
+SLOW_SECONDS = 10.0
+"""After which a head that is not in line for room does not count among them: a file may never answer."""
+
+STEPS_READ = 3
+"""Times what the engine is handed: tokens of the windows of a reference that workers keep or read at a time. Some are
+in the engine, some wait for it, and some are read ahead."""
+
+AHEAD_SECONDS = 5.0
+"""That a window which was read ahead is kept for whoever asks for it."""
+
+ALIVE_SECONDS = 1.0
+"""After which an engine that does not answer is asked whether it has died: vLLM drops its calls then."""
+
+POLL_SECONDS = 0.005
+"""After which workers are asked how far they are; without news, then after twice as long, up to `MAX_POLL_SECONDS`."""
+
+MAX_POLL_SECONDS = 0.1
+
+Failure = Callable[[], Exception]
+"""Makes the exception: each that waits raises its own."""
+
+HeadState = Literal["absent", "reading", "read", "waiting", "placed", "leaving"]
+"""On the host it is reading and read; then it waits for room, is placed, and leaves when the engine has no window."""
+
+
+class UnreadableFileError(Exception):
+    """A worker could not read a file that a window needs; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """Windows that are likely to be asked for next.
+
+    Attributes:
+        indices: of the windows, in order.
+        mark: makes the tokens and the mark of one.
+    """
+
+    indices: Iterable[int]
+    mark: Callable[[int], tuple[list[int], WindowMark]]
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    """A window that a worker reads, or a file that it writes."""
+
+    mark: WindowMark | None
+    outcome: asyncio.Future[Failure | None]
+    num_tokens: int = 0
+    ordered: float = math.inf
+    """When it was."""
+
+    @classmethod
+    def begin(cls, mark: WindowMark | None = None, num_tokens: int = 0) -> "_File":
+        """One whose outcome is not known yet."""
+        return cls(mark, asyncio.get_running_loop().create_future(), num_tokens)
+
+    def settle(self, failure: Failure | None) -> None:
+        """Tell how it ended."""
+        # Whoever waited may have been cancelled.
+        if not self.outcome.done():
+            self.outcome.set_result(failure)
+
+
+class _Head:
+    """The LM head of a reference on one engine.
+
+    Attributes:
+        gate: of the reference's windows; open while the head is in its place.
+        is_read: whether it could be read; made anew for the next attempt.
+        used: when a window that was read last needed it.
+        num_windows: that need it, waiting or in the engine.
+        num_ready: of these, those that were read.
+    """
+
+    def __init__(self, order: HeadOrder, gate: Gate) -> None:
+        self.order = order
+        self.gate = gate
+        self.num_windows = self.num_ready = 0
+        self.used = 0.0
+        self.is_read: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+        self.enter("absent")
+
+    def enter(self, state: HeadState) -> None:
+        """Begin a state."""
+        self.state, self.since = state, time.monotonic()
+        if state == "absent" and self.is_read.done():
+            self.is_read = asyncio.get_running_loop().create_future()
+
+    def fail(self, failure: Failure) -> None:
+        """End all that wait for it."""
+        if not self.is_read.done():
+            self.is_read.set_result(failure)
+        self.gate.refuse(failure)
+        self.enter("absent")
+
+
+class _Engine:
+    """The windows that are read for one engine, and the heads that it needs."""
+
+    def __init__(self, admission: Admission, wake: Callable[[], None]) -> None:
+        self.files: dict[str, _File] = {}
+        """By ticket."""
+        self.heads: OrderedDict[str, _Head] = OrderedDict()
+        """By key; in the order in which they are to have their turns."""
+        self._orders = Orders()
+        """For the next call."""
+        self._ahead: dict[tuple[str, int], _File] = {}
+        """Windows that were read ahead, by key of the head and index."""
+        self._recent: dict[tuple[str, int], float] = {}
+        """When windows were asked for."""
+        self._unread: dict[str, deque[_File]] = defaultdict(deque)
+        """Windows that are not ordered yet, by key of the head."""
+        self._num_tokens: Counter[str] = Counter()
+        """Of windows that are ordered and not forgotten, by key of the head."""
+        self._admission = admission
+        self._wake = wake
+        self._is_contended = False
+
+    @property
+    def num_windows(self) -> int:
+        """That need a head."""
+        return sum(head.num_windows for head in self.heads.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether workers must be called again."""
+        return bool(self.files) or bool(self.heads) or any(asdict(self._orders).values())
+
+    def head(self, order: HeadOrder) -> _Head:
+        """The head of a reference."""
+        if order.key not in self.heads:
+            self.heads[order.key] = _Head(order, Gate(self._admission, self._wake))
+        return self.heads[order.key]
+
+    def read(self, mark: WindowMark, num_tokens: int) -> _File:
+        """Have a window read, unless it was read ahead."""
+        file = self._ahead.pop((mark.head, mark.index), None)
+        if file is not None:
+            if not file.outcome.done() or file.outcome.result() is None:
+                return file
+            # It could not be read then.
+            self.forget(file)
+        return self._begin_to_read(mark, num_tokens)
+
+    def read_ahead(self, key: str, ahead: ReadAhead) -> None:
+        """Have as many windows read as a step of the engine takes, but for those that were read in the last seconds."""
+        for index in ahead.indices:
+            if (key, index) in self._recent:
+                continue
+            token_ids, mark = ahead.mark(index)
+            if sum(file.num_tokens for file in self._ahead.values()) + len(token_ids) > self._admission.size.tokens:
+                return
+            self._ahead[key, index] = self._begin_to_read(mark, len(token_ids))
+
+    def _begin_to_read(self, mark: WindowMark, num_tokens: int) -> _File:
+        file = self.files[mark.ticket] = _File.begin(mark, num_tokens)
+        self._unread[mark.head].append(file)
+        self._recent[mark.head, mark.index] = time.monotonic()
+        return file
+
+    def _order_reads(self, now: float) -> None:
+        for key, files in list(self._unread.items()):
+            most = STEPS_READ * self._admission.size.tokens
+            while files and (not self._num_tokens[key] or self._num_tokens[key] + files[0].num_tokens <= most):
+                file = files.popleft()
+                assert file.mark is not None
+                file.ordered = now
+                self._num_tokens[key] += file.num_tokens
+                self._orders.read.append(asdict(file.mark))
+            if not files:
+                del self._unread[key]
+
+    def forget(self, file: _File) -> None:
+        """A window need not be kept any longer."""
+        assert file.mark is not None
+        key, ticket = file.mark.head, file.mark.ticket
+        if self.files.pop(ticket, None) is None:
+            return
+        if file.ordered == math.inf:
+            self._unread[key].remove(file)
+            return
+        self._orders.forget.append(ticket)
+        self._num_tokens[key] -= file.num_tokens
+        if not self._num_tokens[key]:
+            del self._num_tokens[key]
+
+    def next_orders(self) -> Orders:
+        """What workers are to do now."""
+        now = time.monotonic()
+        for place, since in list(self._recent.items()):
+            if now - since > AHEAD_SECONDS:
+                del self._recent[place]
+                if file := self._ahead.pop(place, None):
+                    self.forget(file)
+        for file in self.files.values():
+            if now - file.ordered > SECONDS_TO_READ:
+                assert file.mark is not None
+                file.settle(partial(_late, f"window {file.mark.index}", file.mark.reference))
+        self._order_reads(now)
+        for head in list(self.heads.values()):
+            self._advance(head, now)
+        orders, self._orders = self._orders, Orders()
+        orders.files = [
+            ticket for ticket, file in self.files.items() if file.ordered < math.inf and not file.outcome.done()
+        ]
+        orders.heads = list(self.heads)
+        return orders
+
+    def _advance(self, head: _Head, now: float) -> None:
+        key = head.order.key
+        if head.num_ready:
+            head.used = now
+        match head.state:
+            case "absent" if not head.num_windows:
+                del self.heads[key]
+            case "absent" if self._may_read(now):
+                self._orders.read_heads.append(asdict(head.order))
+                head.enter("reading")
+            case "reading" if now - head.since > SECONDS_TO_READ:
+                self._fail(head, partial(_late, "the LM head", head.order.reference))
+            case "reading" | "read" if not head.num_windows:
+                self._orders.forget_heads.append(key)
+                head.enter("absent")
+            case "read" if head.num_ready:
+                self._orders.hold.append(key)
+                head.enter("waiting")
+            case "placed" if self._must_leave(head, now):
+                head.gate.close()
+                head.enter("leaving")
+        if head.state == "leaving" and not head.gate.num_running:
+            self._orders.release.append(key)
+            head.enter("absent")
+            self.heads.move_to_end(key)
+
+    def _may_read(self, now: float) -> bool:
+        in_line = (
+            head.state == "waiting" or (head.state in ("reading", "read") and now - head.since < SLOW_SECONDS)
+            for head in self.heads.values()
+        )
+        return sum(in_line) < HEADS_IN_LINE
+
+    def _must_leave(self, head: _Head, now: float) -> bool:
+        if now - max(head.used, head.since) > IDLE_SECONDS:
+            return True
+        # One at a time makes room.
+        is_next = all(each.state != "leaving" for each in self.heads.values()) and head.since == min(
+            each.since for each in self.heads.values() if each.state == "placed"
+        )
+        return self._is_contended and is_next and now - head.since >= TURN_SECONDS
+
+    def _fail(self, head: _Head, failure: Failure) -> None:
+        self._orders.forget_heads.append(head.order.key)
+        head.fail(failure)
+
+    def learn(self, answers: list[dict[str, Any]]) -> bool:
+        """Take what the workers with an LM head answered. Returns whether anything is new."""
+        news = False
+        for ticket in answers[0]["files"]:
+            outcomes = [answer["files"][ticket] for answer in answers]
+            if ticket not in self.files or not (any(outcomes) or None not in outcomes):
+                continue
+            failure = next(filter(None, outcomes), None)
+            self.files[ticket].settle(failure and partial(UnreadableFileError, failure))
+            news = True
+        for key in answers[0]["heads"]:
+            if key in self.heads:
+                news |= self._learn_of_head(self.heads[key], [answer["heads"][key] for answer in answers])
+        self._is_contended = any(answer["is_contended"] for answer in answers)
+        return news
+
+    def _learn_of_head(self, head: _Head, states: list[str]) -> bool:
+        if head.state not in ("reading", "waiting"):
+            return False
+        failure = next((state for state in states if state.startswith(FAILED)), None)
+        if failure is not None:
+            self._orders.release.append(head.order.key)
+            self._fail(head, partial(UnreadableFileError, failure.removeprefix(FAILED)))
+        elif "absent" in states:
+            # Another API server has dropped it, or its room was taken.
+            head.enter("absent")
+        elif head.state == "reading" and set(states) == {"read"}:
+            head.enter("read")
+            head.is_read.set_result(None)
+        elif head.state == "waiting" and set(states) == {"placed"}:
+            head.enter("placed")
+            head.gate.open()
+        else:
+            return False
+        return True
+
+    def end(self, failure: Failure) -> None:
+        """The engine answers no longer: end all that waits."""
+        for file in self.files.values():
+            file.settle(failure)
+        for head in self.heads.values():
+            head.fail(failure)
+        self.files.clear()
+        self.heads.clear()
+        self._ahead.clear()
+        self._recent.clear()
+        self._unread.clear()
+        self._num_tokens.clear()
+        self._orders = Orders()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A window that was read.
+
+    Attributes:
+        mark: what its request is marked with.
+        gate: where it waits until the reference's head is in its place.
+        rank: of the engine that it was read for; None where there is one alone.
+    """
+
+    mark: WindowMark
+    gate: Gate
+    rank: int | None
+
+
+class WorkerFiles:
+    """Orders files of the workers of all engines."""
+
+    def __init__(self, client: EngineClient, admission: Admission) -> None:
+        self._client = client
+        self._admission = admission
+        self._holder = secrets.token_hex(8)
+        self._engines: list[_Engine] = []
+        self._written: dict[str, _File] = {}
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def loaded(
+        self,
+        mark: WindowMark,
+        head: HeadFormat,
+        num_tokens: int,
+        rank: int | None = None,
+        ahead: ReadAhead | None = None,
+    ) -> AsyncGenerator[Loaded, None]:
+        """Have a window read on one engine, and kept there; and its reference's head as well.
+
+        Args:
+            mark: the window's.
+            head: of the reference.
+            num_tokens: of the window.
+            rank: the engine, where the request has chosen one.
+            ahead: what is read next.
+
+        Raises:
+            UnreadableFileError: a file is missing, or not what was written.
+            RequestError: a file was not read in time, or the engine has died (503); or there is no such engine.
+        """
+        engines = self._all_engines()
+        if rank is None:
+            rank = min(range(len(engines)), key=lambda each: engines[each].num_windows)
+        elif not 0 <= rank < len(engines):
+            raise RequestError(f"X-data-parallel-rank: {rank} is not one of {len(engines)} ranks", None)
+        engine = engines[rank]
+        needed = engine.head(HeadOrder(mark.head, mark.reference, mark.identity, head.model_dump()))
+        file = engine.read(mark, num_tokens)
+        if ahead is not None and len(engines) == 1:
+            # Of several, the next window may go to another.
+            engine.read_ahead(mark.head, ahead)
+        needed.num_windows += 1
+        self._call_workers()
+        try:
+            # The head's outcome is that of others too, who must not be cancelled with this one.
+            if (failure := await file.outcome or await asyncio.shield(needed.is_read)) is not None:
+                raise failure()
+            needed.num_ready += 1
+            needed.used = time.monotonic()
+            self._call_workers()
+            try:
+                assert file.mark is not None
+                own = replace(mark, ticket=file.mark.ticket)
+                yield Loaded(own, needed.gate, rank if len(engines) > 1 else None)
+            finally:
+                needed.num_ready -= 1
+                needed.used = time.monotonic()
+        finally:
+            needed.num_windows -= 1
+            engine.forget(file)
+
+    async def written(self, ticket: str, seconds: float) -> str | None:
+        """Wait until a worker has written a file. Returns why it was not, if so.
+
+        Raises:
+            TimeoutError: it was not within this time.
+            RequestError: the engine has died (503).
+        """
+        file = self._written[ticket] = _File.begin()
+        self._call_workers()
+        try:
+            async with asyncio.timeout(seconds):
+                failure = await file.outcome
+        finally:
+            self._written.pop(ticket, None)
+        if failure is None:
+            return None
+        error = failure()
+        if isinstance(error, UnreadableFileError):
+            return str(error)
+        raise error
+
+    def _all_engines(self) -> list[_Engine]:
+        if not self._engines:
+            parallel = self._client.vllm_config.parallel_config
+            num_engines = (
+                parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+            )
+            self._engines = [_Engine(self._admission, self._wake.set) for _ in range(num_engines)]
+        return self._engines
+
+    def _call_workers(self) -> None:
+        """Have workers called soon."""
+        self._wake.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        engines, pause = self._all_engines(), POLL_SECONDS
+        first = self._client.vllm_config.parallel_config.data_parallel_index
+        try:
+            while self._written or any(engine.has_work for engine in engines):
+                if self._admission.is_stopped:
+                    self._end(stopping)
+                    return
+                is_asked = self._wake.is_set()
+                self._wake.clear()
+                orders = {first + rank: asdict(engine.next_orders()) for rank, engine in enumerate(engines)}
+                for each in orders.values():
+                    each["files"] += self._written
+                answers = await self._answers(orders)
+                news = [self._learn(engine, each) for engine, each in zip(engines, answers, strict=True)]
+                pause = POLL_SECONDS if is_asked or any(news) else min(2 * pause, MAX_POLL_SECONDS)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._wake.wait()
+        except EngineDeadError:
+            self._end(engine_has_died)
+        except Exception as error:
+            self._end(partial(EngineOutputError, f"the engine's workers do not read references: {error}"))
+
+    async def _answers(self, orders: dict[int, dict[str, Any]]) -> list[list[Any]]:
+        call = asyncio.create_task(call_engines(self._client, "scoremode_exchange", self._holder, orders))
+        while not (await asyncio.wait((call,), timeout=ALIVE_SECONDS))[0]:
+            if self._client.errored:
+                call.cancel()
+                raise EngineDeadError
+        return call.result()
+
+    def _learn(self, engine: _Engine, answers: list[dict[str, Any] | None]) -> bool:
+        # Of the ranks with an LM head.
+        answered = [answer for answer in answers if answer is not None]
+        news = engine.learn(answered)
+        for answer in answered:
+            for ticket, outcome in answer["files"].items():
+                if ticket in self._written and outcome is not None:
+                    self._written[ticket].settle(partial(UnreadableFileError, outcome) if outcome else None)
+                    news = True
+        return news
+
+    def _end(self, failure: Failure) -> None:
+        for engine in self._engines:
+            engine.end(failure)
+        for file in self._written.values():
+            file.settle(failure)
+
+
+def _late(what: str, reference: str) -> RequestError:
+    return RequestError(
+        f"reference {reference!r}: {what} was not read within {SECONDS_TO_READ} s; does its file system answer?",
+        "reference",
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )

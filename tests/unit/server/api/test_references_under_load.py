@@ -1,0 +1,279 @@
+"""Several references at once, files that do not answer, copies, and manifests that make no sense.
+
+On an engine with a worker's own files and threads, but no model.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from scoremode_server.prefix_cache.admission import EngineSize
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.references.manifest import _checksum
+from scoremode_server.scoring import recorder, references, worker_files
+from tests.bad_inputs import KLD, REFERENCES
+from tests.unit.server.api.light_app import client_of, error_of, light_app
+from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, HeadInMemory, ReferenceEngine, record
+
+SECONDS = 60
+"""In which a test must be through, which takes a second or two; more is an engine that waits for something."""
+
+
+@pytest.fixture
+async def root(tmp_path: Path) -> Path:
+    """A folder with two references that have different heads."""
+    for name, noise in (("base", 0.0), ("other", 0.5)):
+        async with client_of(light_app(ReferenceEngine(tmp_path, noise))) as client:
+            await record(client, name=name)
+    return tmp_path
+
+
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[HeadInMemory]:
+    """Heads that were copied to the device, in order."""
+    heads: list[HeadInMemory] = []
+    place = HeadInMemory.place
+    monkeypatch.setattr(HeadInMemory, "place", lambda head, memory: (heads.append(head), place(head, memory)))
+    return heads
+
+
+@asynccontextmanager
+async def serving(root: Path, num_heads: int = 1) -> AsyncIterator[httpx.AsyncClient]:
+    engine = ReferenceEngine(root, 0.1, num_heads, fingerprint="served")
+    # Two windows at a time, so that the engine could change between references for each.
+    size = EngineSize(tokens=32, sequences=2, max_scoring_tokens=100_000)
+    async with asyncio.timeout(SECONDS), client_of(light_app(engine, size=size)) as client:
+        yield client
+
+
+async def kld(client: httpx.AsyncClient, name: str, index: int | None = None) -> httpx.Response:
+    """The whole reference, or one window."""
+    windows = {} if index is None else {"windows": [index, index + 1]}
+    return await client.post(KLD, json={"reference": name, **windows})
+
+
+async def scores(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/score", json={"prompt": TOKENS[:20]})).status_code == 200
+
+
+@contextmanager
+def hanging(path: Path) -> Iterator[None]:
+    """A file that whoever opens it waits for; at the end it is as it was."""
+    content = path.read_bytes()
+    path.unlink()
+    os.mkfifo(path)
+    try:
+        yield
+    finally:
+        # Those who wait are let go with nothing.
+        os.close(os.open(path, os.O_RDWR))
+        writer = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        path.unlink()
+        os.close(writer)
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+async def test_runs_against_two_references_change_heads_rarely(root: Path, placed: list[Any], num_heads: int):
+    async with serving(root, num_heads) as client:
+        for turn in (1, 2):
+            answers = await asyncio.gather(
+                *(kld(client, name, index) for index in range(NUM_WINDOWS) for name in ("base", "other"))
+            )
+            assert {answer.status_code for answer in answers} == {200}
+            means = [answer.json()["statistics"]["kld"]["mean"] for answer in answers]
+            assert max(means[::2]) < min(means[1::2])
+            # Of one place, the reference that was there last may be the first of the next turn.
+            assert 2 <= len(placed) <= (2 if num_heads == 2 else 2 * turn)
+
+
+async def test_a_run_that_never_pauses_leaves_turns_to_others(
+    root: Path, placed: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_files, "TURN_SECONDS", 0.2)
+    is_over = False
+
+    async def go_on(client: httpx.AsyncClient, first: int) -> int:
+        number = first
+        while not is_over:
+            assert (await kld(client, "base", number % NUM_WINDOWS)).status_code == 200
+            number += 1
+        return number - first
+
+    async with serving(root) as client:
+        runs = [asyncio.create_task(go_on(client, first)) for first in range(4)]
+        while not placed:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        for index in range(3):
+            assert (await kld(client, "other", index)).status_code == 200
+        is_over = True
+        assert min(await asyncio.gather(*runs)) > 1
+    # Some twenty windows or more were computed.
+    assert len(placed) <= 2 * 3 + 1
+
+
+@pytest.mark.parametrize("name", ["windows/000002.safetensors", "lm_head.safetensors"])
+async def test_a_file_that_does_not_answer_holds_up_its_reference_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    async with serving(root) as client:
+        with hanging(root / "base" / name):
+            # More than a reference has threads.
+            waiting = [asyncio.create_task(kld(client, "base", 2)) for _ in range(10)]
+            await asyncio.sleep(0)
+            await scores(client)
+            assert (await kld(client, "other")).status_code == 200
+            assert not any(each.done() for each in waiting)
+            with monkeypatch.context() as patch:
+                patch.setattr(worker_files, "SECONDS_TO_READ", 0)
+                for answer in await asyncio.gather(*waiting):
+                    status, param, message = error_of(answer)
+                    assert (status, param) == (503, "reference")
+                    assert "was not read within 0 s" in message
+            assert (await kld(client, "other")).status_code == 200
+        assert (await kld(client, "base")).status_code == 200
+
+
+async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(references, "SECONDS_TO_ANSWER", 10)
+    monkeypatch.setattr(references, "SECONDS_TO_LIST", 2)
+    async with serving(root) as client:
+        with hanging(root / "base" / "manifest.json"):
+            # More than the event loop has threads.
+            waiting = [asyncio.create_task(kld(client, "base")) for _ in range(64)]
+            await asyncio.sleep(0)
+            assert (await kld(client, "other")).status_code == 200
+            listed = (await client.get(REFERENCES)).json()["data"]
+            assert [reference["name"] for reference in listed] == ["other"]
+            for answer in await asyncio.gather(*waiting):
+                assert error_of(answer)[0] == 503
+
+
+async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 10)
+    let_go, write_shard = Event(), StoredReference.write_shard
+
+    def hang(reference: StoredReference, *arguments: Any) -> None:
+        if reference.name == "hangs":
+            let_go.wait()
+        write_shard(reference, *arguments)
+
+    monkeypatch.setattr(StoredReference, "write_shard", hang)
+    async with serving(root) as client:
+        # Fifty-odd windows, more than there ever were places for.
+        stuck = asyncio.create_task(client.post(REFERENCES, json={**BODY, "name": "hangs", "stride": 1}))
+        await asyncio.sleep(0)
+        await scores(client)
+        assert (await record(client, name="answers"))["complete"]
+        assert not stuck.done()
+        status, _, message = error_of(await stuck)
+        assert status == 507
+        assert "is not there after 10 s" in message
+        let_go.set()
+
+
+async def test_a_recording_does_not_look_for_its_files(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file that another host has written may be hidden for a minute."""
+    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 5)
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: "new/" not in str(path) and exists(path))
+    async with serving(root) as client:
+        assert (await record(client, name="new"))["complete"]
+
+
+async def test_copies_are_references_of_their_own(root: Path):
+    """A worker does not take one for the other, whichever it has seen first."""
+    shutil.copytree(root / "base", root / "copy")
+    async with serving(root) as client:
+        first = (await kld(client, "base")).json()["data"]
+        assert (await kld(client, "copy")).json()["data"] == first
+        await client.delete(f"{REFERENCES}/base")
+        assert (await kld(client, "copy")).json()["data"] == first
+        (root / "copy").rename(root / "moved")
+        assert (await kld(client, "moved")).json()["data"] == first
+        assert error_of(await kld(client, "copy"))[0] == 404
+
+
+def flip_a_bit(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("name", ["windows/000003.safetensors", "lm_head.safetensors"])
+@pytest.mark.parametrize("of_copy", [True, False])
+async def test_damage_is_an_error_whatever_was_read_before(root: Path, name: str, of_copy: bool):
+    damaged = "copy" if of_copy else "base"
+    if of_copy:
+        shutil.copytree(root / "base", root / "copy")
+    async with serving(root, num_heads=2) as client:
+        assert (await kld(client, "base")).status_code == 200
+        flip_a_bit(root / damaged / name)
+        status, param, message = error_of(await kld(client, damaged))
+        assert (status, param) == (409, "reference")
+        assert message == f"reference {damaged!r} is damaged: {name} was changed: its checksum is another"
+        if of_copy:
+            assert (await kld(client, "base")).status_code == 200
+        flip_a_bit(root / damaged / name)
+        assert (await kld(client, damaged)).status_code == 200
+
+
+def change(reference: StoredReference, part: str, **changes: int) -> None:
+    """Another manifest, with its checksum."""
+    path = reference.path / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["checksum"]
+    fields[part] |= changes
+    path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("head", {"vocab_size": 10**12}, "has a vocabulary of 1000000000000 tokens"),
+        ("head", {"hidden_size": 10**12}, "has 4000000000000000 bytes, and this server reserved 32000"),
+        ("text", {"num_windows": 10**15}, f"{NUM_WINDOWS} of {10**15} windows are there"),
+    ],
+)
+async def test_a_manifest_that_makes_no_sense_is_refused_alone(
+    root: Path, part: str, changes: dict[str, int], message: str
+):
+    change(ReferenceDirectory(root).open("base"), part, **changes)
+    async with serving(root) as client:
+        status, param, text = error_of(await kld(client, "base"))
+        assert status in (400, 409)
+        assert param == "reference"
+        assert message in text
+        assert (await kld(client, "other")).status_code == 200
+
+
+@pytest.mark.parametrize("forget", [lambda root: shutil.rmtree(root / "base"), lambda root: None])
+async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Path], None], monkeypatch: Any):
+    """Once nobody asks for it any more."""
+    monkeypatch.setattr(worker_files, "AHEAD_SECONDS", 0.1)
+    monkeypatch.setattr(worker_files, "IDLE_SECONDS", 0.1)
+    engine = ReferenceEngine(root)
+    app = light_app(engine)
+    async with client_of(app) as client:
+        await asyncio.gather(*(kld(client, name, index) for index in range(4) for name in ("base", "other")))
+        forget(root)
+        await kld(client, "base", 5)
+        files = app.state.scoremode.references.comparer._files
+        await files._task
+    assert not engine.windows._read
+    assert not engine.windows._threads._lanes
+    room = engine.windows.room
+    assert room is not None
+    assert not room._read
+    assert not room._waiting
+    assert not any(placed.holders for placed in room._placed.values())

@@ -1,0 +1,51 @@
+"""Threads for files: what hangs holds up its own reference, and not the process."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, wait
+
+import pytest
+
+from scoremode_server.references.file_threads import THREADS, FileThreads
+
+HANGS = """
+import threading
+from scoremode_server.references.file_threads import FileThreads
+begun = threading.Event()
+FileThreads().submit("hangs", lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+"""
+
+
+def test_calls_that_hang_leave_other_references_alone():
+    threads, let_go = FileThreads(), threading.Event()
+    hang = [threads.submit("hangs", let_go.wait) for _ in range(2 * THREADS)]
+    assert threads.submit("answers", lambda: 5).result(30) == 5
+    waiting = threads.submit("hangs", lambda: 6)
+    assert threading.active_count() <= THREADS + 2
+    # What was not begun can be given up.
+    assert hang[-1].cancel()
+    let_go.set()
+    assert waiting.result(30) == 6
+
+
+def test_errors_are_told_and_no_thread_stays():
+    threads = FileThreads(1)
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    failed: Future[None] = threads.submit("one", fail)
+    with pytest.raises(ValueError, match="no"):
+        failed.result(30)
+    wait([threads.submit("one", str)])
+    for thread in threading.enumerate():
+        if thread.name == "scoremode-files":
+            thread.join(30)
+    assert not threads._lanes
+
+
+@pytest.mark.processes
+def test_a_process_ends_while_a_call_hangs():
+    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=120)

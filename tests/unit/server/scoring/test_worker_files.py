@@ -1,0 +1,230 @@
+"""What an API server orders of several ranks and engines, when they differ, and when they are gone."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.admission import Admission, EngineSize
+from scoremode_server.scoring import worker_files
+from scoremode_server.scoring.worker_files import Loaded, UnreadableFileError, WorkerFiles
+from scoremode_server.vllm_patches.reference_windows import WindowMark
+from tests.unit.server.references.reference_setup import HEAD
+
+Orders = dict[str, Any]
+
+
+class Workers:
+    """Two engines at most, each with a rank without an LM head and two with one, which do at once what is ordered.
+
+    Attributes:
+        ordered: kinds of orders and of what, with the engine.
+        change: what a rank of an engine answers, in the place of its answer.
+    """
+
+    def __init__(self, num_engines: int = 1) -> None:
+        self.engine_core = SimpleNamespace(call_utility_all_async=self._call)
+        self.errored = False
+        parallel = SimpleNamespace(data_parallel_size=num_engines, local_engines_only=False, data_parallel_index=3)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel)
+        self.ordered: list[tuple[int, str, str]] = []
+        self.change: Callable[[int, int, Orders, Any], Any] = lambda engine, rank, orders, answer: answer
+        self.num_calls = 0
+        self._num_engines = num_engines
+        self._heads: dict[tuple[int, str], str] = {}
+
+    async def _call(self, call: str, method: str, *rest: Any) -> list[list[Any]]:
+        assert (call, method) == ("collective_rpc", "scoremode_exchange")
+        _, arguments, _ = rest
+        self.num_calls += 1
+        _, orders = arguments
+        assert orders.keys() == set(range(3, 3 + self._num_engines))
+        await asyncio.sleep(0)
+        return [[None, *self._answers(engine, of_engine)] for engine, of_engine in enumerate(orders.values())]
+
+    def _answers(self, engine: int, orders: Orders) -> list[Any]:
+        self.ordered += [(engine, "read", mark["reference"]) for mark in orders["read"]]
+        self.ordered += [(engine, "read head", head["reference"]) for head in orders["read_heads"]]
+        self.ordered += [(engine, kind, key) for kind in ("release", "hold") for key in orders[kind]]
+        self._heads |= {(engine, head["key"]): "read" for head in orders["read_heads"]}
+        self._heads |= {(engine, key): "placed" for key in orders["hold"]}
+        heads = {key: self._heads.get((engine, key), "absent") for key in orders["heads"]}
+        answer = {"files": dict.fromkeys(orders["files"], ""), "heads": heads, "is_contended": False}
+        return [
+            self.change(engine, rank, orders, {**answer, "files": {**answer["files"]}, "heads": {**heads}})
+            for rank in range(2)
+        ]
+
+
+async def abort(request_ids: list[str]) -> None:
+    """Nothing is in an engine."""
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(EngineSize(tokens=100, sequences=8, max_scoring_tokens=1000), abort, lambda *counts: None)
+
+
+def mark(reference: str, index: int = 0) -> WindowMark:
+    ticket, key = f"{reference} {index}", f"key of {reference}"
+    return WindowMark("compare", reference, "identity", index, 1, 7, 5, ticket=ticket, head=key)
+
+
+async def loaded(files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None) -> Loaded:
+    return await stack.enter_async_context(files.loaded(window, HEAD, 8, rank))
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_a_window_waits_for_every_rank(admission: Admission):
+    workers, late = Workers(), True
+
+    def second_rank_is_late(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
+        return {**answer, "files": dict.fromkeys(answer["files"])} if late and rank == 1 else answer
+
+    workers.change = second_rank_is_late
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        waiting = asyncio.create_task(loaded(files, stack, mark("base")))
+        await until(lambda: workers.num_calls > 3)
+        assert not waiting.done()
+        late = False
+        window = await waiting
+        await until(lambda: window.gate.is_open)
+
+
+@pytest.mark.parametrize("what", ["files", "heads"])
+async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admission, what: str):
+    workers = Workers()
+
+    def fail(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
+        failure = {"files": "it is missing", "heads": "failed: it is missing"}[what]
+        return {**answer, what: dict.fromkeys(answer[what], failure)} if rank == 1 else answer
+
+    workers.change = fail
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
+            await loaded(files, stack, mark("base"))
+
+
+async def test_a_gate_opens_when_the_head_is_in_its_place_on_every_rank(admission: Admission):
+    workers, late = Workers(), True
+
+    def second_rank_is_late(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
+        states = {key: "waiting" if state == "placed" else state for key, state in answer["heads"].items()}
+        return {**answer, "heads": states} if late and rank == 1 else answer
+
+    workers.change = second_rank_is_late
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        window = await loaded(files, stack, mark("base"))
+        calls = workers.num_calls
+        await until(lambda: workers.num_calls > calls + 2)
+        assert not window.gate.is_open
+        late = False
+        await until(lambda: window.gate.is_open)
+
+
+async def test_windows_are_read_for_the_engine_that_computes_them(admission: Admission):
+    workers = Workers(num_engines=2)
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        windows = [await loaded(files, stack, mark("base", index)) for index in range(3)]
+        windows.append(await loaded(files, stack, mark("base", 3), rank=0))
+        assert [window.rank for window in windows] == [0, 1, 0, 0]
+        assert [engine for engine, kind, _ in workers.ordered if kind == "read"] == [0, 1, 0, 0]
+        assert windows[0].gate is windows[2].gate is not windows[1].gate
+        with pytest.raises(RequestError, match="2 is not one of 2 ranks"):
+            await loaded(files, stack, mark("base", 4), rank=2)
+
+
+async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admission):
+    """However many windows are asked for at once; those of one reference do not count for another."""
+    workers = Workers()
+    workers.change = lambda engine, rank, orders, answer: {**answer, "files": dict.fromkeys(answer["files"])}
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+
+    def read() -> list[str]:
+        return [reference for _, kind, reference in workers.ordered if kind == "read"]
+
+    async def needed(index: int, reference: str = "base") -> None:
+        async with files.loaded(mark(reference, index), HEAD, 100):
+            pass
+
+    waiting = [asyncio.create_task(needed(index)) for index in range(5)]
+    waiting.append(asyncio.create_task(needed(0, "other")))
+    await until(lambda: "other" in read())
+    assert read().count("base") == 3
+    # One that is read and one that waits for that are given up.
+    waiting[0].cancel()
+    waiting[4].cancel()
+    await until(lambda: read().count("base") == 4)
+    workers.change = lambda engine, rank, orders, answer: answer
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert read().count("base") == 4
+
+
+async def test_heads_that_never_come_do_not_keep_others_waiting(admission: Admission, monkeypatch: pytest.MonkeyPatch):
+    workers, is_slow = Workers(), True
+
+    def hang(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
+        states = {key: state if "good" in key else "reading" for key, state in answer["heads"].items()}
+        return {**answer, "heads": states} if is_slow else answer
+
+    workers.change = hang
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack:
+        hung = [asyncio.create_task(loaded(files, stack, mark(f"hangs {number}"))) for number in range(2)]
+        await until(lambda: len(workers.ordered) == 4)
+        good = asyncio.create_task(loaded(files, stack, mark("good")))
+        await until(lambda: (0, "read", "good") in workers.ordered)
+        assert (0, "read head", "good") not in workers.ordered
+        monkeypatch.setattr(worker_files, "SLOW_SECONDS", 0)
+        await good
+        is_slow = False
+        await asyncio.gather(*hung)
+
+
+@pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
+async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    monkeypatch.setattr(worker_files, "ALIVE_SECONDS", 0.01)
+    workers, is_gone = Workers(), False
+    call = workers.engine_core.call_utility_all_async
+
+    async def call_engine(*arguments: Any) -> Any:
+        if is_gone and how == "dies":
+            raise EngineDeadError
+        if is_gone and how == "dies unheard":
+            workers.errored = True
+            await asyncio.Event().wait()
+        return await call(*arguments)
+
+    workers.engine_core.call_utility_all_async = call_engine
+    # Neither the second window nor the head of the first is ever read.
+    workers.change = lambda engine, rank, orders, answer: {
+        "files": {ticket: "" if ticket == "base 0" else None for ticket in answer["files"]},
+        "heads": dict.fromkeys(answer["heads"], "read"),
+        "is_contended": False,
+    }
+    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    async with AsyncExitStack() as stack, admission.request("/v1/kld", "one", 1, 8) as queue:
+        at_gate = asyncio.create_task(queue.enter("one", 8, 0, (await loaded(files, stack, mark("base"))).gate))
+        unread = asyncio.create_task(loaded(files, stack, mark("base", 1)))
+        unwritten = asyncio.create_task(files.written("ticket", 1000))
+        await asyncio.sleep(0.01)
+        is_gone, admission.is_stopped = True, how == "stops"
+        for waiting in (at_gate, unread, unwritten):
+            with pytest.raises(RequestError, match="shutting down" if how == "stops" else "has died"):
+                await waiting

@@ -1,0 +1,136 @@
+"""Which heads are in a worker's room: the same on every rank, whatever its files and threads do meanwhile."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from scoremode_server.vllm_patches.head_room import ALIGNMENT, FAILED, HeadRoom
+
+CPU = torch.device("cpu")
+
+
+class Layer:
+    """A head of some units of memory."""
+
+    def __init__(self, units: int) -> None:
+        self.num_bytes = units * ALIGNMENT - 1
+        self.memory = torch.empty(0)
+
+    def read(self, reference: Any) -> None:
+        """Nothing is read."""
+
+    def place(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def ready(self, *, local: bool) -> Any:
+        return self
+
+
+class Threads:
+    """Calls are made at once, or only when the test says so."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Future[None], Any]] | None = None
+
+    def submit(self, reference: str, call: Any) -> Future[None]:
+        future: Future[None] = Future()
+        if self.held is not None:
+            self.held.append((future, call))
+            return future
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def threads() -> Threads:
+    return Threads()
+
+
+@pytest.fixture
+def room(threads: Threads) -> HeadRoom:
+    room = HeadRoom(0, 0, CPU, Layer, threads)  # type: ignore[arg-type]
+    room._memory = room._memory[: 4 * ALIGNMENT]
+    room._placing = threads  # type: ignore[assignment]
+    return room
+
+
+def read(room: HeadRoom, key: str, units: int) -> None:
+    room.read(key, key, units, lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def hold(room: HeadRoom, key: str, units: int, holder: str = "one") -> str:
+    read(room, key, units)
+    room.hold(key, holder)
+    return room.state(key, holder)
+
+
+def test_the_head_that_was_held_last_stays_longest(room: HeadRoom):
+    for key in "abcd":
+        assert hold(room, key, 1) == "placed"
+        room.release(key, "one")
+    hold(room, "a", 1)
+    room.release("a", "one")
+    hold(room, "e", 1)
+    assert [room.state(key, "two") for key in "abcde"] == ["read", "absent", "read", "read", "read"]
+    assert [room.find(key, local=False) is not None for key in "abcde"] == [True, False, True, True, True]
+
+
+def test_a_held_head_stays_and_others_wait_in_order(room: HeadRoom):
+    hold(room, "a", 3)
+    hold(room, "a", 3, "two")
+    assert hold(room, "b", 3) == "waiting"
+    # It would fit, but the one before it would then wait for ever.
+    assert hold(room, "c", 1) == "waiting"
+    assert room.is_contended
+    room.release("a", "one")
+    assert room.state("b", "one") == "waiting"
+    room.release("a", "two")
+    assert [room.state(key, "one") for key in "abc"] == ["absent", "placed", "placed"]
+    assert not room.is_contended
+
+
+def test_heads_of_other_sizes_do_not_overlap(room: HeadRoom):
+    for key, units in (("a", 1), ("b", 2), ("c", 1)):
+        hold(room, key, units)
+    room.release("b", "one")
+    for key in "de":
+        hold(room, key, 1)
+    placed = sorted((each.start, each.end) for each in room._placed.values())
+    assert placed == [(start * ALIGNMENT, (start + 1) * ALIGNMENT) for start in range(4)]
+    for key in "acde":
+        found: Any = room.find(key, local=False)
+        found.memory.fill_(ord(key))
+    assert sorted(set(room._memory.tolist()) & set(b"acde")) == list(b"acde")
+
+
+def test_no_decision_depends_on_how_far_a_thread_is(room: HeadRoom, threads: Threads):
+    """A rank that is slow says so, and has the same heads in the same places."""
+    hold(room, "a", 3)
+    room.release("a", "one")
+    read(room, "b", 2)
+    threads.held = []
+    room.hold("b", "one")
+    assert room.state("b", "one") == "waiting"
+    assert room.find("b", local=False) is None
+    assert (room.state("a", "one"), room._placed["b"].start) == ("absent", 0)
+    (placing,) = threads.held
+    placing[0].set_result(placing[1]())
+    assert room.state("b", "one") == "placed"
+
+
+def test_a_head_that_cannot_be_read_is_told_until_it_is_forgotten(room: HeadRoom):
+    read(room, "large", 5)
+    assert room.state("large", "one") == f"{FAILED}the LM head of reference 'large' does not fit"
+    room.forget("large")
+    assert room.state("large", "one") == "absent"
+    # An order that comes too late changes nothing.
+    room.hold("large", "one")
+    assert not room.is_contended
+    hold(room, "a", 1)
+    room.forget("a")
+    assert room.state("a", "one") == "placed"

@@ -1,0 +1,110 @@
+"""What a worker keeps of references is bounded, and neither a step nor a call waits for a file."""
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scoremode_server.references import tensor_files
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.vllm_patches import install, reference_windows
+from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows, WindowMark
+from tests.unit.server.references.reference_setup import HEAD, HIDDEN, create, manifest, random_shard
+from tests.unit.server.vllm_patches.written import let_all_be_written
+
+WINDOW_BYTES = 5 * HIDDEN * 4
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> ReferenceWindows:
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    windows.room = SimpleNamespace(is_contended=False)  # type: ignore[assignment]
+    return windows
+
+
+def mark(action: Any, index: int) -> WindowMark:
+    return WindowMark(action, "base", "one", index, 1, 5, 7, ticket=str(index))
+
+
+def finish(windows: ReferenceWindows, index: int) -> None:
+    """What a step does with the last rows of a window that is recorded."""
+    window = windows.begin(
+        SimpleNamespace(extra_args=mark("record", index).as_extra_args()), writes=True, device=torch.device("cpu")
+    )
+    assert isinstance(window, RecordedWindow)
+    window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
+    window.finish()
+
+
+def told(windows: ReferenceWindows, *tickets: str) -> list[str | None]:
+    files: dict[str, str | None] = windows.exchange("test", Orders(files=list(tickets)), pinned=False)["files"]
+    return list(files.values())
+
+
+def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
+    create(windows.root.root)
+    let_go, write_shard = Event(), StoredReference.write_shard
+    monkeypatch.setattr(StoredReference, "write_shard", lambda *each: (let_go.wait(), write_shard(*each)))
+    monkeypatch.setattr(reference_windows, "MAX_UNWRITTEN_BYTES", 40 * WINDOW_BYTES)
+    for index in range(50):
+        finish(windows, index)
+    assert told(windows, "0", "39", "40", "49") == [
+        None,
+        None,
+        *2 * [f"{40 * WINDOW_BYTES} bytes wait for the disk already"],
+    ]
+    let_go.set()
+    let_all_be_written(windows)
+    assert windows.root.open("base").recorded() == set(range(40))
+    assert told(windows, "0", "39") == ["", ""]
+    assert not windows._unwritten
+
+
+def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    create(windows.root.root)
+    monkeypatch.setattr(tensor_files, "save_file", full)
+    monkeypatch.setattr(reference_windows, "MAX_OUTCOMES", 10)
+    for index in range(30):
+        finish(windows, index)
+        let_all_be_written(windows)
+    assert len(windows._outcomes) == 10
+    assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
+
+
+def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
+    reference = create(windows.root.root)
+    os.mkfifo(reference.shard(0))
+    reference.write_shard(1, *random_shard(5))
+    orders = Orders(read=[asdict(mark("compare", index)) for index in (0, 1)], files=["0"])
+    assert windows.exchange("test", orders, pinned=False)["files"] == {"0": None}
+    while told(windows, "1") == [None]:
+        pass
+    assert told(windows, "0", "1") == [None, ""]
+    # Nobody waits for it any more.
+    windows.exchange("test", Orders(forget=["0", "1"]), pinned=False)
+    assert not windows._read
+    os.close(os.open(reference.shard(0), os.O_RDWR))
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, 2 * HEAD.num_bytes), (5, 5), (0, 0)])
+def test_room_for_heads_is_what_is_set_or_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: int | None, expected: int
+):
+    monkeypatch.setattr(install, "reference_directory", lambda: tmp_path)
+    absurd = HEAD.model_copy(update={"hidden_size": 10**12})
+    ReferenceDirectory(tmp_path).create("absurd", manifest("absurd", absurd), create(tmp_path, "some").text)
+    wider = HEAD.model_copy(update={"hidden_size": 2 * HIDDEN})
+    reference = ReferenceDirectory(tmp_path).create("wider", manifest("wider", wider), create(tmp_path, "any").text)
+    reference.write_head(torch.zeros(HEAD.vocab_size, 2 * HIDDEN, dtype=torch.bfloat16), None)
+    model = SimpleNamespace(
+        get_vocab_size=lambda: HEAD.vocab_size, get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16
+    )
+    assert install.room_for_heads(setting, model) == expected
