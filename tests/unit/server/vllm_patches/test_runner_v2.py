@@ -261,7 +261,7 @@ def test_placeholders_for_drafts_have_no_rows(windows: ReferenceWindows, first_s
     results = engine.step(first_step) if first_step else {}
     left = {name: LENGTHS[name] - first_step.get(name, 0) + num_drafts for name in ("other", "short", "recorded")}
     results |= engine.step(left)
-    windows._threads.shutdown()
+    let_all_be_written(windows)
     for name in ("other", "short"):
         assert len(results[name].logprobs) == LENGTHS[name] - 1
         engine.check(name, results[name], 1)
