@@ -160,7 +160,7 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root):
         before = (await client.get(BASE)).json()
         figures = (await client.post(KLD, json={**BODY, "as_noise_floor": True})).json()["statistics"]["kld"]
         after = (await client.get(BASE)).json()
-    # Windows are computed next to others than when they were recorded: from the last, in the order in which they were read.
+    # Next to others than when they were recorded: from the last, and in the order in which they were read.
     assert sorted(engine.computed) == list(range(NUM_WINDOWS)) != engine.computed
     stored = [after["noise_floor"][name] for name in ("mean", "p99", "max", "num_scored")]
     assert stored == [figures["mean"], figures["p99"], figures["max"], len(TOKENS) - 1]
