@@ -86,7 +86,7 @@ install: $(INSTALLED) ## Set up .venv
 
 $(INSTALLED): pyproject.toml scripts/install.sh
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Scoremode needs Python 3.11 or newer: make PYTHON=python3.12 ..." >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	scripts/install.sh "$(if $(filter /%,$(BIN)),$(BIN),$(CURDIR)/$(BIN))/python" $(ENGINE) dev
 	@touch $@
 
