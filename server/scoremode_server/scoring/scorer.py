@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.utils import random_uuid
 
 from scoremode_server.prefix_cache.admission import RequestQueue
@@ -135,3 +136,8 @@ def check_engine(config: VllmConfig) -> None:
         )
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
+    if config.lora_config is not None and current_platform.is_cpu():
+        raise ValueError(
+            "scoring on a CPU needs a server without --enable-lora: vLLM's CPU kernels compute requests that have no "
+            "adapter with that of their neighbors, and prompt logprobs end the engine"
+        )

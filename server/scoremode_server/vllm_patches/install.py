@@ -59,7 +59,7 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
     heads of references so much."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from scoremode_server.vllm_patches import runner_v1, runner_v2
+    from scoremode_server.vllm_patches import adapters, runner_v1, runner_v2
     from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
     from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 
@@ -67,6 +67,7 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
         return
     root = reference_directory()
     windows = ScoredWindows() if root is None else ReferenceWindows(ReferenceDirectory(root), head_bytes)
+    adapters.patch()
     runner_v1.patch(budget_bytes, windows)
     runner_v2.patch(budget_bytes, windows)
     GPUModelRunner._scoremode_patched = True

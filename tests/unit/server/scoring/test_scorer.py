@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config.lora import LoRAConfig
 
 from scoremode_server.prefix_cache.engine import Answer
 from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, check_engine
@@ -78,13 +79,19 @@ async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served(
 
 
 @pytest.mark.parametrize(
-    ("mode", "fast_prefill", "flag"),
-    [("processed_logprobs", False, "--logprobs-mode"), ("raw_logprobs", True, "--kv-sharing")],
+    ("mode", "fast_prefill", "lora", "flag"),
+    [
+        ("processed_logprobs", False, None, "--logprobs-mode"),
+        ("raw_logprobs", True, None, "--kv-sharing"),
+        # This platform is a CPU.
+        ("raw_logprobs", False, LoRAConfig(), "--enable-lora"),
+    ],
 )
-def test_settings_that_change_logprobs_are_refused(mode: str, fast_prefill: bool, flag: str):
+def test_settings_that_change_logprobs_are_refused(mode: str, fast_prefill: bool, lora: LoRAConfig | None, flag: str):
     config = SimpleNamespace(
         model_config=SimpleNamespace(logprobs_mode=mode),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
+        lora_config=lora,
     )
     with pytest.raises(ValueError, match=flag):
         check_engine(config)

@@ -1,0 +1,15 @@
+"""Adapters next to prompt logprobs, whose rows vLLM's adapters know nothing of."""
+
+import pytest
+import torch
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+
+from scoremode_server.vllm_patches import adapters
+
+
+def test_an_adapter_for_the_lm_head_is_refused_when_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(LogitsProcessorWithLoRA, "set_lora", LogitsProcessorWithLoRA.set_lora)
+    adapters.patch()
+    layer = LogitsProcessorWithLoRA.__new__(LogitsProcessorWithLoRA)
+    with pytest.raises(ValueError, match="weights for the LM head"):
+        layer.set_lora(0, torch.zeros(8, 16), torch.zeros(32, 8))
