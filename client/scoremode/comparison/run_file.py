@@ -274,7 +274,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
 def _read_record(path: Path) -> dict[str, Any]:
     try:
         content: Any = json.loads(path.read_bytes(), parse_int=_integer)
-        record = _shown(content)
+        record: dict[str, Any] = _shown(content)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
