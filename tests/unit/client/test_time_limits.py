@@ -1,5 +1,6 @@
 """Servers that answer 504 are sent fewer requests at once, until these are answered in time or even one is not."""
 
+import json
 from asyncio import gather, sleep
 
 import httpx
@@ -8,6 +9,7 @@ from fake_server import FakeServer, StoredReference, client_of, copy_of, error, 
 
 from scoremode import ServerError
 from scoremode.corpora import Corpus
+from scoremode.corpus.documents import Document, DocumentScorer
 from scoremode.divergence import measure_kld
 from scoremode.evaluate import evaluate
 from scoremode.pool import Pool
@@ -112,3 +114,38 @@ async def test_a_recording_ends_when_nothing_of_it_is_recorded_in_time(waits, cl
     with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
         await record_reference(client_that_waits(late_in_the_stream), CORPUS, "base", **WINDOWS)
     assert [method for method, path, _ in fake.requests] == ["GET", "POST"]
+
+
+@pytest.mark.parametrize(
+    "texts", [[f"document {index}" for index in range(16)], ["x" * 16 * 63]], ids=["texts", "windows"]
+)
+async def test_a_request_of_several_that_is_late_alone_is_halved(waits, clock, texts):
+    """Until two are not too many, and with what follows as well."""
+    fake, sizes = FakeServer(), []
+
+    def slow(request):
+        body = json.loads(request.content or "{}")
+        num_sequences = (
+            len(body.get("continuations") or body["prompt"]) if request.url.path == "/v1/score" and body else 0
+        )
+        sizes.append(num_sequences)
+        return copy_of(TIMED_OUT) if num_sequences > most else fake(request)
+
+    async def score(most_in_flight):
+        pool = await Pool.connect([client_that_waits(slow)], most_in_flight)
+        with pool.taking_over():
+            scorer = DocumentScorer(pool)
+            documents = [Document(text, len(text)) for text in texts]
+            return [[result.nll for result in await scorer.score(documents)] for _ in range(2)]
+
+    most = 16
+    expected = await score(4)
+    sizes.clear()
+    most = 2
+    assert await score(4) == expected
+    # Four and then two in flight; alone each size has three attempts.
+    assert [size for size in sizes if size > 2] == [16] * 5 + [8] * 3 + [4] * 3
+    assert max(sizes[-8:]) == 2
+    most = 0
+    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
+        await score(4)
