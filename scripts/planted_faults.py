@@ -51,7 +51,7 @@ CLIENT_FAULTS = {
         ("error, RETRIED_ERRORS) or not can_restart", "error, RETRIED_ERRORS)"),
     ],
     "pool.py < test_pool.py": [
-        ("client.address, error)\n        self._set_grace()", "client.address, error)"),
+        ("client.address, error)\n        self._set_retries()", "client.address, error)"),
         ("if server not in self._servers:\n                c", "if not self._servers:\n                c"),
     ],
     "journal.py < test_journal.py": [

@@ -25,6 +25,10 @@ _WRONG_SERVER_HINT = (
     "; the server at this address has no such route, so it is probably not Scoremode: "
     "start it with `scoremode serve`, or `VLLM_PLUGINS=scoremode vllm serve`"
 )
+_TIMEOUT_HINT = (
+    "; raise the time limit of the server (--request-timeout) or of the proxy before it, "
+    "or make the windows smaller (--context-length)"
+)
 
 
 class _Failure(NamedTuple):
@@ -64,6 +68,8 @@ def protocol_error(error: ValidationError) -> ResponseError:
 
 
 def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
+    if status_code == HTTPStatus.GATEWAY_TIMEOUT:
+        hint = _TIMEOUT_HINT
     return _error_class(status_code)(
         f"{failure.message} (HTTP {int(status_code)}){hint}",
         status_code=int(status_code),

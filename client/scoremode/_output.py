@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from scoremode.errors import OutputError
-from scoremode.journal import Journal, JournalPlan, Result, count_windows, open_journal
+from scoremode.journal import Journal, JournalPlan, Result, count_windows, open_journal, open_locked
 from scoremode.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
@@ -120,13 +120,14 @@ class Output:
 
     def _clear_journal(self) -> None:
         """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""
-        num_done, num_windows = count_windows(self._journal_path)
-        if num_done and not (num_done == num_windows and self._is_newer_than_journal()):
-            raise OutputError(
-                f"{self._journal_path} has {num_done} of {num_windows} windows of an unfinished run: "
-                "go on with it by --resume, or delete it to start afresh"
-            )
-        self._journal_path.unlink()
+        with open_locked(self._journal_path):
+            num_done, num_windows = count_windows(self._journal_path)
+            if num_done and not (num_done == num_windows and self._is_newer_than_journal()):
+                raise OutputError(
+                    f"{self._journal_path} has {num_done} of {num_windows} windows of an unfinished run: "
+                    "go on with it by --resume, or delete it to start afresh"
+                )
+            self._journal_path.unlink()
 
     def _is_newer_than_journal(self) -> bool:
         return self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns

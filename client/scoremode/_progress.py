@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from scoremode._printable import printable
 from scoremode.corpus import CorpusProgress, OnCorpusProgress
 from scoremode.run import OnProgress, Progress
 
@@ -18,7 +19,7 @@ class _LinesOnStderr(logging.Handler):
     """Not logging's own handler: that would keep the stderr of now, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"ppl-client: {' '.join(record.getMessage().split())}", file=sys.stderr, flush=True)
+        print(f"ppl-client: {printable(' '.join(record.getMessage().split()))}", file=sys.stderr, flush=True)
 
 
 @contextmanager

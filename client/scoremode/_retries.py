@@ -15,19 +15,25 @@ from typing import Self
 import httpx
 
 from scoremode._failures import status_error
-from scoremode.errors import ScoremodeError, TransportError
+from scoremode.errors import APIStatusError, ScoremodeError, TransportError
 
 _log = logging.getLogger(__name__)
 
 BUSY = 429
 INTERNAL_ERROR = 500
-RETRIED_STATUS_CODES = frozenset({BUSY, 502, 503, 504})
+TIMED_OUT = 504
+RETRIED_STATUS_CODES = frozenset({BUSY, 502, 503, TIMED_OUT})
 RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """Refused and dropped connections. A read timeout is not among them: the server is at work, and would start afresh."""
 
 RETRIES_OF_INTERNAL_ERRORS = 5
 """With `retry_for`: 8 to 16 seconds. vLLM answers 500 for up to 5 after its engine died, and then goes away. A server
 that still answers 500 after that is alive and will do so again, as it does where the model computes NaN."""
+
+RETRIES_OF_TIMEOUTS = 2
+"""Of a request that the server gave up after its `--request-timeout`: it works, and will hardly be faster later. A 504
+of another type is a proxy's, whose server may be restarting."""
+_TYPE_OF_TIMEOUTS = "GatewayTimeoutError"
 
 FIRST_WAIT = 0.5
 LONGEST_BACKOFF = 8.0
@@ -44,6 +50,9 @@ class Retries:
         """Seconds since a request's first failure, in place of `max_retries`."""
         self.grace: float | None = None
         """With `retry_for`: the seconds for a server that is down, where another can take over. A busy one has all."""
+        self.raises_timeouts = False
+        """Whether a 504 is raised at once, for who sent many requests to have fewer in flight. Attempts that are under
+        way keep what they began with."""
         self.num_failures = 0
         """Attempts that failed because the server was down; those that found it busy do not count."""
         self._address = address
@@ -84,6 +93,8 @@ class Attempts:
         self._retries = retries
         self._num_failures = 0
         self._num_internal_errors = 0
+        self._num_timeouts = 0
+        self._raises_timeouts = retries.raises_timeouts
         self._first_failure: float | None = None
         self._backoff = FIRST_WAIT
 
@@ -103,7 +114,10 @@ class Attempts:
             APIStatusError: trying again would not help, or was tried often or long enough.
         """
         error = status_error(response.status_code, response.content, response.request.url.path)
-        if not self._may_pass(response.status_code):
+        if response.status_code == TIMED_OUT and self._raises_timeouts:
+            self._retries.num_failures += 1
+            raise error
+        if not self._may_pass(error):
             raise error
         asked_wait = _retry_after(response.headers.get("retry-after"))
         return self._wait(error, asked_wait, busy=response.status_code == BUSY)
@@ -123,11 +137,14 @@ class Attempts:
             raise failure
         return self._wait(failure, None, busy=False)
 
-    def _may_pass(self, status_code: int) -> bool:
-        if status_code == INTERNAL_ERROR and self._retries.retry_for is not None:
+    def _may_pass(self, error: APIStatusError) -> bool:
+        if error.status_code == INTERNAL_ERROR and self._retries.retry_for is not None:
             self._num_internal_errors += 1
             return self._num_internal_errors <= RETRIES_OF_INTERNAL_ERRORS
-        return status_code in RETRIED_STATUS_CODES
+        if error.type == _TYPE_OF_TIMEOUTS:
+            self._num_timeouts += 1
+            return self._num_timeouts <= RETRIES_OF_TIMEOUTS
+        return error.status_code in RETRIED_STATUS_CODES
 
     def _wait(self, error: ScoremodeError, asked_wait: float | None, *, busy: bool) -> float:
         self._num_failures += 1
@@ -151,6 +168,8 @@ class Attempts:
     def _patience(self, limit: float | None) -> str:
         if self._num_internal_errors:
             return f"{RETRIES_OF_INTERNAL_ERRORS} times at most"
+        if self._num_timeouts:
+            return f"{RETRIES_OF_TIMEOUTS} times at most"
         return f"{self._retries.max_retries} times at most" if limit is None else f"{limit:g} s at most"
 
     def _next_backoff(self) -> float:

@@ -12,6 +12,7 @@ from rich.console import Console
 from scoremode import kld_report, report
 from scoremode._options import parse_options
 from scoremode._output import Output
+from scoremode._printable import printable
 from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
@@ -59,14 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
         # YAML's complaint about a plan has a mark below the line that it is about.
-        message = str(error) if options.command == "sweep" else " ".join(str(error).split())
+        lines = str(error).split("\n") if options.command == "sweep" else [" ".join(str(error).split())]
+        message = "\n".join(map(printable, lines))
         print(f"ppl-client: error: {message}{_way_on(output)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
 
 
 def _way_on(output: Output | None) -> str:
-    return "" if output is None else output.give_up()
+    return "" if output is None else printable(output.give_up())
 
 
 def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:

@@ -8,6 +8,7 @@ killed leaves at most one torn line, the last.
 import fcntl
 import json
 import logging
+import os
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -173,16 +174,15 @@ def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
 
 
 def count_windows(path: Path) -> tuple[int, int]:
-    """The windows that a journal has, and those of its whole run; both 0 for one that was killed at its header.
+    """The windows that a locked journal has, and those of its whole run; both 0 for one that was killed at its header.
 
     Raises:
-        OutputError: it is in use, or no journal.
+        OutputError: it is no journal.
     """
-    with open_locked(path):
-        header = _read_header(path)
-        if header is None:
-            return 0, 0
-        return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
+    header = _read_header(path)
+    if header is None:
+        return 0, 0
+    return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
 
 
 def _header(plan: JournalPlan[Any]) -> dict[str, object]:
@@ -212,11 +212,27 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def open_locked(path: Path) -> FileIO:
-    """Open a file for appending, without a buffer, and keep every other `ppl-client` from it.
+    """Open a file for appending, without a buffer, and keep every other `ppl-client` from it until it is closed.
+
+    Who deletes such a file does so before it is closed.
 
     Raises:
         OutputError: it cannot be written, is in use or is no file.
     """
+    while not _is_at(path, file := _open_locked(path)):
+        # Deleted by who had it, after it was opened and before it was locked.
+        file.close()
+    return file
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _open_locked(path: Path) -> FileIO:
     if path.exists() and not path.is_file():
         raise OutputError(f"{path} is no file")
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode._printable import printable
 from scoremode.divergence import KldMeasurement
 from scoremode.divergent_tokens import DivergentToken
 from scoremode.kld import POSITION_DTYPES
@@ -113,7 +114,7 @@ def _weights(reference: Reference) -> str:
 
 
 def _columns(rows: list[tuple[str, str]]) -> list[str]:
-    return [f"{name:{_LABEL_WIDTH}}  {value}" for name, value in rows]
+    return [f"{name:{_LABEL_WIDTH}}  {printable(value)}" for name, value in rows]
 
 
 def _perplexity_table(figures: KldStatistics) -> list[str]:
@@ -246,7 +247,7 @@ def _shown(text: str | None, token_id: int) -> str:
 
 def _quoted(text: str) -> str:
     """In quotes and on one line, whatever the text has."""
-    return json.dumps(text, ensure_ascii=False)
+    return printable(json.dumps(text, ensure_ascii=False))
 
 
 def _number(value: float | None, width: int, digits: int) -> str:

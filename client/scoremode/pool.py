@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
+from scoremode._retries import TIMED_OUT
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.plan import differences, identity
@@ -31,8 +32,15 @@ Result = TypeVar("Result")
 class _Server:
     client: AsyncScoreClient
     concurrency: int
+    """Requests in flight at once: halved when the server answers 504."""
     failures_seen: int
     """`client.retries.num_failures` when the server's identity was last checked."""
+    num_places: int = 0
+    """Workers of `score`, or places in `Pool._free`; those beyond `concurrency` are given up as they become free."""
+
+    @property
+    def has_too_many_places(self) -> bool:
+        return self.num_places > self.concurrency
 
 
 class Pool:
@@ -56,6 +64,7 @@ class Pool:
             for server in self._servers:
                 if place < server.concurrency:
                     self._free.put_nowait(server)
+                    server.num_places += 1
         self._next = Lock()
         """Of those that wait for room. A queue alone lets a newcomer overtake, and sends the overtaken to its end."""
 
@@ -95,13 +104,15 @@ class Pool:
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Give a server up sooner than its client would, as long as there is another."""
-        self._set_grace()
+        """Give a server up sooner than its client would, as long as there is another, and have fewer requests in flight
+        at one that answers 504, down to one."""
+        self._set_retries()
         try:
             yield
         finally:
             for server in self._servers:
                 server.client.retries.grace = None
+                server.client.retries.raises_timeouts = False
 
     async def ask(self, job: Job, ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
         """Have one request answered by the first server that has room, and by another if that fails. Who waits longest
@@ -115,15 +126,18 @@ class Pool:
         while True:
             async with self._next:
                 server = await self._free.get()
+                while server.has_too_many_places:
+                    server.num_places -= 1
+                    server = await self._free.get()
             if server not in self._servers:
                 continue
+            concurrency = server.concurrency
             try:
                 result = await ask(server.client, job)
                 await self._check_still_the_same(server)
                 return result
             except (TransportError, ServerError, RateLimitError) as error:
-                if server in self._servers:
-                    self._drop(server, error)
+                self._slow_down_or_drop(server, concurrency, error)
             finally:
                 self._free.put_nowait(server)
 
@@ -137,20 +151,26 @@ class Pool:
         lost: deque[Job] = deque()
 
         async def work(server: _Server) -> None:
-            while server in self._servers and (job := lost.popleft() if lost else next(jobs, None)) is not None:
+            while (
+                server in self._servers
+                and not server.has_too_many_places
+                and (job := lost.popleft() if lost else next(jobs, None)) is not None
+            ):
+                concurrency = server.concurrency
                 try:
                     result = await score(server.client, job)
                     await self._check_still_the_same(server)
                 except (TransportError, ServerError, RateLimitError) as error:
-                    if server in self._servers:
-                        self._drop(server, error)
                     lost.append(job)
+                    self._slow_down_or_drop(server, concurrency, error)
                 else:
                     keep(result)
+            server.num_places -= 1
 
         try:
             async with TaskGroup() as workers:
                 for server in self._servers:
+                    server.num_places = server.concurrency
                     for _ in range(server.concurrency):
                         workers.create_task(work(server))
         except ExceptionGroup as failures:
@@ -159,16 +179,35 @@ class Pool:
             raise first from first.__cause__
         return lost
 
+    def _slow_down_or_drop(self, server: _Server, concurrency: int, error: ScoremodeError) -> None:
+        """After a request failed that was sent with so many in flight."""
+        if server not in self._servers:
+            return
+        if concurrency == 1 or not isinstance(error, ServerError) or error.status_code != TIMED_OUT:
+            self._drop(server, error)
+        elif concurrency == server.concurrency:
+            # The first of those that were sent together: the others say nothing of fewer in flight.
+            server.concurrency //= 2
+            self._set_retries()
+            _log.warning(
+                "%s is sent %d requests at once, in place of %d: %s",
+                server.client.address,
+                server.concurrency,
+                concurrency,
+                error,
+            )
+
     def _drop(self, server: _Server, error: ScoremodeError) -> None:
         if len(self._servers) == 1:
             raise error
         self._servers.remove(server)
         _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
-        self._set_grace()
+        self._set_retries()
 
-    def _set_grace(self) -> None:
+    def _set_retries(self) -> None:
         for server in self._servers:
             server.client.retries.grace = GRACE if len(self._servers) > 1 else None
+            server.client.retries.raises_timeouts = server.concurrency > 1
 
     async def _check_still_the_same(self, server: _Server) -> None:
         """A server that was down may have come back with another model."""

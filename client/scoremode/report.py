@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
+from scoremode._printable import printable
 from scoremode._version import __version__
 from scoremode.evaluate import Evaluation
 
@@ -43,7 +44,7 @@ def as_table(evaluation: Evaluation) -> Table:
         ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
     ]
     for name, value in rows:
-        table.add_row(name, Text(value), style="bold" if name == "perplexity" else None)
+        table.add_row(name, Text(printable(value)), style="bold" if name == "perplexity" else None)
     return table
 
 

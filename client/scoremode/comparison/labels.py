@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from scoremode._printable import printable
 from scoremode.comparison.run_file import RunFile, load_run
 from scoremode.errors import RunError
 
@@ -24,7 +25,7 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
         labels = _labels(runs)
     if len(labels) != len(runs):
         raise RunError(f"{len(labels)} labels for {len(runs)} runs")
-    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
+    return [replace(run, label=printable(label)) for run, label in zip(runs, labels, strict=True)]
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from scoremode._printable import printable
 from scoremode.comparison.computed_by import in_words
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
@@ -115,7 +116,7 @@ def _command(comparison: Comparison) -> str:
     runs = [figures.run for figures in comparison.runs]
     labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
-    return shlex.join(["ppl-client", "compare", *(str(run.path) for run in runs), *labels, *settings])
+    return printable(shlex.join(["ppl-client", "compare", *(str(run.path) for run in runs), *labels, *settings]))
 
 
 def _run_settings(run: RunFile) -> list[tuple[str, str]]:
@@ -128,7 +129,7 @@ def _run_settings(run: RunFile) -> list[tuple[str, str]]:
         ("computed by", in_words(run.server.computed_by) or "-"),
         ("client", str(run.record["client_version"])),
         ("finished", str(run.record.get("finished", "-"))),
-        ("file", run.path.name),
+        ("file", printable(run.path.name)),
     ]
 
 

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from scoremode._output import ARRAYS_SUFFIX
+from scoremode._printable import printable
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
 from scoremode.protocol import LOWEST_LOGPROB, Reference, ServerInfo
@@ -71,6 +73,9 @@ _SHAPES: dict[str, TypeAdapter[Any]] = {
     "kld": TypeAdapter(_KldRecord),
 }
 
+_LONGEST_INTEGER = 19
+"""Digits, with a sign: of what 64 bits hold, and every float."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFile:
@@ -81,7 +86,7 @@ class RunFile:
     """What it is called in tables and plots; no two runs of a comparison share one."""
     kind: Literal["perplexity", "kld"]
     record: Mapping[str, Any]
-    """The whole JSON."""
+    """The whole JSON, its texts as they are shown, but for those of tokens."""
     window_sizes: NDArray[np.int32]
     """[windows]; their sum is n."""
     token_ids: NDArray[np.int32]
@@ -250,7 +255,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     of_reference = arrays if kind == "kld" else {}
     return RunFile(
         path=path,
-        label=record["model"] if label is None else label,
+        label=record["model"] if label is None else printable(label),
         kind=kind,
         record=record,
         window_sizes=arrays["window_sizes"],
@@ -262,28 +267,47 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         top_token_ids=of_reference.get("top_token_ids"),
         reference_top_token_ids=of_reference.get("reference_top_token_ids"),
         reference_confidence=_as_float64(of_reference.get("reference_confidence")),
-        token_texts={int(token): text for token, text in (record.get("token_texts") or {}).items()},
+        token_texts=record["token_texts"],
     )
 
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
+        content: Any = json.loads(path.read_bytes(), parse_int=_integer)
+        record: dict[str, Any] = _shown(content)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise RunError(f"{path} is no JSON: {error}") from error
+    except RecursionError as error:
+        raise RunError(f"{path} is nested too deeply for a result of ppl-client") from error
     kind, version = (record.get("kind"), record.get("version")) if isinstance(record, dict) else (None, None)
-    if kind not in _SHAPES:
+    if not isinstance(kind, str) or kind not in _SHAPES:
         raise RunError(f"{path} is no result of `ppl-client --output` or `ppl-client kld --output`")
     if version != RECORD_VERSION:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
+    record["token_texts"] = content.get("token_texts")
     try:
-        _SHAPES[kind].validate_python(record)
+        record["token_texts"] = _SHAPES[kind].validate_python(record).token_texts or {}
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     return record
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+def _shown(value: Any) -> Any:
+    """JSON whose texts a terminal, XML and UTF-8 can have."""
+    if isinstance(value, dict):
+        return {printable(name): _shown(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_shown(part) for part in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _read_arrays(path: Path, record: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
@@ -297,7 +321,10 @@ def _read_arrays(path: Path, record: Mapping[str, Any]) -> dict[str, NDArray[Any
         except OSError:
             continue
         if hashlib.sha256(content).hexdigest() == described["sha256"]:
-            return load(content)
+            try:
+                return load(content)
+            except (SafetensorError, KeyError, ValueError) as error:
+                raise RunError(f"cannot read {candidate}: {type(error).__name__}: {error}") from error
     raise RunError(f"{path}: the values of its tokens, {described['file']}, are missing beside it or of another run")
 
 
@@ -305,6 +332,11 @@ def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> 
     needed = POSITION_DTYPES if kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
+    for name, dtype in {**POSITION_DTYPES, "window_sizes": "<i4"}.items():
+        if name in arrays and arrays[name].dtype.kind != np.dtype(dtype).kind:
+            raise RunError(f"{path}: {name} has values of type {arrays[name].dtype}")
+    if arrays["window_sizes"].ndim != 1 or (arrays["window_sizes"] < 0).any():
+        raise RunError(f"{path}: its window_sizes are not a list of sizes")
     num_scored = int(arrays["window_sizes"].sum())
     for name, array in sorted(arrays.items()):
         if name != "window_sizes" and array.shape != (num_scored,):

@@ -1,5 +1,6 @@
 """What `ppl-client corpus` prints at the end."""
 
+from scoremode._printable import printable
 from scoremode.corpus.settings import CorpusProgress
 
 
@@ -21,4 +22,4 @@ def as_text(done: CorpusProgress) -> str:
     rate = (done.num_tokens - done.num_tokens_resumed) / done.seconds if done.seconds else 0
     lines["time"] = f"{done.seconds:.1f} s, {rate:,.0f} tokens/s"
     width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+    return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in lines.items())

@@ -7,14 +7,16 @@ longer one is tokenized first, and cut.
 
 import logging
 import math
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._retries import INTERNAL_ERROR
+from scoremode._retries import INTERNAL_ERROR, TIMED_OUT
 from scoremode._tasks import together
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.answers import Answer, score_sequences, score_texts
@@ -24,6 +26,8 @@ from scoremode.pool import Pool, Result
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 
 _log = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
 
 _REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
@@ -122,6 +126,8 @@ class DocumentScorer:
         self._num_bytes = 0
         """Of the documents that are scored."""
         self._num_tokens = 0
+        self._most_texts = self._most_windows = math.inf
+        """In a request: half of those that a server did not score in time."""
 
     async def score(self, documents: Sequence[Document | Unscored]) -> list[Scored | Unscored]:
         """Score documents, those that fit the context together, in one request.
@@ -159,18 +165,21 @@ class DocumentScorer:
     async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
         return await together(map(self._tokenize_and_score, documents))
 
-    async def _score_texts(self, documents: list[Document]) -> list[Scored | Unscored]:
+    async def _score_texts(self, documents: Sequence[Document]) -> list[Scored | Unscored]:
         if not documents:
             return []
+        if len(documents) > self._most_texts:
+            return await _in_halves(self._score_texts, documents)
         try:
             answers = await self._pool.ask([document.text for document in documents], self._ask_for_texts)
+        except _TooMuchError:
+            self._most_texts = min(self._most_texts, len(documents) // 2)
+            return await _in_halves(self._score_texts, documents)
         except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
-            half = len(documents) // 2
-            parts = await together(self._score_texts(part) for part in (documents[:half], documents[half:]))
-            return [result for part in parts for result in part]
+            return await _in_halves(self._score_texts, documents)
         return await together(map(self._take, documents, answers))
 
     async def _take(self, document: Document, answer: Answer) -> Scored | Unscored:
@@ -204,8 +213,15 @@ class DocumentScorer:
 
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
         """The logprobs of each window's targets."""
+        score = partial(self._score_windows, tokens)
+        if len(windows) > self._most_windows:
+            return await _in_halves(score, windows)
         sequences = [window.token_ids(tokens) for window in windows]
-        answers = await self._pool.ask(sequences, self._ask_for_sequences)
+        try:
+            answers = await self._pool.ask(sequences, self._ask_for_sequences)
+        except _TooMuchError:
+            self._most_windows = min(self._most_windows, len(windows) // 2)
+            return await _in_halves(score, windows)
         if [answer.token_ids for answer in answers] != sequences:
             raise ResponseError("the server did not score the tokens that it was sent")
         targets = [answer.logprobs()[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
@@ -220,23 +236,37 @@ class DocumentScorer:
         return Unscored(str(error))
 
     async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Answer]:
-        return await _answer(client, client.send(score_texts(client.model, texts, self.prefix_token_id)))
+        return await _answer(client, client.send(score_texts(client.model, texts, self.prefix_token_id)), len(texts))
 
     async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Answer]:
-        return await _answer(client, client.send(score_sequences(client.model, sequences)))
+        return await _answer(client, client.send(score_sequences(client.model, sequences)), len(sequences))
 
     async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
-        return await _answer(client, client.tokenize(text, add_special_tokens=False))
+        return await _answer(client, client.tokenize(text, add_special_tokens=False), 1)
 
 
 class _RefusalError(ScoremodeError):
     """A server that is well does not score what it was sent."""
 
 
-async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result:
+class _TooMuchError(ScoremodeError):
+    """A server does not score several sequences in time, though nothing else is in flight there."""
+
+
+async def _in_halves(
+    score: Callable[[Sequence[Part]], Coroutine[Any, Any, list[Result]]], parts: Sequence[Part]
+) -> list[Result]:
+    half = len(parts) // 2
+    first, second = await together(map(score, (parts[:half], parts[half:])))
+    return first + second
+
+
+async def _answer(client: AsyncScoreClient, answer: Awaitable[Result], num_sequences: int) -> Result:
     try:
         return await answer
     except APIStatusError as error:
+        if error.status_code == TIMED_OUT and num_sequences > 1 and not client.retries.raises_timeouts:
+            raise _TooMuchError(str(error)) from error
         # By `retry_for` the request was sent until a server whose engine dies would be gone: this one computes NaN.
         is_error_of_text = error.status_code == INTERNAL_ERROR and client.retries.retry_for is not None
         if error.status_code in _REFUSED or is_error_of_text:

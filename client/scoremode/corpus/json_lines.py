@@ -17,6 +17,8 @@ import pyarrow.json as pj
 from scoremode.errors import CorpusError
 
 BLOCK_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 64 << 20
+"""A line is held whole, and a compressed file may unpack to one of any length. No server takes a text as long."""
 _LARGEST_EXACT = 2**53
 """Whole numbers beyond are not all floats, which pyarrow takes for those beyond 64 bits."""
 _ROW = re.compile(r" in row (\d+)$")
@@ -46,7 +48,7 @@ class JsonLines:
     """The rows of a file of JSON lines, compressed if its name says so.
 
     Raises:
-        CorpusError: a line is no JSON object, or a column has no one type.
+        CorpusError: a line is no JSON object or too long, or a column has no one type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,6 +113,10 @@ class JsonLines:
                     whole, newline, rest_of_chunk = chunk.rpartition(b"\n")
                     if not newline:
                         rest += chunk
+                        if len(rest) > LONGEST_LINE_BYTES:
+                            raise CorpusError(
+                                f"cannot read {self._path}: line {line} has more than {LONGEST_LINE_BYTES >> 20} MiB"
+                            )
                         continue
                     block = _Block(rest + whole + newline, line)
                     rest = rest_of_chunk

@@ -9,6 +9,7 @@ import pytest
 from fake_server import INFO
 
 from scoremode import OutputError, ServerInfo
+from scoremode._output import Output
 from scoremode.corpora import Corpus
 from scoremode.journal import Journal, count_windows, open_journal
 from scoremode.plan import Plan, WindowNlls
@@ -167,7 +168,7 @@ def test_a_journal_belongs_to_one_process_and_is_deleted_if_empty(path):
     open_journal(path, PLAN).close()
     assert not path.exists()
     journal = open_journal(path, PLAN)
-    for attempt in (lambda: open_journal(path, PLAN), lambda: count_windows(path)):
+    for attempt in (lambda: open_journal(path, PLAN), lambda: Output(path.with_suffix(""), resume=False)):
         with pytest.raises(OutputError, match="in use"):
             attempt()
     journal.add(WINDOWS[0], 1.0)

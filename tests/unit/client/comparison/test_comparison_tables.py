@@ -55,7 +55,7 @@ def test_markdown_has_one_table_of_runs_and_one_of_pairs(comparison, tmp_path):
     assert [len(table) for table in tables] == [2 + 3, 2 + 3]
     assert [{line.count(" | ") for line in table} for table in tables] == [{9}, {5}], "each column once"
     odd = perplexity_run(tmp_path, "a|b\n<i>_c_", made_up_nlls(1))
-    assert r"| a\|b \<i>\_c\_ |" in as_markdown(compare([odd], num_resamples=100))
+    assert r"| a\|b\\n\<i>\_c\_ |" in as_markdown(compare([odd], num_resamples=100))
 
 
 def test_csv_has_every_figure_in_full(comparison):
