@@ -28,7 +28,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NOT_COPIED = (".git", ".venv", ".cache", ".hypothesis", ".*_cache", "__pycache__", "node_modules")
 # Tests that a checkout leaves out by default are among these, such as those in Triton's interpreter.
-PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow")
+# What the plugins would rewrite has been imported before each run forks.
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "-W", IMPORTED)
 LONGEST_RUN = 1800
 """Seconds, after which tests hang, and so have found the fault."""
 
