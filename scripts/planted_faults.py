@@ -363,7 +363,8 @@ def run_tests(folder: Path, tests: Sequence[str], output: Path) -> None:
     for name, source in zip(("scoremode", "scoremode_server"), sources, strict=True):
         assert name not in sys.modules
         assert str(importlib.import_module(name).__file__).startswith(source)
-    sys.exit(pytest.main([*PYTEST, *dict.fromkeys(tests)]))
+    # Folder by folder: pytest 9.1 loses the fixtures of a conftest.py that it comes back to.
+    sys.exit(pytest.main([*PYTEST, *sorted(set(tests))]))
 
 
 if __name__ == "__main__":
