@@ -30,6 +30,9 @@ class NeverDone:
         try:
             await asyncio.Event().wait()
         finally:
+            # As an abort in the engine takes its time.
+            for _ in range(100):
+                await asyncio.sleep(0)
             self.cancelled.set()
 
     create_completion = tokenize_prompts_async = wait
@@ -47,7 +50,7 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
     app, never_done = light_app(), NeverDone()
     app.state.scoremode.scorer = app.state.scoremode.completions = never_done
     sent = await leaving(app, route, {"prompt": [5, 6], **fields}, never_done.begun)
-    await asyncio.wait_for(never_done.cancelled.wait(), 60)
+    assert never_done.cancelled.is_set()
     assert sent[0]["status"] == CLIENT_CLOSED_REQUEST
 
 
