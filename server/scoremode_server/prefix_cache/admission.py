@@ -156,7 +156,8 @@ class Admission:
         self, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
     ) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none and it adds each as it begins it, until they
-        are scored. A line in the log tells what became of it.
+        are scored. A line in the log tells what became of it. The task that enters it is the one whose time is limited:
+        never enter it in a generator that yields within it, whose reader would be cancelled.
 
         Raises:
             RequestError: see `check`; or it took longer than it may (504).

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
 async def test_a_stream_that_no_client_can_read_is_closed_at_once():
     closed, sending = asyncio.Event(), asyncio.Event()
 
-    async def contents() -> AsyncGenerator[int, None]:
+    async def contents(queue: None) -> AsyncGenerator[int, None]:
         try:
             yield 1
         finally:
@@ -99,8 +100,8 @@ async def test_a_stream_that_no_client_can_read_is_closed_at_once():
             await asyncio.Event().wait()
 
     # Referenced here, so that the garbage collector does not close it.
-    stored = contents()
-    streaming = asyncio.create_task(EventStream(stored, "a request").stream_response(send))
+    stored = EventStream(nullcontext(), contents, "a request")
+    streaming = asyncio.create_task(stored.stream_response(send))
     await sending.wait()
     streaming.cancel()
     await asyncio.gather(streaming, return_exceptions=True)
