@@ -181,7 +181,8 @@ class References:
 
     def _without_folder(self, name: str, reason: object) -> str:
         """What went wrong with a file of a reference: of paths from the root vLLM tells clients nothing."""
-        return str(reason).replace(f"{self.directory.root / name}{os.sep}", "")
+        root = self.directory.root
+        return str(reason).replace(f"{root / name}{os.sep}", "").replace(f"{root}{os.sep}", "")
 
 
 def _describe(reference: StoredReference) -> Reference:
