@@ -10,7 +10,7 @@ HEADER_SECONDS = 30
 def with_header_timeout(protocol: Any) -> Any:
     """One of uvicorn's HTTP protocols that closes connections whose header is not there in time."""
 
-    class HeaderTimeout(protocol):  # type: ignore[misc]
+    class HeaderTimeout(protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._ending = self.loop.call_later(HEADER_SECONDS, transport.close)
