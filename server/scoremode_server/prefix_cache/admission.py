@@ -173,9 +173,13 @@ class Admission:
         queue.add(num_sequences, num_tokens)
         status = HTTPStatus.OK.value
         try:
-            async with asyncio.timeout(self.size.request_timeout):
+            async with asyncio.timeout(self.size.request_timeout) as limit:
                 yield queue
         except TimeoutError:
+            if not limit.expired():
+                # A file system's, say.
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+                raise
             status = HTTPStatus.GATEWAY_TIMEOUT
             message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
             raise RequestError(message, None, HTTPStatus.GATEWAY_TIMEOUT) from None
