@@ -1,8 +1,5 @@
 """A folder of references in which files cannot be written to their end, or not be made."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,18 +7,7 @@ import pytest
 from tests.bad_inputs import KLD, REFERENCES, SCORE
 from tests.unit.server.api.light_app import client_of, error_of, light_app
 from tests.unit.server.api.reference_engine import BODY, ReferenceEngine, record
-from tests.unit.server.references.reference_setup import files
-
-
-@contextmanager
-def no_file_longer_than(num_bytes: int) -> Iterator[None]:
-    """As on a disk that is full when a file has this size, but for the reason that the kernel gives."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+from tests.unit.server.references.reference_setup import files, no_file_longer_than
 
 
 # Tokens have 692 bytes, and are written first; manifests have some 850, and the LM head 32 KB.
