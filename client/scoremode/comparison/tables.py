@@ -32,8 +32,8 @@ def as_markdown(comparison: Comparison) -> str:
     parts = [
         _markdown(_merged(_run_sections(comparison)), comparison.runs),
         _markdown(_merged(_pair_sections(comparison)), comparison.pairs),
-        [f"- {_escaped(sentence)}" for sentence in summary(comparison)],
-        [f"{_escaped(' '.join(_settings(comparison)))}"],
+        [f"- {escaped(sentence)}" for sentence in summary(comparison)],
+        [f"{escaped(' '.join(_settings(comparison)))}"],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
@@ -134,9 +134,9 @@ def _markdown(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]
     if not rows:
         return []
     lines = [
-        [_escaped(column.header) for column in columns],
+        [escaped(column.header) for column in columns],
         ["---:" if column.right else "---" for column in columns],
-        *([_escaped(_one_line(column.cell(row))) for column in columns] for row in rows),
+        *([escaped(_one_line(column.cell(row))) for column in columns] for row in rows),
     ]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
@@ -145,7 +145,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A label may have what Markdown takes for its own."""
     for character in "\\|`*_<[":
         text = text.replace(character, f"\\{character}")
