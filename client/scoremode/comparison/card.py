@@ -82,14 +82,17 @@ def _base_reference(comparison: Comparison) -> Reference | None:
 def _ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
     """Of the perplexity, as a share of the base's."""
     base = comparison.base
-    has_reference = _base_reference(comparison) is not None
-    if run is base and not has_reference:
+    base_nlls = base.nlls if _base_reference(comparison) is None else base.reference_nlls
+    if base_nlls is None or base_nlls is run.nlls:
         return None
-    base_nlls = base.reference_nlls if has_reference else base.nlls
     with np.errstate(invalid="ignore"):
         difference = run.nlls - base_nlls
         ratio = exp(float(difference.mean()))
         return Figure(ratio - 1, ratio * standard_error(difference), None, None)
+
+
+def _value(figure: Figure | None, scale: float = 1) -> float | None:
+    return None if figure is None else scale * figure.value
 
 
 def _with_error(figure: Figure | None, scale: float = 1, sign: str = "") -> str:
@@ -176,14 +179,13 @@ def _model_index(comparison: Comparison) -> dict[str, Any]:
 
 def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]]:
     run = figures.run
-    change = _ppl_change(comparison, run)
     values = {
         f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),
-        "change of perplexity, %": ("perplexity_change", change and 100 * change.value),
-        "mean KL divergence, nats": ("kl_divergence", figures.kld and figures.kld.value),
+        "change of perplexity, %": ("perplexity_change", _value(_ppl_change(comparison, run), 100)),
+        "mean KL divergence, nats": ("kl_divergence", _value(figures.kld)),
         "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999),
-        "RMS Δp, %": ("rms_delta_p", figures.delta_p_rms and 100 * figures.delta_p_rms.value),
-        "same top token, %": ("same_top", figures.same_top_p and 100 * figures.same_top_p.value),
+        "RMS Δp, %": ("rms_delta_p", _value(figures.delta_p_rms, 100)),
+        "same top token, %": ("same_top", _value(figures.same_top_p, 100)),
     }
     return [
         {"name": name, "type": type_, "value": float(f"{value:.6g}")}
