@@ -12,7 +12,7 @@ import yaml
 from scoremode._printable import printable
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
 from scoremode.comparison.run_file import RunFile
-from scoremode.comparison.tables import escaped
+from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES
 from scoremode.kld import standard_error
 from scoremode.metrics import exp
@@ -119,19 +119,20 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 
 def _provenance(comparison: Comparison) -> str:
     """Where the figures are from, in one line."""
-    runs = [figures.run for figures in comparison.runs]
     base, reference = comparison.base, _base_reference(comparison)
-    label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
-    dates = sorted({run.finished[:10] for run in runs if run.finished})
+    label, model, revision = (
+        (base.label, base.model, base.server.revision)
+        if reference is None
+        else (reference.name, reference.model, reference.revision)
+    )
+    model = model if revision is None else f"{model}@{revision[:8]}"
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}, stride {base.stride:,}",
         f"{base.num_scored:,} tokens",
         comparable_with(comparison.corpus, base.context_length),
-        *dict.fromkeys(run.versions for run in runs),
-        *dict.fromkeys(run.server.devices for run in runs),
-        " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
+        measured_by(comparison),
         "± one standard error, tokens taken as independent",
     ]
     command = _command(comparison)
