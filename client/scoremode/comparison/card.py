@@ -11,6 +11,7 @@ import yaml
 
 from scoremode._printable import printable
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.labels import model_name
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES
@@ -18,6 +19,7 @@ from scoremode.kld import standard_error
 from scoremode.metrics import exp
 from scoremode.presets import comparable_with
 from scoremode.protocol import Reference
+from scoremode.windows import STRIDED_METHODS
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
 _NAME_LENGTH = 24
@@ -125,11 +127,12 @@ def _provenance(comparison: Comparison) -> str:
         if reference is None
         else (reference.name, reference.model, reference.revision)
     )
-    model = model if revision is None else f"{model}@{revision[:8]}"
+    model = model_name(model) if revision is None else f"{model_name(model)}@{revision[:8]}"
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
-        f"{base.method}, context length {base.context_length:,}, stride {base.stride:,}",
+        f"{base.method}, context length {base.context_length:,}",
+        f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
         f"{base.num_scored:,} tokens",
         comparable_with(comparison.corpus, base.context_length),
         measured_by(comparison),

@@ -88,7 +88,7 @@ def test_one_line_says_where_figures_are_from(made):
     assert "\n" not in line
     sha256 = made[1].corpus.sha256[:12]
     assert Reader(line).after.strip() == (
-        f"Base bf16 (org/base); wikitext wikitext-2-raw-v1 test, sha256 {sha256}; sliding, context length 128, "
+        f"Base bf16 (org/base); wikitext wikitext-2-raw-v1 test, sha256 {sha256}; sliding, context length 128; "
         "stride 100; 3,000 tokens; "
         "comparable with llama-perplexity -c 128 on this text (not checked against the tool); "
         f"scoremode 9.9.9, vLLM 0.32.0; 2 x NVIDIA H200; {made[1].finished[:10]}; "
