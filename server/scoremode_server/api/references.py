@@ -82,7 +82,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         if job.options["lora_request"] is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         text, plan = await asyncio.to_thread(_plan, job)
-        reference = await references.recorder.begin(request.name, plan, text)
+        reference = await references.recorder.begin(request.name, plan, text, request.corpus)
     accepted = state.admission.request("/v1/references", job.request_id)
     if request.stream:
         return EventStream(accepted, partial(_contents, job, state, reference), job.request_id)

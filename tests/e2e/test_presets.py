@@ -1,0 +1,88 @@
+"""Presets against the tools that can be run here: lm-eval's task, and the loop of Hugging Face's documentation."""
+
+import importlib.util
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lm_eval_tasks
+from scoremode.presets import comparable_with
+from scoremode.protocol import CorpusInfo
+from tests import oracle
+from tests.command_line import ppl_client
+
+LENGTH = 256
+
+
+@pytest.fixture(scope="module")
+def lines(wikitext: str) -> list[str]:
+    """Of WikiText-2's file: the end of an article, one that is whole, and the beginning of the next."""
+    lines = [row.removeprefix("\n") or " " for row in wikitext.split("\n\n")]
+    titles = [number for number, line in enumerate(lines) if lm_eval_tasks.TITLE.match(line)]
+    return lines[titles[1] - 8 : titles[2] + 8]
+
+
+def measured(server: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """The record of a run."""
+    output = folder / "run.json"
+    ppl_client("--url", server, *arguments, "--context-length", str(LENGTH), "--output", str(output), "--quiet")
+    record: dict[str, Any] = json.loads(output.read_text())
+    assert f"max_length={LENGTH}" in comparable_with(CorpusInfo.model_validate(record["corpus"]), LENGTH)
+    return record
+
+
+def test_lm_eval_has_the_same_figures(server, random_model, lines, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    (tmp_path / "wiki.test.raw").write_text("\n".join([*lines, ""]))
+    starts = [0, *(number for number, line in enumerate(lines) if lm_eval_tasks.TITLE.match(line)), len(lines)]
+    pages = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
+    pages[-1] += "\n"
+    lm_eval_tasks.write_jsonl(tmp_path / "pages.jsonl", [{"page": page} for page in pages])
+    [package] = importlib.util.find_spec("lm_eval").submodule_search_locations
+    shutil.copytree(Path(package, "tasks", "wikitext"), tmp_path / "task")
+    task = tmp_path / "task" / "wikitext.yaml"
+    files = {"data_files": dict.fromkeys(("train", "validation", "test"), str(tmp_path / "pages.jsonl"))}
+    of_hub = "dataset_path: EleutherAI/wikitext_document_level\ndataset_name: wikitext-2-raw-v1\n"
+    here = f"dataset_path: json\ndataset_kwargs: {json.dumps(files)}\n"
+    task.write_text(task.read_text().replace(of_hub, here))
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(random_model), "dtype": "float32", "device": "cpu", "max_length": LENGTH},
+        tasks=["wikitext"],
+        task_manager=TaskManager(include_path=str(task.parent), include_defaults=False),
+        bootstrap_iters=0,
+    )["results"]["wikitext"]
+    record = measured(server, tmp_path, "--text-file", str(tmp_path / "wiki.test.raw"), "--preset", "lm-eval")
+    for name in ("word_perplexity", "bits_per_byte"):
+        assert math.log(record[name]) == pytest.approx(math.log(found[f"{name},none"]), rel=oracle.MEAN)
+
+
+def test_the_loop_of_hugging_faces_documentation_has_the_same_windows(server, random_model, lines, tmp_path):
+    rows = ["" if line == " " else f"{line}\n" for line in lines]
+    lm_eval_tasks.write_jsonl(tmp_path / "rows.jsonl", [{"text": row} for row in rows])
+    model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64).eval()
+    encodings = AutoTokenizer.from_pretrained(random_model)("\n\n".join(rows), return_tensors="pt")
+    seq_len, prev_end_loc, losses = encodings.input_ids.size(1), 0, []
+    for begin_loc in range(0, seq_len, LENGTH // 2):
+        end_loc = min(begin_loc + LENGTH, seq_len)
+        input_ids = encodings.input_ids[:, begin_loc:end_loc]
+        target_ids = input_ids.clone()
+        target_ids[:, : -(end_loc - prev_end_loc)] = -100
+        with torch.no_grad():
+            losses.append(float(model(input_ids, labels=target_ids).loss))
+        prev_end_loc = end_loc
+        if end_loc == seq_len:
+            break
+    record = measured(server, tmp_path, "--dataset", str(tmp_path / "rows.jsonl"), "--preset", "hf")
+    means = [window["nll_sum"] / window["num_scored"] for window in record["windows"]]
+    assert means == pytest.approx(losses, rel=oracle.MEAN)

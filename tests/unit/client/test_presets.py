@@ -1,0 +1,113 @@
+"""Presets: the texts and windows of the tools whose figures are published, and what tables say of them."""
+
+import importlib.util
+import json
+import random
+import shlex
+from pathlib import Path
+
+import pytest
+from fake_server import FakeServer, error, serve
+
+from scoremode import presets
+from scoremode.cli import main
+from scoremode.comparison import load_run
+from scoremode.corpora import load_corpus
+from scoremode.windows import cut_windows
+from tests.texts import WIKITEXT
+
+ROWS = ["", " = One = \n", "", " a ( b ) , c \n", " = = Part = = \n", " d \n", "", " = Two = \n", " e \n", ""]
+PAGES = [" = One = \n \n a ( b ) , c \n = = Part = = \n d \n ", " = Two = \n e \n \n"]
+RAW = " \n" + "\n".join(PAGES)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def lm_eval_task():
+    """The functions of lm-eval's task, without the rest of lm-eval."""
+    [folder] = importlib.util.find_spec("lm_eval").submodule_search_locations
+    spec = importlib.util.spec_from_file_location("task", Path(folder, "tasks/wikitext/preprocess_wikitext.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ppl_client(command: str, url: str) -> int | str | None:
+    try:
+        return main([*shlex.split(command), "--url", url, "--quiet"])
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_texts_are_joined_as_each_tool_joins_them(rows, lm_eval_task):
+    for preset in ("exl3", "gptq", "hf"):
+        assert load_corpus(str(rows), preset=preset).prompt == {"prompt": "\n\n".join(ROWS)}
+    raw, pages = rows.with_name("wiki.test.raw"), rows.with_name("pages.jsonl")
+    raw.write_text(RAW)
+    pages.write_text("".join(json.dumps({"page": page}) + "\n" for page in PAGES))
+    documents = {
+        "llama.cpp": (RAW[:-1],),
+        "lm-eval": tuple(lm_eval_task.wikitext_detokenizer({"page": page}) for page in PAGES),
+    }
+    for preset, expected in documents.items():
+        for corpus in (load_corpus(str(rows), preset=preset), load_corpus(text_file=raw, preset=preset)):
+            assert (corpus.text, corpus.documents) == (RAW, expected)
+        assert load_corpus(str(pages), column="page", preset=preset).text == RAW.removeprefix(" \n")
+        assert load_corpus(text="without an end", preset=preset).documents == ("without an end",)
+    words = [lm_eval_task.process_results({"page": page}, [0.0])["word_perplexity"][1] for page in PAGES]
+    assert (corpus.num_words, corpus.num_bytes) == (sum(words), sum(map(len, PAGES)))
+
+
+def test_pages_are_detokenized_as_by_lm_eval(lm_eval_task):
+    choose = random.Random(0)
+    marks = [*" '/@-,.:;!?()[]{}\"=°N\ns1a", " @-@ ", " 's", "= = "]
+    for text in [WIKITEXT.read_text(), *("".join(choose.choices(marks, k=60)) for _ in range(3000))]:
+        assert presets.detokenized(text) == lm_eval_task.wikitext_detokenizer({"page": text})
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "words"),
+    [
+        ("llama.cpp", ("llama.cpp", 16, None), "llama-perplexity -c 16 on this text (not checked against the tool)"),
+        ("exl3", ("disjoint", 16, False), "ExLlamaV3's eval/ppl.py -l 16"),
+        ("gptq", ("disjoint", 16, None), "GPTQ's and AWQ's perplexity with sequences of 16"),
+        ("hf", ("sliding", 8, None), "Hugging Face's perplexity of fixed-length models with max_length=16"),
+    ],
+)
+def test_a_reference_keeps_the_corpus_and_tables_name_it(rows, tmp_path, capsys, preset, settings, words):
+    server = FakeServer()
+    with serve(server) as url:
+        text = f"--dataset {rows} --preset {preset} --context-length 16"
+        assert ppl_client(f"record {text} --reference base", url) == 0
+        assert ppl_client(f"kld --reference base --output {tmp_path}/run.json", url) == 0
+    request = server.references["base"].request
+    assert (request["method"], request["stride"], request.get("add_special_tokens")) == settings
+    if preset == "exl3":
+        assert len(cut_windows(request["max_tokens"], "disjoint", 16)) == 100
+    for printed in capsys.readouterr().out.split("model (Q)"):
+        assert "corpus          rows.jsonl, 10 rows, sha256 " in printed
+        assert f"comparable with {words}" in printed
+    assert load_run(tmp_path / "run.json").corpus == load_corpus(str(rows), preset=preset).info
+
+
+def test_a_server_that_knows_no_corpus_records_without(rows, caplog):
+    server = FakeServer()
+
+    def old(request):
+        return error(400, "unknown field", param="corpus") if b'"corpus"' in request.content else server(request)
+
+    with serve(old) as url:
+        assert ppl_client(f"record --dataset {rows} --preset hf --context-length 16 --reference base", url) == 0
+    assert "is too old to keep where a reference's text is from" in caplog.text
+
+
+@pytest.mark.parametrize("option", ["--method sliding", "--stride 4", "--max-tokens 9", "--num-samples 3"])
+def test_what_a_preset_sets_is_not_given(rows, option, capsys):
+    assert ppl_client(f"--dataset {rows} --preset hf {option}", "http://unused") == 2
+    assert f"{option.split()[0]} does not work with --preset" in capsys.readouterr().err
