@@ -39,7 +39,6 @@ _TOOLS: dict[str, _Tool] = {
         "Hugging Face's perplexity of fixed-length models with max_length={}", "sliding", 1024, 2, is_checked=True
     ),
 }
-assert tuple(_TOOLS) == PRESETS
 
 
 def window_settings(preset: Preset, context_length: int | None) -> dict[str, Any]:
