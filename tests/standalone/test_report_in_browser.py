@@ -13,7 +13,7 @@ from scoremode.comparison import compare, load_runs, passages
 from scoremode.comparison.report import write_report
 from tests.browser import visit
 
-NUM_TOKENS, NUM_WINDOWS = 3000, 24
+NUM_TOKENS, NUM_WINDOWS, WINDOW = 3000, 24, 125
 HOSTILE = "<script>alert(1)</script>"
 ARABIC = " السلام"
 REFERENCE = "reference base-made-up"
@@ -63,8 +63,8 @@ def token_at(page, position):
 
 
 def window_of(heading):
-    """The number in `Window 3, tokens 1 to 125: ...`, from 0."""
-    return int(heading.split(",")[0].removeprefix("Window ")) - 1
+    """The number in `window 3 · 8 % ...`, from 0."""
+    return int(heading.split(" ")[1]) - 1
 
 
 def choose(page, measure, *labels):
@@ -80,9 +80,9 @@ def style(page, selector, name):
 
 
 def assert_colors(page, values, steps):
-    """That the open passage has the legend's colors for its values, except for those as near to a step as rounding."""
+    """That the text has the legend's colors for its values, except for those as near to a step as rounding."""
     found, colors = (style(page, elements, "backgroundColor") for elements in (".tokens span", "#legend li"))
-    values = values[: len(found)]
+    found, values = found[:WINDOW], values[:WINDOW]
     clear = np.abs(values[:, None] - np.array(steps)).min(axis=1) > 1e-3 * np.minimum(np.abs(values), 1)
     expected = [colors[sum(value >= step for step in steps)] for value in values]
     assert clear.mean() > 0.9
@@ -102,10 +102,11 @@ def test_tokens_and_plots_have_the_colors_of_the_scheme(shown, runs, scheme, pap
         assert (page.locator("figure svg").count(), page.locator(".passage").count()) == (5, NUM_WINDOWS)
         plots = [style(page, f"figure svg {element}", "fill")[0] for element in ("path", "text")]
         assert [*plots, *style(page, "body", "backgroundColor")] == [paper, ink, paper]
+        page.select_option("#scale", "fixed")
         # First shown is the KL divergence of the run that has most.
         assert page.locator("#measure").input_value() == "kld"
         texts = page.locator("#legend li").all_inner_texts()
-        assert (texts[0], texts[4:6]) == ("below 0.0001", ["0.01 to 0.03", "0.03 to 0.1"])
+        assert [text.split("\n")[0] for text in (texts[0], *texts[4:6])] == ["< 0.0001", "≥ 0.01", "≥ 0.03"]
         disabled = page.locator("#first option").evaluate_all("all => all.map(option => option.disabled)")
         assert disabled == [False, False, False, True], "the reference has no divergence to choose"
         assert_colors(page, worst.kld, KLD_STEPS)
@@ -159,11 +160,11 @@ def assert_figures(page, runs, position):
         assert float(probability.split()[0]) == pytest.approx(100 * math.exp(-run.nlls[position]), rel=0.6, abs=0.06)
         assert int(rank.replace(",", "")) == run.ranks[position]
         assert float(kld) == pytest.approx(run.kld[position], abs=6e-4, rel=2e-3)
-        assert prefers.strip() == text[int(run.top_token_ids[position])].strip()
+        assert prefers.split("\n")[0] == text[int(run.top_token_ids[position])].replace(" ", "␣")
     _, _, rank, kld, prefers = found[REFERENCE]
     assert (rank, kld) == ("-", "-")
-    assert f"({100 * runs[0].reference_confidence[position]:.1f} %)" in prefers
-    assert page.locator("#token .shown").inner_text().strip() == text[int(runs[0].token_ids[position])].strip()
+    assert f"{100 * runs[0].reference_confidence[position]:.1f} %" in prefers
+    assert page.locator("#token .shown").inner_text() == text[int(runs[0].token_ids[position])].replace(" ", "␣")
 
 
 @pytest.fixture
@@ -182,8 +183,7 @@ def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs, words_
     token_at(page, words_at - 1).hover()
     expect(page.locator("#token")).not_to_have_text("No token chosen.")
     assert_figures(page, runs, words_at - 1)
-    page.locator(".passage > summary").first.focus()
-    page.keyboard.press("Tab")
+    token_at(page, 0).focus()
     for _ in range(words_at):
         page.keyboard.press("ArrowRight")
     assert_figures(page, runs, words_at)
@@ -202,9 +202,9 @@ def test_the_list_leads_to_the_most_divergent_token(page, runs):
     assert f"{worst.kld[position]:.4f}"[:4] in first.inner_text()
     first.click()
     assert_focus(page, position)
-    token, passage = token_at(page, position), page.locator("details[open]", has=token_at(page, position))
+    token, passage = token_at(page, position), page.locator(".passage", has=token_at(page, position))
     window = int(np.searchsorted(np.cumsum(worst.window_sizes), position, side="right"))
-    assert window_of(passage.locator("summary").inner_text()) == window
+    assert window_of(passage.locator(".place").inner_text()) == window
     assert 0 <= token.bounding_box()["y"] <= 900
     assert float(figures(page)[worst.label][3]) == pytest.approx(worst.kld[position], rel=2e-3)
 
@@ -214,7 +214,7 @@ def test_list_and_order_follow_the_chosen_measure(page, runs):
     page.select_option("#order", "divergent")
     starts = np.cumsum(worst.window_sizes) - worst.window_sizes
     order = np.argsort(-np.add.reduceat(worst.kld, starts) / worst.window_sizes)
-    headings = page.locator(".passage > summary").all_inner_texts()
+    headings = page.locator(".passage > .place").all_inner_texts()
     assert [window_of(heading) for heading in headings[:4]] == order[:4].tolist()
     choose(page, "nll_difference", other.label, worst.label)
     difference = other.nlls - worst.nlls
@@ -248,10 +248,11 @@ def test_the_text_that_fits_is_open_and_the_rest_has_its_means(shown, runs):
     kld = np.where(window < 70, (window + 1) / 1000, 1.0)
     kld[-5] = 3.0
     cut = [replace(run, window_sizes=np.bincount(window).astype(np.int32), kld=kld) for run in runs]
-    with shown(cut, max_bytes=265_000) as page:
+    with shown(cut, max_bytes=290_000) as page:
         assert page.locator("#top-heading").inner_text().endswith(" in the text kept here")
-        assert window_of(page.locator("details[open] summary").inner_text()) > 40
-        text, mean = (page.locator(f".passage > p{part}").first.inner_text() for part in ("", " .chip"))
+        assert window_of(page.locator(".passage > .place").first.inner_text()) > 40
+        page.locator("#earlier").click()
+        text, mean = (page.locator(f".left-out > .place{part}").first.inner_text() for part in ("", " .chip"))
         assert text.endswith("Its text is left out.")
         assert float(mean) == pytest.approx((window_of(text) + 1) / 1000, abs=1e-4)
         page.locator("#top button").first.click()
@@ -261,10 +262,10 @@ def test_the_text_that_fits_is_open_and_the_rest_has_its_means(shown, runs):
 def test_a_passage_of_several_windows_names_first_and_last(shown, runs, monkeypatch):
     monkeypatch.setattr(passages, "MAX_PASSAGES", NUM_WINDOWS - 1)
     with shown([*runs]) as page:
-        headings = [text.split(":")[0] for text in page.locator(".passage > summary").all_inner_texts()]
-        assert headings == [f"Windows {first} to {first + 7}, tokens 1 to 1,000" for first in (1, 9, 17)]
+        headings = [text.rsplit(" ", 1)[0] for text in page.locator(".passage > .place").all_inner_texts()]
+        assert headings == [f"windows {1 + 8 * at} to {8 + 8 * at} · {(0, 33, 67)[at]} %" for at in range(3)]
         token_at(page, 130).hover()
-        assert "windows 1 to 8, position 131;" in page.locator("#token").inner_text()
+        assert "windows 1 to 8, position 131, 4 % of the text;" in page.locator("#token").inner_text()
 
 
 def test_divergences_from_different_references_have_no_difference(shown, runs):

@@ -109,7 +109,7 @@ def test_a_report_of_one_run_has_no_pairs_and_may_have_no_text(runs, report):
     assert data["num_kept"] == unpacked(data["passages"]["kept"]).sum() == 0
 
 
-@pytest.mark.parametrize("max_bytes", [280_000, 330_000])
+@pytest.mark.parametrize("max_bytes", [320_000, 360_000])
 def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report, max_bytes):
     text = report(runs, max_bytes=max_bytes)
     data = data_of(text)
