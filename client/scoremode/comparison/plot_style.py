@@ -202,7 +202,7 @@ def add_curve_tips(axes: Axes, x: Iterable[float], y: Iterable[float], color: st
     """Tips at places along a curve, which nothing marks: its label, and `form` as a format of both coordinates."""
     drawn = [(at, value) for at, value in zip(x, y, strict=True) if math.isfinite(value)]
     for at, value in drawn[:: math.ceil(len(drawn) / _TIPS_OF_A_CURVE) or 1]:
-        unseen = axes.plot([at], [value], color=color, marker="o", markersize=12, alpha=0, scalex=False, scaley=False)
+        unseen = axes.plot([at], [value], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
         add_tip(unseen, f"{label}: {form.format(at, value)}")
 
 

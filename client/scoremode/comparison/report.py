@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from scoremode._printable import printable
+from scoremode.comparison.card import card
 from scoremode.comparison.computed_by import computed_differently, in_words
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
@@ -70,6 +71,7 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
         "sentences": [sentence for sentence in summary(comparison) if sentence not in warnings],
         "columns": columns,
         "rows": rows,
+        "card": card(comparison),
         "errors": f"± takes tokens as independent. {_interval_note(comparison)}",
         "effects": effects(comparison),
         "warnings": warnings,

@@ -65,7 +65,9 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
         ("mean KL", lambda figures: with_errors(figures.kld)),
         ("median KL", lambda figures: plain(figures.kld_median)),
         ("99% KL", lambda figures: plain(figures.kld_p99)),
+        ("99.9% KL", lambda figures: plain(figures.kld_p999)),
         ("max KL", lambda figures: plain(figures.kld_max)),
+        ("RMS Δp", lambda figures: with_errors(figures.delta_p_rms, percent=True)),
         ("same top p", lambda figures: with_errors(figures.same_top_p, percent=True)),
         ("times the floor", lambda figures: plain(figures.kld_over_noise_floor, 1)),
     ]

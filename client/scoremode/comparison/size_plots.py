@@ -187,5 +187,6 @@ def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, size: str | N
         capsize=3,
         linestyle="none",
     )
-    tip = f"{point.label}: {point.value:.4g} [{point.low:.4g}, {point.high:.4g}]"
-    add_tip(container.get_children(), tip + (f"; {size}: {point.size:.3g}" if size else ""))
+    ends = f" [{point.low:.4g}, {point.high:.4g}]" if point.low < point.high else ""
+    at_size = f"; {size}: {point.size:.3g}" if size else ""
+    add_tip(container.get_children(), f"{point.label}: {point.value:.4g}{ends}{at_size}")

@@ -263,6 +263,7 @@ function arrange() {
   order = passages.map((passage) => passage.index).filter((index) => numPassing[index] > 0);
   if (byId("order").value === "divergent") order.sort((a, b) => size(b) - size(a));
   byId("passages").classList.toggle("apart", byId("order").value === "divergent");
+  drawn.clear();
   recolour();
   const firstKept = order.findIndex((index) => passages[index].kept);
   showFrom(Math.max(firstKept, 0));
@@ -279,7 +280,7 @@ function countPassing(passage) {
 function showFrom(place) {
   shownFrom = shownTo = place;
   drawn.clear();
-  byId("passages").replaceChildren();
+  byId("passages").replaceChildren(order.length ? "" : "No token passes the filters.");
   showMore(1);
 }
 

@@ -61,6 +61,20 @@ function offerFiles(figure) {
   figure.querySelector(".save").hidden = false;
 }
 
+// A page on disk may not have the clipboard of a page from a server.
+async function copyCard(event) {
+  event.preventDefault();
+  const box = byId("card");
+  box.closest("details").open = true;
+  box.select();
+  const isCopied = navigator.clipboard
+    ? await navigator.clipboard.writeText(box.value).then(() => true, () => document.execCommand("copy"))
+    : document.execCommand("copy");
+  byId("copy").textContent = isCopied ? "Copied" : "Press Ctrl+C";
+}
+
+byId("copy").hidden = false;
+byId("copy").addEventListener("click", copyCard);
 for (const figure of document.querySelectorAll("figure")) {
   makeTips(figure);
   offerFiles(figure);
