@@ -16,6 +16,7 @@ from scoremode.comparison.tables import escaped
 from scoremode.corpora import HUB_ALIASES
 from scoremode.kld import standard_error
 from scoremode.metrics import exp
+from scoremode.presets import comparable_with
 from scoremode.protocol import Reference
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
@@ -124,6 +125,7 @@ def _provenance(comparison: Comparison) -> str:
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}, stride {base.stride:,}",
         f"{base.num_scored:,} tokens",
+        comparable_with(comparison.corpus, base.context_length),
         *dict.fromkeys(run.versions for run in runs),
         *dict.fromkeys(run.server.devices for run in runs),
         " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
