@@ -305,6 +305,9 @@ def test_colors_fit_the_runs_and_the_legend_counts(page, runs):
     steps, counts = legend(page)
     assert counts[4] == pytest.approx(NUM_TOKENS / 2, rel=0.05)
     assert np.array_equal(steps, -np.array(steps)[::-1])
+    # Where nothing differs there is no color.
+    choose(page, "kld", runs[0].label)
+    assert legend(page)[1][0] >= (runs[0].kld == 0).sum() > NUM_TOKENS / 3
     # On a long text the legend stays.
     page.locator("#settings").scroll_into_view_if_needed()
     page.locator("#more").evaluate("more => document.querySelector('.passage:last-child').scrollIntoView()")

@@ -1,6 +1,6 @@
 "use strict";
 
-// Values that begin a new colour, in nats, where the colours are the same in every report, so that pictures of two compare.
+// Values that begin a new colour, in nats, where colours are the same in every report, so that pictures of two compare.
 const NLL_STEPS = [0.1, 0.5, 1, 2, 3, 5, 7, 10];
 const KLD_STEPS = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1];
 const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
@@ -104,7 +104,8 @@ function makePassages(arrays) {
   return Array.from(arrays.size, (size, index) => {
     const kept = arrays.kept[index] === 1;
     const [window, lastWindow] = [arrays.window[index], arrays.last_window[index]];
-    const passage = { index, size, kept, window, lastWindow, first: arrays.first[index], start: kept ? start : -1, before };
+    const first = arrays.first[index];
+    const passage = { index, size, kept, window, lastWindow, first, start: kept ? start : -1, before };
     if (kept) start += size;
     before += size;
     return passage;
@@ -187,12 +188,13 @@ function fittedSteps(mean) {
   if (!difference && others.length > 1) others = others.filter((index) => index > 0);
   const length = mean ? passages.length : tokens.length;
   const every = Math.ceil(length / MOST_SORTED);
-  const found = [];
+  const sizes = [];
   for (const index of scale === "runs" ? others : [choice.first]) {
     const value = valuesOf(mean, index);
-    for (let at = 0; at < length; at += every) found.push(sizeOf(value(at)));
+    for (let at = 0; at < length; at += every) sizes.push(sizeOf(value(at)));
   }
-  const sorted = Float64Array.from(found.filter(Number.isFinite)).sort();
+  // Where nothing differs there is no colour, however many tokens that are.
+  const sorted = Float64Array.from(sizes.filter((size) => size > 0 && size < Infinity)).sort();
   if (!sorted.length) return fixed;
   const rounded = (share) => Number(sorted[Math.floor(share * (sorted.length - 1))].toPrecision(2));
   if (!difference) return SHARES.map(rounded);
@@ -204,14 +206,18 @@ function colourClass(value, of = steps) {
   return MEASURES[choice.measure].colours + of.filter((step) => value >= step).length;
 }
 
+function referenceOf(one) {
+  return series.find((other) => other.is_reference && other.reference === one.reference);
+}
+
 // The series whose top token another's is compared with: the other of a difference, or the reference.
 function otherOf() {
-  if (MEASURES[choice.measure].difference) return series[choice.second];
-  return series.find((one, index) => one.is_reference && index !== choice.first && one.reference === series[choice.first].reference);
+  return MEASURES[choice.measure].difference ? series[choice.second] : referenceOf(series[choice.first]);
 }
 
 function hasTops() {
-  return Boolean(series[choice.first].tops && otherOf()?.tops);
+  const [first, other] = [series[choice.first], otherOf()];
+  return first !== other && Boolean(first.tops && other?.tops);
 }
 
 // A function that says whether a token passes the filters; null where there are none.
@@ -252,7 +258,7 @@ let shownFrom = 0;
 let shownTo = 0;
 let passes = null;
 let numPassing = [];
-let found = new Set();
+let foundTokens = new Set();
 const drawn = new Map();
 
 function arrange() {
@@ -342,7 +348,7 @@ function colourTokens(box) {
     const position = Number(token.dataset.position);
     const names = [passes && !passes(position) ? "out" : colourClass(value(position))];
     if (!data.vocabulary.texts[tokens[position]]) names.push("nameless");
-    if (found.has(position)) names.push("found");
+    if (foundTokens.has(position)) names.push("found");
     token.className = names.join(" ");
   }
 }
@@ -369,7 +375,8 @@ function drawLegend() {
   counts.forEach((count, index) => {
     // A class between two equal steps has nothing.
     if (index > 0 && index < steps.length && steps[index - 1] === steps[index]) return;
-    const item = element("li", colours + index, index === 0 ? `< ${twoDigits(steps[0])}` : `≥ ${twoDigits(steps[index - 1])}`);
+    const end = index === 0 ? `< ${twoDigits(steps[0])}` : `≥ ${twoDigits(steps[index - 1])}`;
+    const item = element("li", colours + index, end);
     item.append(element("small", "", count.toLocaleString("en")));
     items.push(item);
   });
@@ -419,7 +426,7 @@ function rowsOf(position) {
     top: one.tops === null ? undefined : one.tops[position],
     confidence: one.confidence === null ? undefined : one.confidence[position],
     // What it would have said in the place of the reference's token.
-    differs: one.tops !== null && series.some((other) => other.is_reference && other.reference === one.reference && other.tops[position] !== one.tops[position]),
+    differs: one.tops !== null && referenceOf(one)?.tops[position] !== one.tops[position],
   }));
 }
 
@@ -429,7 +436,8 @@ function showToken(position) {
   const offset = position - passage.start;
   const shown = element("p", "shown");
   shown.append(element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position])));
-  const where = `id ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text; `;
+  const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
+  const where = `id ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, ${place}; `;
   const value = `${chosenName()} ${signed(valuesOf()(position))}`;
   const close = element("button", "close", "Close");
   close.type = "button";
@@ -559,9 +567,9 @@ function searchedText() {
   return searched;
 }
 
-// The first token of every place, and in `found` all tokens of all places.
+// The first token of every place, and in `foundTokens` all tokens of all places.
 function search(query) {
-  found = new Set();
+  foundTokens = new Set();
   if (!query) return [];
   const { text, starts } = searchedText();
   const places = [];
@@ -570,7 +578,7 @@ function search(query) {
     while (position + 1 < tokens.length && starts[position + 1] <= at) position += 1;
     if (!numPassing[passageOf(position).index]) continue;
     places.push(position);
-    for (let next = position; next < tokens.length && starts[next] < at + query.length; next++) found.add(next);
+    for (let next = position; next < tokens.length && starts[next] < at + query.length; next++) foundTokens.add(next);
   }
   return places;
 }
@@ -579,8 +587,9 @@ function drawList() {
   const query = byId("search").value.toLowerCase();
   const places = search(query);
   const listed = query ? places.slice(0, NUM_TOP) : largest();
-  const what = query ? `“${byId("search").value}”: ${places.length.toLocaleString("en")} places` : `Largest ${chosenName()}`;
-  byId("top-heading").textContent = `${what}${isCut ? " in the text kept here" : ""}`;
+  const found = `“${byId("search").value}”: ${places.length.toLocaleString("en")} places`;
+  const heading = query ? found : `Largest ${chosenName()}`;
+  byId("top-heading").textContent = `${heading}${isCut ? " in the text kept here" : ""}`;
   byId("top").replaceChildren(...listed.map((position) => listItem(position, query !== "")));
 }
 
@@ -588,9 +597,8 @@ function listItem(position, isFound) {
   const value = valuesOf()(position);
   const passage = passageOf(position);
   const textBetween = (from, to) => {
-    let text = "";
-    for (let at = Math.max(passage.start, from); at < Math.min(passage.start + passage.size, to); at++) text += lineText(tokens[at]);
-    return text;
+    const places = tokens.slice(Math.max(passage.start, from), Math.min(passage.start + passage.size, to));
+    return Array.from(places, lineText).join("");
   };
   const button = element("button");
   button.type = "button";
