@@ -129,9 +129,7 @@ def _perplexity_ratio(comparison: Comparison) -> Plot | None:
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln of the perplexity over that of {base}, token by token{_front(size)}. At 0 a run is as good as {base}, and "
         f"0.01 is 1 % more. {_not_drawn('it is infinite', infinite)}".rstrip(),
-        lambda theme: size_plots.draw(
-            points, size, f"ln(perplexity / that of {token_plots.shortened(base)})", None, theme
-        ),
+        lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
 

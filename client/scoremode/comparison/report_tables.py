@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures, Verdict
+from scoremode.comparison.figures import Comparison, Figure, PairFigures, Verdict
 
 NOT_KNOWN = "-"
 _MAX_DECIMALS = 8
+_FAR_FEWER = 2
+"""Digits after the point that one figure of a column may have fewer of, and is still written as the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +57,34 @@ class Effect:
 
 def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     """A row for each run, without the columns that no run has a figure for."""
+    runs = comparison.runs
     to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
-    cells: list[tuple[str, Callable[[RunFigures], Cell]]] = [
-        ("GiB", lambda figures: plain(_scaled(figures.run.weight_bytes, 2**-30), 3)),
-        ("bits per weight", lambda figures: plain(figures.run.bits_per_weight, 2)),
-        ("perplexity", lambda figures: with_errors(figures.perplexity)),
-        ("PPL ratio", lambda figures: with_errors(to_base.get(figures.run.label))),
-        ("bits per byte", lambda figures: with_errors(figures.bits_per_byte)),
-        ("mean KL", lambda figures: with_errors(figures.kld)),
-        ("median KL", lambda figures: plain(figures.kld_median)),
-        ("99% KL", lambda figures: plain(figures.kld_p99)),
-        ("99.9% KL", lambda figures: plain(figures.kld_p999)),
-        ("max KL", lambda figures: plain(figures.kld_max)),
-        ("RMS Δp", lambda figures: with_errors(figures.delta_p_rms, percent=True)),
-        ("same top p", lambda figures: with_errors(figures.same_top_p, percent=True)),
-        ("times the floor", lambda figures: plain(figures.kld_over_noise_floor, 1)),
-    ]
-    rows = [[Cell(figures.run.label), *(cell(figures) for _, cell in cells)] for figures in comparison.runs]
-    used = [0] + [place for place in range(1, len(cells) + 1) if any(row[place].text != NOT_KNOWN for row in rows)]
-    columns = [Column("run", is_number=False), *(Column(name) for name, _ in cells)]
-    return [columns[place] for place in used], [[row[place] for place in used] for row in rows]
+    cells = {
+        "GiB": [plain(_scaled(figures.run.weight_bytes, 2**-30), 3) for figures in runs],
+        "bits per weight": [plain(figures.run.bits_per_weight, 2) for figures in runs],
+        "perplexity": _column([figures.perplexity for figures in runs]),
+        "PPL ratio": _column([to_base.get(figures.run.label) for figures in runs]),
+        "bits per byte": _column([figures.bits_per_byte for figures in runs]),
+        "mean KL": _column([figures.kld for figures in runs]),
+        "median KL": [plain(figures.kld_median) for figures in runs],
+        "99% KL": [plain(figures.kld_p99) for figures in runs],
+        "99.9% KL": [plain(figures.kld_p999) for figures in runs],
+        "max KL": [plain(figures.kld_max) for figures in runs],
+        "RMS Δp": _column([figures.delta_p_rms for figures in runs], percent=True),
+        "same top p": _column([figures.same_top_p for figures in runs], percent=True),
+        "times the floor": [plain(figures.kld_over_noise_floor, 1) for figures in runs],
+    }
+    used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
+    labels = [Cell(figures.run.label) for figures in runs]
+    columns = [Column("run", is_number=False), *(Column(name) for name in used)]
+    return columns, [list(row) for row in zip(labels, *used.values(), strict=True)]
+
+
+def _column(figures: list[Figure | None], *, percent: bool = False) -> list[Cell]:
+    """With the digits of the finest of them, unless others need far fewer."""
+    digits = [_digits(figure, 100 if percent else 1) for figure in figures if figure is not None]
+    common = max(digits) if digits and max(digits) - min(digits) < _FAR_FEWER else None
+    return [with_errors(figure, common, percent=percent) for figure in figures]
 
 
 def effects(comparison: Comparison) -> list[Effect]:
@@ -170,21 +180,25 @@ def plain(value: float | None, digits: int | None = None) -> Cell:
     return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
 
 
-def with_errors(figure: Figure | None, *, percent: bool = False, sign: str = "") -> Cell:
+def with_errors(figure: Figure | None, digits: int | None = None, *, percent: bool = False, sign: str = "") -> Cell:
     """A figure with the error that takes tokens as independent, and the interval that does not.
 
-    All have as many digits after the point as give the former two that count.
+    All have so many digits after the point, or as many as give the former two that count.
     """
     if figure is None or math.isnan(figure.value):
         return Cell(NOT_KNOWN)
     scale, unit = (100, "%") if percent else (1, "")
-    digits = _decimals(scale * figure.stderr, 2) if figure.stderr else _decimals(scale * figure.value, 3)
+    digits = _digits(figure, scale) if digits is None else digits
     errors = []
     if figure.stderr is not None:
         errors.append(f"± {number(scale * figure.stderr, digits)}")
     if figure.low is not None and figure.high is not None:
         errors.append(f"[{number(scale * figure.low, digits)}, {number(scale * figure.high, digits)}]")
     return Cell(number(scale * figure.value, digits, sign=sign) + unit, figure.value, tuple(errors))
+
+
+def _digits(figure: Figure, scale: float) -> int:
+    return _decimals(scale * figure.stderr, 2) if figure.stderr else _decimals(scale * figure.value, 3)
 
 
 def _decimals(size: float, significant: int) -> int:

@@ -180,7 +180,7 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
     axes.set_xlim(0, num_tokens)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens so far")
-    axes.set_ylabel(f"mean NLL less that of {shortened(base.label)} (nats)")
+    axes.set_ylabel("mean NLL less the base's (nats)")
     legend(drawing, axes, theme)
     return drawing
 
@@ -188,11 +188,6 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
 def running_difference(run: RunFile, base: RunFile) -> Floats:
     """[n], the mean of the first 1, 2, ... n differences of NLL."""
     return np.cumsum(run.nlls - base.nlls) / np.arange(1, len(base.nlls) + 1)
-
-
-def shortened(label: str, length: int = 24) -> str:
-    """For the label of an axis."""
-    return label if len(label) <= length else label[: length - 1] + "…"
 
 
 def _kld(run: RunFile) -> Floats:

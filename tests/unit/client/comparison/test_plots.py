@@ -85,7 +85,7 @@ def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_p
 def test_perplexity_is_drawn_against_size(comparison, unknown, axis, places):
     axes = drawn(without(comparison, *unknown), PERPLEXITY)[1]
     values = log_ratios(comparison)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (axis, "ln(perplexity / that of BF16)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (axis, "ln(perplexity / the base's)")
     assert markers(axes) == [(pytest.approx(x, rel=1e-6), y) for x, y in zip(places, values, strict=True)]
 
 

@@ -76,6 +76,8 @@ def test_no_column_has_powers_of_ten(comparison):
     texts = [text for row in rows for cell in row[1:] for text in (cell.text, *cell.errors)]
     assert [text for text in texts if "e" in text] == []
     assert plain(6.94e-7).text == "0.00000069"
+    decimals = [{len(row[place].text.partition(".")[2]) for row in rows} for place in (3, 5)]
+    assert [len(each) for each in decimals] == [1, 1], "perplexity and bits per byte, in each run's row alike"
 
 
 def test_a_report_names_its_runs_and_no_folder_of_this_machine(tmp_path):
