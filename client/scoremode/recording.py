@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode.protocol import PerplexityWindow, Reference, is_old_fingerprint
+from scoremode.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
 from scoremode.run import OnProgress, Progress
 from scoremode.windows import Method
 
@@ -63,7 +63,8 @@ async def record_reference(
         ScoremodeError: the server fails and records nothing more when it is asked again, refuses the windows, or has
             another reference of that name.
     """
-    num_resumed, info = await _num_recorded(client, name), corpus.info
+    num_resumed = await _num_recorded(client, name)
+    info: CorpusInfo | None = corpus.info
     num_new = tokens_before = 0
 
     def take(window: PerplexityWindow) -> None:

@@ -11,13 +11,15 @@ import yaml
 
 from scoremode._printable import printable
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.labels import model_name
 from scoremode.comparison.run_file import RunFile
-from scoremode.comparison.tables import escaped
+from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES
 from scoremode.kld import standard_error
 from scoremode.metrics import exp
 from scoremode.presets import comparable_with
 from scoremode.protocol import Reference
+from scoremode.windows import STRIDED_METHODS
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
 _NAME_LENGTH = 24
@@ -31,19 +33,14 @@ def card(comparison: Comparison) -> str:
     Changes of perplexity are those from the reference where the first run is of another model than the reference, and
     from the first run else.
     """
-    rows = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1)), *_rows(comparison)]
+    rows: list[tuple[str, ...]] = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1))]
+    if (base := _base_reference(comparison)) is not None:
+        perplexity = _number(base.perplexity, base.perplexity_stderr)
+        rows.append((_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
+    rows += [_row(comparison, figures) for figures in comparison.runs]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     index = yaml.safe_dump(_model_index(comparison), sort_keys=False, allow_unicode=True, width=1000)
     return f"{table}\n\n{_provenance(comparison)}\n\n```yaml\n{index}```\n"
-
-
-def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    rows = [_row(comparison, figures) for figures in comparison.runs]
-    base = _base_reference(comparison)
-    if base is not None:
-        perplexity = _number(base.perplexity, base.perplexity_stderr)
-        rows.insert(0, (_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
-    return rows
 
 
 def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
@@ -82,14 +79,17 @@ def _base_reference(comparison: Comparison) -> Reference | None:
 def _ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
     """Of the perplexity, as a share of the base's."""
     base = comparison.base
-    has_reference = _base_reference(comparison) is not None
-    if run is base and not has_reference:
+    base_nlls = base.nlls if _base_reference(comparison) is None else base.reference_nlls
+    if base_nlls is None or base_nlls is run.nlls:
         return None
-    base_nlls = base.reference_nlls if has_reference else base.nlls
     with np.errstate(invalid="ignore"):
         difference = run.nlls - base_nlls
         ratio = exp(float(difference.mean()))
         return Figure(ratio - 1, ratio * standard_error(difference), None, None)
+
+
+def _value(figure: Figure | None, scale: float = 1) -> float | None:
+    return None if figure is None else scale * figure.value
 
 
 def _with_error(figure: Figure | None, scale: float = 1, sign: str = "") -> str:
@@ -116,19 +116,18 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 
 def _provenance(comparison: Comparison) -> str:
     """Where the figures are from, in one line."""
-    runs = [figures.run for figures in comparison.runs]
     base, reference = comparison.base, _base_reference(comparison)
     label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
-    dates = sorted({run.finished[:10] for run in runs if run.finished})
+    revision = (reference or base.server).revision
+    model = model_name(model) + (f"@{revision[:8]}" if revision else "")
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
-        f"{base.method}, context length {base.context_length:,}, stride {base.stride:,}",
+        f"{base.method}, context length {base.context_length:,}",
+        f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
         f"{base.num_scored:,} tokens",
         comparable_with(comparison.corpus, base.context_length),
-        *dict.fromkeys(run.versions for run in runs),
-        *dict.fromkeys(run.server.devices for run in runs),
-        " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
+        measured_by(comparison),
         "± one standard error, tokens taken as independent",
     ]
     command = _command(comparison)
@@ -147,43 +146,29 @@ def _command(comparison: Comparison) -> str:
 
 def _model_index(comparison: Comparison) -> dict[str, Any]:
     """What huggingface.co reads from the head of a model card: a model for every run but the base."""
-    base = comparison.base
-    corpus = comparison.corpus
-    if corpus is None:
-        dataset = {"name": f"text {base.text_identity[:12]}", "type": "text"}
-    else:
-        known = {"config": corpus.config, "split": corpus.split}
-        name = HUB_ALIASES.get(corpus.name, (corpus.name,))[0]
-        dataset = {"name": corpus.name, "type": name, **{key: value for key, value in known.items() if value}}
     is_base = _base_reference(comparison) is None and len(comparison.runs) > 1
-    return {
-        "model-index": [
-            {
-                "name": figures.run.label,
-                "results": [
-                    {
-                        "task": {"type": "text-generation"},
-                        # Another object in each, for which YAML needs no anchors.
-                        "dataset": dict(dataset),
-                        "metrics": _metrics(comparison, figures),
-                    }
-                ],
-            }
-            for figures in comparison.runs[is_base:]
-        ]
-    }
+    runs = comparison.runs[is_base:]
+    return {"model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
+
+
+def _result(comparison: Comparison, figures: RunFigures) -> dict[str, Any]:
+    corpus = comparison.corpus
+    dataset = {"name": f"text {comparison.base.text_identity[:12]}", "type": "text"}
+    if corpus is not None:
+        known = corpus.model_dump(include={"config", "split"}, exclude_none=True)
+        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **known}
+    return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": _metrics(comparison, figures)}
 
 
 def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]]:
     run = figures.run
-    change = _ppl_change(comparison, run)
     values = {
         f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),
-        "change of perplexity, %": ("perplexity_change", change and 100 * change.value),
-        "mean KL divergence, nats": ("kl_divergence", figures.kld and figures.kld.value),
+        "change of perplexity, %": ("perplexity_change", _value(_ppl_change(comparison, run), 100)),
+        "mean KL divergence, nats": ("kl_divergence", _value(figures.kld)),
         "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999),
-        "RMS Δp, %": ("rms_delta_p", figures.delta_p_rms and 100 * figures.delta_p_rms.value),
-        "same top token, %": ("same_top", figures.same_top_p and 100 * figures.same_top_p.value),
+        "RMS Δp, %": ("rms_delta_p", _value(figures.delta_p_rms, 100)),
+        "same top token, %": ("same_top", _value(figures.same_top_p, 100)),
     }
     return [
         {"name": name, "type": type_, "value": float(f"{value:.6g}")}

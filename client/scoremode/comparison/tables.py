@@ -72,9 +72,19 @@ def _settings(comparison: Comparison) -> list[str]:
         f"{run.num_scored:,} tokens{'' if corpus is None else f' of {corpus.in_words}'}.",
         f"{run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, stride {run.stride:,}; "
         f"{comparable_with(corpus, run.context_length)}.",
+        f"{measured_by(comparison)}.",
         "± takes tokens as independent. [95 % interval] does not:",
         f"{comparison.num_resamples:,} resamples, {comparison.blocks}, seed {comparison.seed}.",
     ]
+
+
+def measured_by(comparison: Comparison) -> str:
+    """Versions, GPUs and days of the runs."""
+    runs = [figures.run for figures in comparison.runs]
+    days = sorted({run.finished[:10] for run in runs if run.finished})
+    span = " to ".join(sorted({*days[:1], *days[-1:]}))
+    parts = [*(run.versions for run in runs), *(run.server.devices for run in runs), span]
+    return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
 def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:

@@ -76,8 +76,14 @@ def test_no_column_has_powers_of_ten(comparison):
     texts = [text for row in rows for cell in row[1:] for text in (cell.text, *cell.errors)]
     assert [text for text in texts if "e" in text] == []
     assert plain(6.94e-7).text == "0.00000069"
-    decimals = [{len(row[place].text.partition(".")[2]) for row in rows} for place in (3, 5)]
-    assert [len(each) for each in decimals] == [1, 1], "perplexity and bits per byte, in each run's row alike"
+    errors = (0.99, 1.3, 1.2)
+    figures = [Figure(29.0, error, None, None) for error in errors]
+    runs = [replace(run, perplexity=figure) for run, figure in zip(comparison.runs, figures, strict=True)]
+    assert [row[3].errors for row in run_table(replace(comparison, runs=runs))[1]] == [
+        ("± 0.99",),
+        ("± 1.30",),
+        ("± 1.20",),
+    ]
 
 
 def test_a_report_names_its_runs_and_no_folder_of_this_machine(tmp_path):
