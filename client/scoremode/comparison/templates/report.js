@@ -20,6 +20,7 @@ const MEASURES = {
   kld_difference: { name: "difference of KL divergence", of: "kld", difference: true, steps: DIFFERENCE_STEPS, colours: "d" },
 };
 
+const isNarrow = matchMedia("(max-width: 60rem)");
 const byId = (id) => document.getElementById(id);
 
 function element(name, className = "", text = "") {
@@ -714,7 +715,8 @@ function start() {
   byId("strip").addEventListener("keydown", moveFocus);
   byId("passages").addEventListener("mouseover", (event) => {
     const position = positionOf(event.target);
-    if (position !== null) showToken(position);
+    // A sheet is below the pointer as it closes, and text then: it opens by a tap or a key alone.
+    if (position !== null && !isNarrow.matches) showToken(position);
   });
   byId("passages").addEventListener("focusin", focused);
   byId("passages").addEventListener("keydown", moveFocus);
