@@ -76,23 +76,17 @@ def test_no_column_has_powers_of_ten(comparison):
     texts = [text for row in rows for cell in row[1:] for text in (cell.text, *cell.errors)]
     assert [text for text in texts if "e" in text] == []
     assert plain(6.94e-7).text == "0.00000069"
-    errors = (0.99, 1.3, 1.2)
-    figures = [Figure(29.0, error, None, None) for error in errors]
+    figures = [Figure(29.0, error, None, None) for error in (0.99, 1.3, 1.2)]
     runs = [replace(run, perplexity=figure) for run, figure in zip(comparison.runs, figures, strict=True)]
-    assert [row[3].errors for row in run_table(replace(comparison, runs=runs))[1]] == [
-        ("± 0.99",),
-        ("± 1.30",),
-        ("± 1.20",),
-    ]
+    rows = run_table(replace(comparison, runs=runs))[1]
+    assert [row[3].errors[0] for row in rows] == ["± 0.99", "± 1.30", "± 1.20"]
 
 
 def test_a_report_names_its_runs_and_no_folder_of_this_machine(tmp_path):
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-    runs = [
-        perplexity_run(tmp_path / folder, name, made_up_nlls(at))
-        for at, (folder, name) in enumerate([("one", "base"), ("one", "a"), ("one", "b"), ("one", "c"), ("two", "d")])
-    ]
+    runs = []
+    for seed, name in enumerate(("one/base", "one/a", "one/b", "one/c", "two/d")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        runs.append(perplexity_run((tmp_path / name).parent, name[4:], made_up_nlls(seed)))
     path = tmp_path / "report.html"
     write_report(compare(runs, num_resamples=20), path)
     text = path.read_text()
