@@ -326,7 +326,11 @@ class ReferenceDirectory:
             raise NoReferenceError(f"there is no reference {name!r}") from None
         # Those too that were not removed to their end: a process was killed, or a file was written meanwhile.
         for each in self.root.glob(f"{_DELETED}*"):
-            shutil.rmtree(each, ignore_errors=True)
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                # Of a link, what it leads to is kept.
+                each.unlink(missing_ok=True)
 
     def largest_head(self, vocab_size: int, seconds: float) -> int:
         """Bytes of the largest LM head that a model with this vocabulary can be compared with, 0 if there is none.

@@ -7,10 +7,11 @@ from typing import Any
 
 from fastapi import Request
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.request import LoRARequest
 
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import MAX_NAME, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,12 @@ class ServedModel:
 
     name: str
     lora: LoRARequest | None
+
+
+def shorten_name(failure: ErrorResponse, name: str | None) -> None:
+    """Have vLLM's error repeat no more of a model's name than tells which it is."""
+    if name is not None and len(name) > MAX_NAME:
+        failure.error.message = failure.error.message.replace(name, f"{name[:MAX_NAME]}…")
 
 
 class ServedModels(BaseServing):
@@ -32,6 +39,7 @@ class ServedModels(BaseServing):
         """
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
+            shorten_name(failure, name)
             raise RequestError(failure.error.message, "model", HTTPStatus(failure.error.code))
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
