@@ -3,17 +3,20 @@
 import math
 from contextlib import contextmanager
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from made_up_runs import MODELS, write_runs
+from PIL import Image
 from playwright.sync_api import expect
 
 from scoremode.comparison import compare, load_runs, passages
+from scoremode.comparison.card import card
 from scoremode.comparison.report import write_report
 from tests.browser import visit
 
-NUM_TOKENS, NUM_WINDOWS = 3000, 24
+NUM_TOKENS, NUM_WINDOWS, WINDOW = 3000, 24, 125
 HOSTILE = "<script>alert(1)</script>"
 ARABIC = " السلام"
 REFERENCE = "reference base-made-up"
@@ -38,11 +41,11 @@ def shown(browser, runs, tmp_path_factory):
     write_report(compare(runs, num_resamples=10), folder / "unchanged.html")
 
     @contextmanager
-    def show(chosen, color_scheme="light", **options):
+    def show(chosen, color_scheme="light", width=1280, **options):
         path = folder / ("unchanged.html" if chosen is runs else "changed.html")
         if chosen is not runs:
             write_report(compare(chosen, num_resamples=10), path, **options)
-        with visit(browser, viewport={"width": 1280, "height": 900}, color_scheme=color_scheme) as seen:
+        with visit(browser, viewport={"width": width, "height": 900}, color_scheme=color_scheme) as seen:
             seen.page.goto(path.as_uri())
             seen.page.wait_for_selector(".tokens span")
             yield seen.page
@@ -63,8 +66,8 @@ def token_at(page, position):
 
 
 def window_of(heading):
-    """The number in `Window 3, tokens 1 to 125: ...`, from 0."""
-    return int(heading.split(",")[0].removeprefix("Window ")) - 1
+    """The number in `window 3 · 8 % ...`, from 0."""
+    return int(heading.split(" ")[1]) - 1
 
 
 def choose(page, measure, *labels):
@@ -80,9 +83,9 @@ def style(page, selector, name):
 
 
 def assert_colors(page, values, steps):
-    """That the open passage has the legend's colors for its values, except for those as near to a step as rounding."""
+    """That the text has the legend's colors for its values, except for those as near to a step as rounding."""
     found, colors = (style(page, elements, "backgroundColor") for elements in (".tokens span", "#legend li"))
-    values = values[: len(found)]
+    found, values = found[:WINDOW], values[:WINDOW]
     clear = np.abs(values[:, None] - np.array(steps)).min(axis=1) > 1e-3 * np.minimum(np.abs(values), 1)
     expected = [colors[sum(value >= step for step in steps)] for value in values]
     assert clear.mean() > 0.9
@@ -102,10 +105,11 @@ def test_tokens_and_plots_have_the_colors_of_the_scheme(shown, runs, scheme, pap
         assert (page.locator("figure svg").count(), page.locator(".passage").count()) == (5, NUM_WINDOWS)
         plots = [style(page, f"figure svg {element}", "fill")[0] for element in ("path", "text")]
         assert [*plots, *style(page, "body", "backgroundColor")] == [paper, ink, paper]
+        page.select_option("#scale", "fixed")
         # First shown is the KL divergence of the run that has most.
         assert page.locator("#measure").input_value() == "kld"
         texts = page.locator("#legend li").all_inner_texts()
-        assert (texts[0], texts[4:6]) == ("below 0.0001", ["0.01 to 0.03", "0.03 to 0.1"])
+        assert [text.split("\n")[0] for text in (texts[0], *texts[4:6])] == ["< 0.0001", "≥ 0.01", "≥ 0.03"]
         disabled = page.locator("#first option").evaluate_all("all => all.map(option => option.disabled)")
         assert disabled == [False, False, False, True], "the reference has no divergence to choose"
         assert_colors(page, worst.kld, KLD_STEPS)
@@ -159,11 +163,11 @@ def assert_figures(page, runs, position):
         assert float(probability.split()[0]) == pytest.approx(100 * math.exp(-run.nlls[position]), rel=0.6, abs=0.06)
         assert int(rank.replace(",", "")) == run.ranks[position]
         assert float(kld) == pytest.approx(run.kld[position], abs=6e-4, rel=2e-3)
-        assert prefers.strip() == text[int(run.top_token_ids[position])].strip()
+        assert prefers.split("\n")[0] == text[int(run.top_token_ids[position])].replace(" ", "␣")
     _, _, rank, kld, prefers = found[REFERENCE]
     assert (rank, kld) == ("-", "-")
-    assert f"({100 * runs[0].reference_confidence[position]:.1f} %)" in prefers
-    assert page.locator("#token .shown").inner_text().strip() == text[int(runs[0].token_ids[position])].strip()
+    assert f"{100 * runs[0].reference_confidence[position]:.1f} %" in prefers
+    assert page.locator("#token .shown").inner_text() == text[int(runs[0].token_ids[position])].replace(" ", "␣")
 
 
 @pytest.fixture
@@ -182,8 +186,7 @@ def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs, words_
     token_at(page, words_at - 1).hover()
     expect(page.locator("#token")).not_to_have_text("No token chosen.")
     assert_figures(page, runs, words_at - 1)
-    page.locator(".passage > summary").first.focus()
-    page.keyboard.press("Tab")
+    token_at(page, 0).focus()
     for _ in range(words_at):
         page.keyboard.press("ArrowRight")
     assert_figures(page, runs, words_at)
@@ -202,9 +205,9 @@ def test_the_list_leads_to_the_most_divergent_token(page, runs):
     assert f"{worst.kld[position]:.4f}"[:4] in first.inner_text()
     first.click()
     assert_focus(page, position)
-    token, passage = token_at(page, position), page.locator("details[open]", has=token_at(page, position))
+    token, passage = token_at(page, position), page.locator(".passage", has=token_at(page, position))
     window = int(np.searchsorted(np.cumsum(worst.window_sizes), position, side="right"))
-    assert window_of(passage.locator("summary").inner_text()) == window
+    assert window_of(passage.locator(".place").inner_text()) == window
     assert 0 <= token.bounding_box()["y"] <= 900
     assert float(figures(page)[worst.label][3]) == pytest.approx(worst.kld[position], rel=2e-3)
 
@@ -214,7 +217,7 @@ def test_list_and_order_follow_the_chosen_measure(page, runs):
     page.select_option("#order", "divergent")
     starts = np.cumsum(worst.window_sizes) - worst.window_sizes
     order = np.argsort(-np.add.reduceat(worst.kld, starts) / worst.window_sizes)
-    headings = page.locator(".passage > summary").all_inner_texts()
+    headings = page.locator(".passage > .place").all_inner_texts()
     assert [window_of(heading) for heading in headings[:4]] == order[:4].tolist()
     choose(page, "nll_difference", other.label, worst.label)
     difference = other.nlls - worst.nlls
@@ -248,10 +251,11 @@ def test_the_text_that_fits_is_open_and_the_rest_has_its_means(shown, runs):
     kld = np.where(window < 70, (window + 1) / 1000, 1.0)
     kld[-5] = 3.0
     cut = [replace(run, window_sizes=np.bincount(window).astype(np.int32), kld=kld) for run in runs]
-    with shown(cut, max_bytes=265_000) as page:
+    with shown(cut, max_bytes=330_000) as page:
         assert page.locator("#top-heading").inner_text().endswith(" in the text kept here")
-        assert window_of(page.locator("details[open] summary").inner_text()) > 40
-        text, mean = (page.locator(f".passage > p{part}").first.inner_text() for part in ("", " .chip"))
+        assert window_of(page.locator(".passage > .place").first.inner_text()) > 40
+        page.locator("#earlier").click()
+        text, mean = (page.locator(f".left-out > .place{part}").first.inner_text() for part in ("", " .chip"))
         assert text.endswith("Its text is left out.")
         assert float(mean) == pytest.approx((window_of(text) + 1) / 1000, abs=1e-4)
         page.locator("#top button").first.click()
@@ -261,10 +265,10 @@ def test_the_text_that_fits_is_open_and_the_rest_has_its_means(shown, runs):
 def test_a_passage_of_several_windows_names_first_and_last(shown, runs, monkeypatch):
     monkeypatch.setattr(passages, "MAX_PASSAGES", NUM_WINDOWS - 1)
     with shown([*runs]) as page:
-        headings = [text.split(":")[0] for text in page.locator(".passage > summary").all_inner_texts()]
-        assert headings == [f"Windows {first} to {first + 7}, tokens 1 to 1,000" for first in (1, 9, 17)]
+        headings = [text.rsplit(" ", 1)[0] for text in page.locator(".passage > .place").all_inner_texts()]
+        assert headings == [f"windows {1 + 8 * at} to {8 + 8 * at} · {(0, 33, 67)[at]} %" for at in range(3)]
         token_at(page, 130).hover()
-        assert "windows 1 to 8, position 131;" in page.locator("#token").inner_text()
+        assert "windows 1 to 8, position 131, 4 % of the text;" in page.locator("#token").inner_text()
 
 
 def test_divergences_from_different_references_have_no_difference(shown, runs):
@@ -275,3 +279,194 @@ def test_divergences_from_different_references_have_no_difference(shown, runs):
         offered = page.locator("#first option").evaluate_all("all => all.map(option => !option.disabled)")
         assert offered == [True, True, False, False, False]
         assert {page.locator(f"#{name}").input_value() for name in ("first", "second")} == {"0", "1"}
+
+
+def legend(page):
+    """Lower ends of the classes, and how many tokens each has."""
+    rows = [text.split("\n") for text in page.locator("#legend li").all_inner_texts()]
+    return [float(end.split(" ")[1]) for end, _ in rows][1:], [int(count.replace(",", "")) for _, count in rows]
+
+
+def test_colors_fit_the_runs_and_the_legend_counts(page, runs):
+    """Those of the worst run are many, and others keep its scale, so that less of their text is dark."""
+    worst = runs[2]
+    steps, counts = legend(page)
+    assert max(counts) < NUM_TOKENS / 2
+    np.testing.assert_allclose(counts, np.bincount(np.digitize(worst.kld, steps), minlength=9), atol=12)
+    assert_colors(page, worst.kld, steps)
+    choose(page, "kld", runs[1].label)
+    assert legend(page)[0] == steps
+    assert sum(legend(page)[1][6:]) < NUM_TOKENS / 50
+    page.select_option("#scale", "chosen")
+    steps, counts = legend(page)
+    np.testing.assert_allclose(steps[1::2], np.quantile(runs[1].kld, [0.4, 0.75, 0.94, 0.995]), rtol=0.06)
+    # Of differences one half is not coloured, and both sides have the same steps.
+    choose(page, "nll_difference", worst.label, runs[0].label)
+    steps, counts = legend(page)
+    assert counts[4] == pytest.approx(NUM_TOKENS / 2, rel=0.05)
+    assert np.array_equal(steps, -np.array(steps)[::-1])
+    # Where nothing differs there is no color.
+    choose(page, "kld", runs[0].label)
+    assert legend(page)[1][0] >= (runs[0].kld == 0).sum() > NUM_TOKENS / 3
+    # On a long text the legend stays.
+    page.locator("#settings").scroll_into_view_if_needed()
+    page.locator("#more").evaluate("more => document.querySelector('.passage:last-child').scrollIntoView()")
+    assert 0 <= page.locator("#legend").bounding_box()["y"] < 100
+
+
+def test_filters_leave_tokens_and_passages(page, runs):
+    worst, reference = runs[2], runs[0].reference_top_token_ids
+    changed = worst.top_token_ids != reference
+    page.check("#changed")
+    assert sum(legend(page)[1]) == changed.sum()
+    colored = page.locator(".tokens span:not(.out)").evaluate_all(
+        "all => all.map(each => Number(each.dataset.position))"
+    )
+    assert colored == np.flatnonzero(changed).tolist()
+    level = float(np.sort(worst.kld)[-3]) * 0.999
+    page.uncheck("#changed")
+    page.fill("#above", str(level))
+    page.locator("#above").blur()
+    ends = np.cumsum(worst.window_sizes)
+    windows = sorted(set(np.searchsorted(ends, np.flatnonzero(worst.kld > level), side="right").tolist()))
+    assert [window_of(text) for text in page.locator(".passage > .place").all_inner_texts()] == windows
+    assert (sum(legend(page)[1]), page.locator("#top li").count()) == (3, 3)
+    # Only for measures that can tell does a choice exist; nothing is left by a filter that nothing passes.
+    page.fill("#above", "1000")
+    page.locator("#above").blur()
+    assert page.locator("#passages").inner_text() == "No token passes the filters."
+    choose(page, "nll", REFERENCE)
+    assert not page.locator("#changed").is_visible()
+
+
+def test_a_search_lists_places_and_leads_to_them(page, runs):
+    texts = [runs[0].token_texts[int(token)].lower() for token in runs[0].token_ids]
+    whole = "".join(texts)
+    query = whole[len("".join(texts[:2001])) - 4 :][:9].upper()
+    count = whole.count(query.lower())
+    page.fill("#search", query)
+    expect(page.locator("#top-heading")).to_have_text(f"“{query}”: {count:,} places")
+    starts = np.cumsum([0, *map(len, texts)])
+    first = int(np.searchsorted(starts, whole.index(query.lower()), side="right")) - 1
+    page.locator("#top button").first.click()
+    assert_focus(page, first)
+    assert "found" in token_at(page, first).get_attribute("class")
+    page.fill("#search", "")
+    assert page.locator(".found").count() == 0
+    assert page.locator("#top-heading").inner_text() == f"Largest KL divergence from the reference: {runs[2].label}"
+
+
+def test_a_cell_of_the_strip_is_a_window_and_leads_to_it(page, runs):
+    worst = runs[2]
+    starts = np.cumsum(worst.window_sizes) - worst.window_sizes
+    means = np.add.reduceat(worst.kld, starts) / worst.window_sizes
+    cells = page.locator("#strip button")
+    assert cells.count() == NUM_WINDOWS
+    darkness = cells.evaluate_all("all => all.map(each => Number(each.className.slice(1)))")
+    assert np.argmax(darkness) == means.argmax()
+    assert darkness[int(means.argmin())] == min(darkness)
+    cells.nth(13).click()
+    assert 0 < page.locator(".passage", has=token_at(page, int(starts[13]))).bounding_box()["y"] < 300
+    assert "window 14 · 54 %" in page.locator("#tip").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(":focus").get_attribute("data-passage") == "14"
+
+
+def test_a_long_text_is_drawn_in_parts(shown, runs):
+    """From the window that is gone to, and what comes before and after on demand."""
+    arrays = ("window_sizes", "token_ids", "nlls", "ranks", "kld", "reference_nlls", "top_token_ids")
+    arrays += ("reference_top_token_ids", "reference_confidence")
+    long = [replace(run, **{name: np.tile(getattr(run, name), 5) for name in arrays}) for run in runs]
+    with shown(long, max_bytes=3_000_000) as page:
+        ends = "all => [all.at(0), all.at(-1)].map(each => Number(each.dataset.position))"
+        drawn = page.locator(".tokens span")
+        first, last = drawn.evaluate_all(ends)
+        assert (first, last < 3 * NUM_TOKENS, page.locator("#earlier").is_visible()) == (0, True, False)
+        page.locator("#more").click()
+        assert drawn.evaluate_all(ends)[1] > last
+        page.locator("#strip button").last.click()
+        start = 5 * NUM_TOKENS - int(runs[0].window_sizes[-1])
+        assert drawn.evaluate_all(ends) == [start, 5 * NUM_TOKENS - 1]
+        page.locator("#earlier").click()
+        assert drawn.evaluate_all(ends)[0] < start - NUM_TOKENS
+
+
+def test_the_figures_of_a_token_follow_the_colors(page, runs):
+    base, _, worst = runs
+    token_at(page, 30).hover()
+    assert f"{worst.label} {worst.kld[30]:.3f}" in page.locator("#token").inner_text()
+    choose(page, "nll_difference", worst.label, base.label)
+    text = f"difference of NLL: {worst.label} less {base.label} {worst.nlls[30] - base.nlls[30]:+.3f}"
+    assert text in page.locator("#token").inner_text()
+    assert f"id {base.token_ids[30]}, window 1" in page.locator("#token").inner_text()
+    widths = [bar.bounding_box()["width"] for bar in page.locator("#token td.p i").all()]
+    shares = np.exp([-run.nlls[30] for run in runs] + [-base.reference_nlls[30]])
+    np.testing.assert_allclose(np.array(widths) / shares, widths[0] / shares[0], rtol=0.2)
+    # Paper has no controls, and says whose difference it shows.
+    page.emulate_media(media="print")
+    assert not page.locator("#measure").is_visible()
+    assert page.locator("#coloured").inner_text() == f"difference of NLL: {worst.label} less {base.label}, nats"
+
+
+def test_plots_show_values_and_are_saved(page, runs, tmp_path):
+    boxes = [figure.bounding_box() for figure in page.locator("figure").all()]
+    assert boxes[0]["y"] == boxes[1]["y"], "two columns"
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    assert page.locator("figcaption").filter(has_text="tokens scored").count() == 0, "one caption has it for all"
+    page.locator("#perplexity-ratio [data-tip] use").last.hover()
+    ratio = runs[2].nlls.mean() - runs[0].nlls.mean()
+    assert page.locator("#tip").inner_text().startswith(f"{runs[2].label}: {ratio:.4g} [")
+    files = []
+    for name in ("SVG", "PNG"):
+        with page.expect_download() as download:
+            page.locator("#kl-divergence .save").get_by_text(name).click()
+        files.append(tmp_path / download.value.suggested_filename)
+        download.value.save_as(files[-1])
+    assert "var(" not in files[0].read_text()
+    assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
+    picture = Image.open(files[1]).convert("RGB")
+    assert picture.width > 1000
+    assert picture.getpixel((0, 0)) == (255, 255, 255)
+    assert len(picture.getcolors(maxcolors=1 << 20)) > 10
+
+
+def test_pairs_are_a_matrix_whose_cells_have_intervals(page, runs):
+    base, _, worst = (run.label for run in runs)
+    rows = page.locator(".matrix").first.locator("tbody tr")
+    ratio = math.exp(runs[2].nlls.mean() - runs[0].nlls.mean())
+    cells = [rows.nth(row).locator("td").nth(column) for row, column in ((2, 0), (0, 2))]
+    assert [float(cell.inner_text()) for cell in cells] == pytest.approx([ratio, 1 / ratio], rel=1e-3)
+    assert [cell.get_attribute("class") for cell in cells] == ["worse", "better"]
+    colors = style(page, ".matrix td.worse", "backgroundColor") + style(page, ".matrix td.better", "backgroundColor")
+    assert len(set(colors)) == 2
+    cells[0].hover()
+    assert page.locator("#tip").inner_text().startswith(f"{worst} is worse than {base} by perplexity: {ratio:.3f}"[:-1])
+    cells[1].focus()
+    assert page.locator("#tip").inner_text().startswith(f"{base} is better than {worst} by perplexity: ")
+    assert rows.nth(1).locator("td").nth(1).inner_text() == ""
+
+
+def test_the_published_table_is_copied(page, runs):
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click("#copy")
+    expect(page.locator("#copy")).to_have_text("Copied")
+    assert page.evaluate("window.copied") == card(compare(runs, num_resamples=10))
+
+
+def test_a_narrow_screen_keeps_names_in_sight_and_has_a_sheet(shown, runs):
+    with shown([*runs], width=400) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+        sizes = page.locator("figure svg text").evaluate_all(
+            "all => all.map(each => each.getBoundingClientRect().height)"
+        )
+        assert min(sizes) > 8
+        name = page.locator("#runs ~ .scrolls tbody th").first
+        left = name.bounding_box()["x"]
+        page.locator("#runs ~ .scrolls").evaluate("each => each.scrollLeft = 200")
+        assert name.bounding_box()["x"] == left
+        assert not page.locator("#token").is_visible()
+        token_at(page, 20).click()
+        box = page.locator("#token").bounding_box()
+        assert box["y"] + box["height"] == 900
+        page.locator("#token").get_by_text("Close").click()
+        assert not page.locator("#token").is_visible()

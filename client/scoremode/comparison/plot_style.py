@@ -5,12 +5,14 @@ Figures are made without pyplot, so that nothing of matplotlib's global state is
 
 import io
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -18,10 +20,13 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
-WIDTH, HEIGHT = 8.0, 4.6
-"""Inches; at 100 dots an inch the width of a column of text."""
+WIDTH, HEIGHT = 5.6, 3.9
+"""Inches; two of them are as wide as a page, and one is readable on a telephone."""
 PNG_DPI = 200
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+_TIP = "tip:"
+"""Begins the ids of what has a tip, until those become titles."""
+_TIPS_OF_A_CURVE = 30
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
@@ -110,7 +115,7 @@ def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    rows = math.ceil(len(labels) / max(1, 100 // (max(map(len, labels)) + 7)))
+    rows = math.ceil(len(labels) / max(1, 70 // (max(map(len, labels)) + 7)))
     columns = math.ceil(len(labels) / rows)
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=theme.ink, fontsize=10
@@ -187,9 +192,23 @@ def as_png(figure: Figure) -> bytes:
     return content.getvalue()
 
 
+def add_tip(artists: Iterable[Artist], text: str) -> None:
+    """Text that an SVG shows where the pointer is on one of them."""
+    for artist in artists:
+        artist.set_gid(_TIP + text)
+
+
+def add_curve_tips(axes: Axes, x: Iterable[float], y: Iterable[float], color: str, label: str, form: str) -> None:
+    """Tips at places along a curve, which nothing marks: its label, and `form` as a format of both coordinates."""
+    drawn = [(at, value) for at, value in zip(x, y, strict=True) if math.isfinite(value)]
+    for at, value in drawn[:: math.ceil(len(drawn) / _TIPS_OF_A_CURVE) or 1]:
+        unseen = axes.plot([at], [value], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
+        add_tip(unseen, f"{label}: {form.format(at, value)}")
+
+
 def as_svg(figure: Figure, *, text_as_paths: bool) -> str:
     """The same bytes for the same figure. Text as paths looks alike everywhere; as text it takes the page's font."""
     content = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path" if text_as_paths else "none", "svg.hashsalt": "scoremode"}):
         figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
-    return content.getvalue()
+    return re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", content.getvalue())

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, token_plots
-from scoremode.comparison.figures import Comparison
+from scoremode.comparison.figures import Comparison, Figure
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
 
@@ -30,6 +30,7 @@ class Plot:
     subject: str
     """What it shows, in words, for who does not see it."""
     caption: str
+    """What all plots have in common, `common_caption` says."""
     drawn: Callable[[Theme], Drawing]
 
     def draw(self, theme: Theme) -> Drawing:
@@ -42,7 +43,7 @@ def plots(comparison: Comparison) -> list[Plot]:
     """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
     comparison = _with_short_labels(comparison)
     found = (
-        _perplexity(comparison),
+        _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
         _kld_distribution(comparison),
         _kld_by_confidence(comparison),
@@ -73,7 +74,8 @@ def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
             drawing = plot.draw(theme)
             contents[f"{plot.name}-{name}.svg"] = as_svg(drawing, text_as_paths=True).encode()
             contents[f"{plot.name}-{name}.png"] = as_png(drawing)
-    contents[CAPTIONS_FILE] = "".join(f"**{plot.name}**: {plot.caption}\n\n" for plot in all_plots).encode()
+    captions = [*(f"**{plot.name}**: {plot.caption}" for plot in all_plots), common_caption(comparison)]
+    contents[CAPTIONS_FILE] = "".join(f"{caption}\n\n" for caption in captions).encode()
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return [folder / name for name in contents]
@@ -108,9 +110,26 @@ def _perplexity(comparison: Comparison) -> Plot | None:
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size)}. {_not_drawn('it is infinite', infinite)}{_intervals(comparison)} "
-        f"{measured(comparison)}",
+        f"Perplexity{_front(size)}. {_not_drawn('it is infinite', infinite)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
+    )
+
+
+def _perplexity_ratio(comparison: Comparison) -> Plot | None:
+    """Paired: what a hard text adds to all runs alike is in no interval."""
+    # Pairs with the base come first, in the order of the runs, whose labels here are short.
+    in_order = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.pairs)]
+    ratios = dict(zip((figures.run.label for figures in comparison.runs), in_order, strict=False))
+    base = comparison.base.label
+    points = size_plots.points(comparison, lambda figures: ratios[figures.run.label])
+    size, _ = size_plots.size_axis(comparison)
+    infinite = [figures.run for figures in comparison.runs if not math.isfinite(ratios[figures.run.label].value)]
+    return Plot(
+        "perplexity-ratio",
+        f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
+        f"ln of the perplexity over that of {base}, token by token{_front(size)}. At 0 a run is as good as {base}, and "
+        f"0.01 is 1 % more. {_not_drawn('it is infinite', infinite)}".rstrip(),
+        lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
 
@@ -126,7 +145,7 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
         f"{_not_drawn('it is exactly 0 at every token', _without_kld(comparison))}"
-        f"{_not_drawn('it is infinite', infinite)}{_floor(floor)} {_intervals(comparison)} {measured(comparison)}",
+        f"{_not_drawn('it is infinite', infinite)}{_floor(floor)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
@@ -142,7 +161,7 @@ def _kld_distribution(comparison: Comparison) -> Plot | None:
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
-        f"{_without_curve(comparison)}{_floor(floor)} {measured(comparison)}",
+        f"{_without_curve(comparison)}{_floor(floor)}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
@@ -156,7 +175,7 @@ def _kld_by_confidence(comparison: Comparison) -> Plot | None:
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens where the reference gave its likeliest token so much probability: at the "
         f"right it was sure. {_without_curve(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
-        f"that take windows as independent and tokens within one as dependent. {measured(comparison)}",
+        "that take windows as independent and tokens within one as dependent.",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
     )
 
@@ -170,7 +189,7 @@ def _running_difference(comparison: Comparison) -> Plot | None:
         "running-difference",
         "Running difference of NLL along the text",
         f"Mean NLL less that of {base.label}, over the text up to a token. A difference that is one of the models and "
-        f"not of a few passages is level long before the end. No errors are drawn. {measured(comparison)}",
+        "not of a few passages is level long before the end. No errors are drawn.",
         lambda theme: token_plots.draw_running_difference(base, runs, theme),
     )
 
@@ -220,6 +239,11 @@ def _floor(floor: float | None) -> str:
     if floor is None:
         return "The noise floor is not known."
     return f"The noise floor, the mean of the reference's model beside itself, is {floor:.3g} nats."
+
+
+def common_caption(comparison: Comparison) -> str:
+    """What belongs below all plots together: how intervals were made, and what was measured."""
+    return f"{_intervals(comparison)} {measured(comparison)}"
 
 
 def _intervals(comparison: Comparison) -> str:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from scoremode._printable import printable
-from scoremode.comparison.computed_by import in_words
+from scoremode.comparison.card import card
+from scoremode.comparison.computed_by import computed_differently, in_words
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
-from scoremode.comparison.plots import measured, plots
+from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
-from scoremode.comparison.report_tables import pair_table, run_table
+from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 
 MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
+_MAX_NAMED = 8
+"""Runs in the title."""
 _VERDICTS = "It is better or worse only where the whole 95 % interval is."
 _KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
 
@@ -52,10 +56,11 @@ def write_report(comparison: Comparison, path: str | Path, *, max_bytes: int = M
 
 
 def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]:
-    style, script = (_source(environment, name) for name in ("report.css", "report.js"))
+    style, *scripts = (_source(environment, name) for name in ("report.css", "report.js", "report_actions.js"))
+    script = "".join(scripts)
     columns, rows = run_table(comparison)
-    pair_columns, pairs = pair_table(comparison)
     runs = [figures.run for figures in comparison.runs]
+    warnings = computed_differently(runs)
     return {
         "title": _title(runs),
         "measured": measured(comparison),
@@ -63,16 +68,20 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
         "style_hash": _policy_hash(style),
         "script": Markup(script),
         "script_hash": _policy_hash(script),
-        "sentences": summary(comparison),
+        "sentences": [sentence for sentence in summary(comparison) if sentence not in warnings],
         "columns": columns,
         "rows": rows,
+        "card": card(comparison),
         "errors": f"± takes tokens as independent. {_interval_note(comparison)}",
-        "pair_columns": pair_columns,
-        "pairs": pairs,
+        "effects": effects(comparison),
+        "warnings": warnings,
+        "base": comparison.base.label,
+        "matrices": pair_matrices(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
             {"name": plot.name, "caption": plot.caption, "svg": Markup(inline_svg(plot))} for plot in plots(comparison)
         ],
+        "plots_caption": common_caption(comparison),
         "settings": _settings(comparison),
         "setting_columns": [name for name, _ in _run_settings(runs[0])],
         "setting_rows": [[value for _, value in _run_settings(run)] for run in runs],
@@ -81,7 +90,10 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
 
 
 def _title(runs: list[RunFile]) -> str:
-    return f"{runs[0].label} and {len(runs) - 1} more" if len(runs) > 3 else ", ".join(run.label for run in runs)
+    labels = [run.label for run in runs]
+    return ", ".join(
+        labels if len(labels) <= _MAX_NAMED else [*labels[:_MAX_NAMED], f"{len(labels) - _MAX_NAMED} more"]
+    )
 
 
 def _interval_note(comparison: Comparison) -> str:
@@ -112,11 +124,15 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _command(comparison: Comparison) -> str:
-    """What makes the comparison again. Labels with a comma cannot be given, and are left to be chosen."""
+    """What makes the comparison again, in the folder of the runs. Labels with a comma are left to be chosen."""
     runs = [figures.run for figures in comparison.runs]
+    paths = [run.path.absolute() for run in runs]
+    folder = os.path.commonpath([path.parent for path in paths])
     labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
-    return printable(shlex.join(["ppl-client", "compare", *(str(run.path) for run in runs), *labels, *settings]))
+    return printable(
+        shlex.join(["ppl-client", "compare", *(os.path.relpath(path, folder) for path in paths), *labels, *settings])
+    )
 
 
 def _run_settings(run: RunFile) -> list[tuple[str, str]]:

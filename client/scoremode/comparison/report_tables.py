@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
+from scoremode.comparison.figures import Comparison, Figure, PairFigures, Verdict
 
 NOT_KNOWN = "-"
+_MAX_DECIMALS = 8
+_FAR_FEWER = 2
+"""Digits after the point that one figure of a column may have fewer of, and is still written as the others are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Cell:
     errors: tuple[str, ...] = ()
     mark: str = ""
     """A class of the style sheet."""
+    tip: str = ""
+    """What is shown of it on demand."""
 
     @property
     def sort_value(self) -> str:
@@ -27,92 +32,187 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of the table of runs or of pairs."""
+    """Of the table of runs."""
 
     name: str
     is_number: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Every run against every other: a row is of the run that the verdicts are on."""
+
+    name: str
+    labels: list[str]
+    rows: list[list[Cell]]
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a run costs, in one line."""
+
+    label: str
+    parts: list[Cell]
+
+
 def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     """A row for each run, without the columns that no run has a figure for."""
-    to_base = {pair.second.label: pair for pair in comparison.pairs_with_base}
-
-    def pair_figure(figures: RunFigures, name: str) -> Figure | None:
-        pair = to_base.get(figures.run.label)
-        return None if pair is None else getattr(pair, name)
-
-    cells: list[tuple[str, Callable[[RunFigures], Cell]]] = [
-        ("bits per weight", lambda figures: plain(figures.run.bits_per_weight, 2)),
-        ("MB", lambda figures: plain(_scaled(figures.run.weight_bytes, 1e-6), 1)),
-        ("perplexity", lambda figures: with_errors(figures.perplexity, 4)),
-        ("PPL ratio", lambda figures: with_errors(pair_figure(figures, "ppl_ratio"), 4)),
-        ("bits per byte", lambda figures: with_errors(figures.bits_per_byte, 4)),
-        ("mean KL", lambda figures: with_errors(figures.kld)),
-        ("median KL", lambda figures: plain(figures.kld_median)),
-        ("99% KL", lambda figures: plain(figures.kld_p99)),
-        ("max KL", lambda figures: plain(figures.kld_max)),
-        ("same top p", lambda figures: with_errors(figures.same_top_p, 2, percent=True)),
-        ("times the floor", lambda figures: plain(figures.kld_over_noise_floor, 1)),
-    ]
-    rows = [[Cell(figures.run.label), *(cell(figures) for _, cell in cells)] for figures in comparison.runs]
-    used = [0] + [place for place in range(1, len(cells) + 1) if any(row[place].text != NOT_KNOWN for row in rows)]
-    columns = [Column("run", is_number=False), *(Column(name) for name, _ in cells)]
-    return [columns[place] for place in used], [[row[place] for place in used] for row in rows]
+    runs = comparison.runs
+    to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
+    cells = {
+        "GiB": [plain(_scaled(figures.run.weight_bytes, 2**-30), 3) for figures in runs],
+        "bits per weight": [plain(figures.run.bits_per_weight, 2) for figures in runs],
+        "perplexity": _column([figures.perplexity for figures in runs]),
+        "PPL ratio": _column([to_base.get(figures.run.label) for figures in runs]),
+        "bits per byte": _column([figures.bits_per_byte for figures in runs]),
+        "mean KL": _column([figures.kld for figures in runs]),
+        "median KL": [plain(figures.kld_median) for figures in runs],
+        "99% KL": [plain(figures.kld_p99) for figures in runs],
+        "99.9% KL": [plain(figures.kld_p999) for figures in runs],
+        "max KL": [plain(figures.kld_max) for figures in runs],
+        "RMS Δp": _column([figures.delta_p_rms for figures in runs], percent=True),
+        "same top p": _column([figures.same_top_p for figures in runs], percent=True),
+        "times the floor": [plain(figures.kld_over_noise_floor, 1) for figures in runs],
+    }
+    used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
+    labels = [Cell(figures.run.label) for figures in runs]
+    columns = [Column("run", is_number=False), *(Column(name) for name in used)]
+    return columns, [list(row) for row in zip(labels, *used.values(), strict=True)]
 
 
-def pair_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
-    """A row for each pair."""
-    has_kld = any(pair.kld_difference is not None for pair in comparison.pairs)
-    columns = [
-        Column("first", is_number=False),
-        Column("second", is_number=False),
-        Column("by perplexity", is_number=False),
-        Column("PPL ratio"),
-        Column("PPL difference"),
-        Column("ln ratio"),
-        *([Column("by mean KL", is_number=False), Column("KL difference")] if has_kld else []),
-    ]
-    return columns, [_pair_row(pair, has_kld) for pair in comparison.pairs]
+def _column(figures: list[Figure | None], *, percent: bool = False) -> list[Cell]:
+    """With the digits of the finest of them, unless others need far fewer."""
+    digits = [_digits(figure, 100 if percent else 1) for figure in figures if figure is not None]
+    common = max(digits) if digits and max(digits) - min(digits) < _FAR_FEWER else None
+    return [with_errors(figure, common, percent=percent) for figure in figures]
 
 
-def _pair_row(pair: PairFigures, has_kld: bool) -> list[Cell]:
-    row = [
-        Cell(pair.first.label),
-        Cell(pair.second.label),
-        _verdict(pair.verdict),
-        with_errors(pair.ppl_ratio, 4),
-        with_errors(pair.ppl_difference, 4),
-        with_errors(pair.ln_ppl_ratio),
-    ]
-    return [*row, _verdict(pair.kld_verdict), with_errors(pair.kld_difference)] if has_kld else row
+def effects(comparison: Comparison) -> list[Effect]:
+    """Of each run but the base: what it adds to the perplexity, how far it diverges, and what its size is."""
+    pairs = {pair.second.label: pair for pair in comparison.pairs_with_base}
+    found = []
+    for figures in comparison.runs:
+        pair, label = pairs.get(figures.run.label), figures.run.label
+        if pair is None:
+            continue
+        parts = [Cell(f"{_percent_more(pair.ppl_ratio)} PPL", mark=_mark(pair.verdict))]
+        if figures.kld is not None:
+            parts.append(Cell(f"KLD {plain(figures.kld.value).text}"))
+        if figures.same_top_p is not None:
+            parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
+        if figures.run.weight_bytes and comparison.base.weight_bytes:
+            share = figures.run.weight_bytes / comparison.base.weight_bytes
+            parts.append(Cell(f"{share:.0%} of the size"))
+        found.append(Effect(label, parts))
+    return found
 
 
-def _verdict(verdict: str | None) -> Cell:
-    return Cell(verdict or NOT_KNOWN, mark=verdict if verdict in ("better", "worse") else "")
+def _percent_more(ratio: Figure) -> str:
+    if not math.isfinite(ratio.value):
+        return number(ratio.value, 0)
+    if ratio.low is None or ratio.high is None:
+        digits, interval = _decimals(100 * (ratio.stderr or 0), 2), ""
+    else:
+        digits = _decimals(50 * (ratio.high - ratio.low), 2)
+        interval = f" [{number(100 * (ratio.low - 1), digits)}, {number(100 * (ratio.high - 1), digits)}]"
+    return f"{number(100 * (ratio.value - 1), digits, sign='+')} %{interval}"
+
+
+def pair_matrices(comparison: Comparison) -> list[Matrix]:
+    """Perplexity ratios, and differences of mean KL divergence where there are any; none of one run alone."""
+    if not comparison.pairs:
+        return []
+    by_ratio = Matrix("Perplexity of the run over that of the other", *_matrix(comparison, _ratio_cell))
+    if all(pair.kld_difference is None for pair in comparison.pairs):
+        return [by_ratio]
+    return [by_ratio, Matrix("Mean KL divergence of the run less that of the other", *_matrix(comparison, _kld_cell))]
+
+
+def _matrix(comparison: Comparison, cell: Callable[[PairFigures, bool], Cell]) -> tuple[list[str], list[list[Cell]]]:
+    labels = [figures.run.label for figures in comparison.runs]
+    cells = {(pair.second.label, pair.first.label): cell(pair, False) for pair in comparison.pairs}
+    cells |= {(pair.first.label, pair.second.label): cell(pair, True) for pair in comparison.pairs}
+    return labels, [[cells.get((row, column), Cell("")) for column in labels] for row in labels]
+
+
+def _ratio_cell(pair: PairFigures, is_inverse: bool) -> Cell:
+    ratio = pair.ppl_ratio
+    if is_inverse:
+        low, high = (None if end is None else 1 / end for end in (ratio.high, ratio.low))
+        value = 1 / ratio.value if ratio.value else math.inf
+        ratio = Figure(value, None if ratio.stderr is None else ratio.stderr * value**2, low, high)
+    shown = with_errors(ratio)
+    return _pair_cell(pair, is_inverse, pair.verdict, "perplexity", shown, f"{shown.text} times")
+
+
+def _kld_cell(pair: PairFigures, is_inverse: bool) -> Cell:
+    difference = pair.kld_difference
+    if difference is None or pair.kld_verdict is None:
+        return Cell(NOT_KNOWN)
+    if is_inverse:
+        low, high = (None if end is None else -end for end in (difference.high, difference.low))
+        difference = Figure(-difference.value, difference.stderr, low, high)
+    shown = with_errors(difference, sign="+")
+    return _pair_cell(pair, is_inverse, pair.kld_verdict, "mean KL divergence", shown, f"{shown.text} nats")
+
+
+def _pair_cell(pair: PairFigures, is_inverse: bool, verdict: Verdict, by: str, shown: Cell, amount: str) -> Cell:
+    run, other = (pair.first, pair.second) if is_inverse else (pair.second, pair.first)
+    if is_inverse and verdict != "no difference shown":
+        verdict = "worse" if verdict == "better" else "better"
+    of_pair = f"between {run.label} and {other.label}"
+    sentence = (
+        f"No difference is shown {of_pair}" if not _mark(verdict) else f"{run.label} is {verdict} than {other.label}"
+    )
+    return Cell(
+        shown.text, shown.value, mark=_mark(verdict), tip=f"{sentence} by {by}: {' '.join((amount, *shown.errors))}"
+    )
+
+
+def _mark(verdict: Verdict) -> str:
+    return "" if verdict == "no difference shown" else verdict
 
 
 def plain(value: float | None, digits: int | None = None) -> Cell:
     """A figure without errors, to so many digits after the point, or to three that count."""
-    return Cell(NOT_KNOWN) if value is None or math.isnan(value) else Cell(_number(value, digits), value)
+    if value is None or math.isnan(value):
+        return Cell(NOT_KNOWN)
+    return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
 
 
-def with_errors(figure: Figure | None, digits: int | None = None, *, percent: bool = False) -> Cell:
-    """A figure with the error that takes tokens as independent, and the interval that does not."""
+def with_errors(figure: Figure | None, digits: int | None = None, *, percent: bool = False, sign: str = "") -> Cell:
+    """A figure with the error that takes tokens as independent, and the interval that does not.
+
+    All have so many digits after the point, or as many as give the former two that count.
+    """
     if figure is None or math.isnan(figure.value):
         return Cell(NOT_KNOWN)
     scale, unit = (100, "%") if percent else (1, "")
+    digits = _digits(figure, scale) if digits is None else digits
     errors = []
     if figure.stderr is not None:
-        errors.append(f"± {_number(scale * figure.stderr, digits)}")
+        errors.append(f"± {number(scale * figure.stderr, digits)}")
     if figure.low is not None and figure.high is not None:
-        errors.append(f"[{_number(scale * figure.low, digits)}, {_number(scale * figure.high, digits)}]")
-    return Cell(_number(scale * figure.value, digits) + unit, figure.value, tuple(errors))
+        errors.append(f"[{number(scale * figure.low, digits)}, {number(scale * figure.high, digits)}]")
+    return Cell(number(scale * figure.value, digits, sign=sign) + unit, figure.value, tuple(errors))
 
 
-def _number(value: float, digits: int | None) -> str:
+def _digits(figure: Figure, scale: float) -> int:
+    return _decimals(scale * figure.stderr, 2) if figure.stderr else _decimals(scale * figure.value, 3)
+
+
+def _decimals(size: float, significant: int) -> int:
+    """Digits after the point that show so many of a number's own."""
+    if not size or not math.isfinite(size):
+        return 0
+    return min(_MAX_DECIMALS, max(0, significant - 1 - math.floor(math.log10(abs(size)))))
+
+
+def number(value: float, digits: int, sign: str = "") -> str:
+    """A number as a table has it, never in powers of ten."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "-∞" if value < 0 else NOT_KNOWN
-    return f"{value:.3g}" if digits is None else f"{value:,.{digits}f}"
+    return f"{value:{sign},.{digits}f}"
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -12,13 +12,13 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.plot_style import HEIGHT, Labels, Theme, legend, line_box, marker, new_axes
+from scoremode.comparison.plot_style import HEIGHT, Labels, Theme, add_tip, legend, line_box, marker, new_axes
 from scoremode.comparison.plot_style import plain_log_axis as log_axis
 
 _LOG_RATIO = 8.0
 """Values that lie farther apart than this share a log axis."""
 _LOG_SIZE_RATIO = 2.0
-_MB = 1e6
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def size_axis(comparison: Comparison) -> tuple[str | None, Callable[[RunFigures]
     if all(run.bits_per_weight is not None for run in runs):
         return "bits per weight", lambda figures: figures.run.bits_per_weight
     if all(run.weight_bytes is not None for run in runs):
-        return "weight files (MB)", lambda figures: (figures.run.weight_bytes or 0) / _MB
+        return "weight files (GiB)", lambda figures: (figures.run.weight_bytes or 0) / _GIB
     return None, lambda figures: None
 
 
@@ -77,26 +77,32 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
     axes.margins(y=0.12)
     front = pareto_front(all_points)
     for point in all_points:
-        _draw_point(axes, point, point.size or 0, theme, vertical=True)
+        _draw_point(axes, point, point.size or 0, theme, size)
+    if floor:
+        axes.axhline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
+    if all(point.low > 0 for point in all_points) and axes.get_ylim()[0] < 0:
+        axes.set_ylim(bottom=0)
+    # From edge to edge, so that a front of one run is a line too.
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    line = [
+        (front[0].size or 0, axes.get_ylim()[1]),
+        *((point.size or 0, point.value) for point in front),
+        (axes.get_xlim()[1], front[-1].value),
+    ]
     axes.plot(
-        [point.size or 0 for point in front],
-        [point.value for point in front],
+        *zip(*line, strict=True),
         drawstyle="steps-post",
         color=theme.quiet,
-        linewidth=1,
+        linewidth=1.4,
         linestyle=(0, (4, 3)),
         zorder=1,
         label="Pareto front",
     )
-    if floor:
-        axes.axhline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
-    if all(point.low >= 0 for point in all_points) and axes.get_ylim()[0] < 0:
-        axes.set_ylim(bottom=0)
     legend(drawing, axes, theme)
     # Labels keep clear of points in pixels, so the layout has to be final.
     drawing.draw_without_rendering()
     labels = Labels(axes, theme)
-    labels.keep_clear(_taken(axes, all_points, front, floor))
+    labels.keep_clear(_taken(axes, all_points, line, floor))
     for point in all_points:
         labels.put(point.size or 0, point.value, point.label, theme.run(point.index))
     return drawing
@@ -111,15 +117,17 @@ def pareto_front(all_points: Sequence[Point]) -> list[Point]:
     return front
 
 
-def _taken(axes: Axes, all_points: Sequence[Point], front: Sequence[Point], floor: float | None) -> Iterator[Bbox]:
+def _taken(
+    axes: Axes, all_points: Sequence[Point], front: Sequence[tuple[float, float]], floor: float | None
+) -> Iterator[Bbox]:
     """Where labels would cover something, in pixels: points with their intervals, the front, the noise floor."""
     for point in all_points:
         at = point.size or 0
         yield line_box(axes, (at, point.low), (at, point.high), half_width=6)
     for one, other in pairwise(front):
-        corner = (other.size or 0, one.value)
-        yield line_box(axes, (one.size or 0, one.value), corner)
-        yield line_box(axes, corner, (other.size or 0, other.value))
+        corner = (other[0], one[1])
+        yield line_box(axes, one, corner)
+        yield line_box(axes, corner, other)
     if floor:
         left, right = axes.get_xlim()
         yield line_box(axes, (left, floor), (right, floor))
@@ -129,7 +137,7 @@ def _draw_by_run(all_points: Sequence[Point], value: str, floor: float | None, t
     drawing, axes = new_axes(theme, height=max(HEIGHT / 2, 1.4 + 0.4 * len(all_points)))
     _set_scale(axes, all_points, floor, "x")
     for row, point in enumerate(all_points):
-        _draw_point(axes, point, row, theme, vertical=False)
+        _draw_point(axes, point, row, theme, None)
     axes.set_yticks(range(len(all_points)), [point.label for point in all_points])
     axes.set_ylim(len(all_points) - 0.5, -0.5)
     axes.set_xlabel(value)
@@ -164,10 +172,11 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, *, vertical: bool) -> None:
-    """The value with its interval, at a place on the other axis."""
+def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, size: str | None) -> None:
+    """The value with its interval, at a place on the other axis: that of the size, or of rows where none is known."""
     interval = [[point.value - point.low], [point.high - point.value]]
-    axes.errorbar(
+    vertical = size is not None
+    container = axes.errorbar(
         [at if vertical else point.value],
         [point.value if vertical else at],
         xerr=None if vertical else interval,
@@ -178,3 +187,6 @@ def _draw_point(axes: Axes, point: Point, at: float, theme: Theme, *, vertical: 
         capsize=3,
         linestyle="none",
     )
+    ends = f" [{point.low:.4g}, {point.high:.4g}]" if point.low < point.high else ""
+    at_size = f"; {size}: {point.size:.3g}" if size else ""
+    add_tip(container.get_children(), f"{point.label}: {point.value:.4g}{ends}{at_size}")

@@ -7,7 +7,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
-from scoremode.comparison.plot_style import Theme, dashes, legend, legend_label, marker, new_axes, plain_log_axis
+from scoremode.comparison.plot_style import (
+    Theme,
+    add_curve_tips,
+    add_tip,
+    dashes,
+    legend,
+    legend_label,
+    marker,
+    new_axes,
+    plain_log_axis,
+)
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import CONFIDENCE_EDGES, bucket_of, clustered_standard_error
 
@@ -29,14 +39,17 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> 
     thresholds = _kld_thresholds(runs)
     for index, run in runs:
         values = _kld(run)
+        shares = survival(values, thresholds)
         axes.plot(
             thresholds,
-            survival(values, thresholds),
+            shares,
             color=theme.run(index),
             linestyle=dashes(index),
             linewidth=1.8,
             label=legend_label(run.label) + _zeros(values),
         )
+        form = "{1:.3%} of tokens have more than {0:.2g} nats"
+        add_curve_tips(axes, thresholds, shares, theme.run(index), run.label, form)
     if floor:
         axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor, mean")
     axes.set_xlim(thresholds[0], thresholds[-1])
@@ -77,23 +90,25 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
     edges = CONFIDENCE_EDGES
     means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)
     for place, (index, run) in enumerate(runs):
-        axes.errorbar(
-            np.arange(len(edges) - 1) + _dodge(place, len(runs)),
-            means[place],
-            yerr=_Z_95 * errors[place],
-            color=theme.run(index),
-            marker=marker(index),
-            markersize=6,
-            capsize=2.5,
-            linestyle="none",
-            label=legend_label(run.label),
-        )
+        for bucket, (mean, error) in enumerate(zip(means[place], errors[place], strict=True)):
+            container = axes.errorbar(
+                [bucket + _dodge(place, len(runs))],
+                [mean],
+                yerr=[_Z_95 * error],
+                color=theme.run(index),
+                marker=marker(index),
+                markersize=6,
+                capsize=2.5,
+                linestyle="none",
+                label=None if bucket else legend_label(run.label),
+            )
+            add_tip(container.get_children(), f"{run.label}: {mean:.3g} ± {error:.2g} nats")
     _set_kld_scale(axes, np.array(means), np.array(errors))
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
     axes.set_xticks(range(len(counts)), _bucket_names(counts))
     axes.tick_params(axis="x", length=0)
     axes.grid(visible=False, axis="x")
-    axes.set_xlabel("the reference's probability of its likeliest token, and the share of tokens")
+    axes.set_xlabel("the reference's top probability, and the share of tokens")
     axes.set_ylabel("mean KL divergence (nats)")
     legend(drawing, axes, theme)
     return drawing
@@ -156,6 +171,8 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
             linewidth=1.8,
             label=legend_label(run.label),
         )
+        form = "{1:+.4f} nats over {0:,.0f} tokens"
+        add_curve_tips(axes, shown + 1, means[shown], theme.run(index), run.label, form)
     axes.axhline(0, color=theme.quiet, linewidth=1)
     low, high = min(0.0, *(part.min() for part in settled)), max(0.0, *(part.max() for part in settled))
     margin = 0.08 * (high - low or 1)
@@ -163,7 +180,7 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
     axes.set_xlim(0, num_tokens)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens so far")
-    axes.set_ylabel(f"mean NLL less that of {_shortened(base.label)} (nats)")
+    axes.set_ylabel("mean NLL less the base's (nats)")
     legend(drawing, axes, theme)
     return drawing
 
@@ -171,10 +188,6 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
 def running_difference(run: RunFile, base: RunFile) -> Floats:
     """[n], the mean of the first 1, 2, ... n differences of NLL."""
     return np.cumsum(run.nlls - base.nlls) / np.arange(1, len(base.nlls) + 1)
-
-
-def _shortened(label: str, length: int = 24) -> str:
-    return label if len(label) <= length else label[: length - 1] + "…"
 
 
 def _kld(run: RunFile) -> Floats:

@@ -1,12 +1,17 @@
 "use strict";
 
-// Values that begin a new colour, in nats. They are the same in every report, so that pictures of two compare.
+// Values that begin a new colour, in nats, where colours are the same in every report, so that pictures of two compare.
 const NLL_STEPS = [0.1, 0.5, 1, 2, 3, 5, 7, 10];
 const KLD_STEPS = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1];
 const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
-const PASSAGES_AT_ONCE = 40;
+// Shares of the tokens below each step, where colours are fitted; of differences, by their size.
+const SHARES = [0.2, 0.4, 0.6, 0.75, 0.87, 0.94, 0.98, 0.995];
+const DIFFERENCE_SHARES = [0.5, 0.8, 0.95, 0.99];
+const MOST_SORTED = 50_000;
+const TOKENS_AT_ONCE = 6000;
+const MOST_CELLS = 240;
 const NUM_TOP = 50;
-const NUM_BEFORE = 8;
+const NUM_AROUND = 8;
 
 const MEASURES = {
   nll: { name: "surprise (NLL)", of: "nll", difference: false, steps: NLL_STEPS, colours: "s" },
@@ -15,6 +20,7 @@ const MEASURES = {
   kld_difference: { name: "difference of KL divergence", of: "kld", difference: true, steps: DIFFERENCE_STEPS, colours: "d" },
 };
 
+const isNarrow = matchMedia("(max-width: 60rem)");
 const byId = (id) => document.getElementById(id);
 
 function element(name, className = "", text = "") {
@@ -95,17 +101,20 @@ const tokenIds = unpack(data.vocabulary.ids);
 const passages = makePassages(lazy(data.passages));
 
 function makePassages(arrays) {
-  let start = 0;
+  let [start, before] = [0, 0];
   return Array.from(arrays.size, (size, index) => {
     const kept = arrays.kept[index] === 1;
     const [window, lastWindow] = [arrays.window[index], arrays.last_window[index]];
-    const passage = { index, size, kept, window, lastWindow, first: arrays.first[index], start: kept ? start : -1 };
+    const first = arrays.first[index];
+    const passage = { index, size, kept, window, lastWindow, first, start: kept ? start : -1, before };
     if (kept) start += size;
+    before += size;
     return passage;
   });
 }
 
 const keptPassages = passages.filter((passage) => passage.kept);
+const numTokens = passages.reduce((sum, passage) => sum + passage.size, 0);
 const isCut = keptPassages.length < passages.length;
 
 function passageOf(position) {
@@ -129,35 +138,109 @@ function textOf(place) {
   return text ? text : `⟨${tokenIds[place]}⟩`;
 }
 
-// Where a token stands by itself, what would show nothing or break a line has a sign.
-function aloneText(place) {
+// Where tokens stand in one line, what would break it has a sign.
+function lineText(place) {
   return textOf(place).replaceAll("\n", "↵").replaceAll("\t", "⇥");
+}
+
+function aloneText(place) {
+  return lineText(place).replaceAll(" ", "␣");
+}
+
+// Where in the text a passage or one of its tokens is.
+function shareBefore(passage, offset = 0) {
+  return `${Math.round((100 * (passage.before + offset)) / numTokens)} %`;
 }
 
 // --- What the colours show ---
 
 const choice = { measure: "nll", first: 0, second: 0 };
+let steps = [];
+let meanSteps = [];
 
-function chosen(mean = false) {
+// Values of tokens, or means of passages, of one series or of the difference of two.
+function valuesOf(mean = false, first = choice.first, second = choice.second) {
   const measure = MEASURES[choice.measure];
   const name = mean ? `mean_${measure.of}` : measure.of;
-  const first = series[choice.first][name];
-  if (!measure.difference) return (index) => first[index];
-  const second = series[choice.second][name];
+  const values = series[first][name];
+  if (!measure.difference) return (index) => values[index];
+  const others = series[second][name];
   // Infinity less infinity is no difference.
-  return (index) => (first[index] === second[index] ? 0 : first[index] - second[index]);
+  return (index) => (values[index] === others[index] ? 0 : values[index] - others[index]);
 }
 
-function colourClass(value) {
-  const { steps, colours } = MEASURES[choice.measure];
-  return colours + steps.filter((step) => value >= step).length;
+function sizeOf(value) {
+  return MEASURES[choice.measure].difference ? Math.abs(value) : value;
+}
+
+function chosenName() {
+  const { name, difference } = MEASURES[choice.measure];
+  const [first, second] = [series[choice.first].label, series[choice.second].label];
+  return `${name}: ${first}${difference ? ` less ${second}` : ""}`;
+}
+
+// What is drawn in the colours: all series that the measure can be of, or the chosen ones.
+function fittedSteps(mean) {
+  const { difference, steps: fixed } = MEASURES[choice.measure];
+  const scale = byId("scale").value;
+  if (scale === "fixed") return fixed;
+  let others = [...series.keys()].filter((index) => (difference ? comparable(index, choice.second) : isOffered(index)));
+  // The base's own divergence is noise, which others' colours are not fitted to.
+  if (!difference && others.length > 1) others = others.filter((index) => index > 0);
+  const length = mean ? passages.length : tokens.length;
+  const every = Math.ceil(length / MOST_SORTED);
+  const sizes = [];
+  for (const index of scale === "runs" ? others : [choice.first]) {
+    const value = valuesOf(mean, index);
+    for (let at = 0; at < length; at += every) sizes.push(sizeOf(value(at)));
+  }
+  // Where nothing differs there is no colour, however many tokens that are.
+  const sorted = Float64Array.from(sizes.filter((size) => size > 0 && size < Infinity)).sort();
+  if (!sorted.length) return fixed;
+  const rounded = (share) => Number(sorted[Math.floor(share * (sorted.length - 1))].toPrecision(2));
+  if (!difference) return SHARES.map(rounded);
+  const upper = DIFFERENCE_SHARES.map(rounded);
+  return [...upper.map((step) => -step).reverse(), ...upper];
+}
+
+function colourClass(value, of = steps) {
+  return MEASURES[choice.measure].colours + of.filter((step) => value >= step).length;
+}
+
+function referenceOf(one) {
+  return series.find((other) => other.is_reference && other.reference === one.reference);
+}
+
+// The series whose top token another's is compared with: the other of a difference, or the reference.
+function otherOf() {
+  return MEASURES[choice.measure].difference ? series[choice.second] : referenceOf(series[choice.first]);
+}
+
+function hasTops() {
+  const [first, other] = [series[choice.first], otherOf()];
+  return first !== other && Boolean(first.tops && other?.tops);
+}
+
+// A function that says whether a token passes the filters; null where there are none.
+function tokenFilter() {
+  const above = byId("above").value === "" ? -Infinity : Number(byId("above").value);
+  const onlyChanged = byId("changed").checked && hasTops();
+  if (above === -Infinity && !onlyChanged) return null;
+  const value = valuesOf();
+  const [tops, others] = onlyChanged ? [series[choice.first].tops, otherOf().tops] : [];
+  return (at) => sizeOf(value(at)) > above && (!onlyChanged || tops[at] !== others[at]);
+}
+
+// Never in powers of ten, so that numbers of one column compare at a glance.
+function twoDigits(value) {
+  return value.toLocaleString("en", { maximumSignificantDigits: 2, useGrouping: false });
 }
 
 function number(value, digits = 3) {
   if (value === undefined || value === null || Number.isNaN(value)) return "-";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "-∞";
   if (value === 0) return "0";
-  return Math.abs(value) < 0.001 ? value.toExponential(1) : value.toFixed(digits);
+  return Math.abs(value) < 0.001 ? twoDigits(value) : value.toFixed(digits);
 }
 
 function signed(value) {
@@ -169,65 +252,82 @@ function probability(nll) {
   return `${percent >= 0.1 ? percent.toFixed(1) : percent.toPrecision(1)} %`;
 }
 
-// --- Passages ---
+// --- The text ---
 
 let order = [];
-let numShown = 0;
-const details = new Map();
+let shownFrom = 0;
+let shownTo = 0;
+let passes = null;
+let numPassing = [];
+let foundTokens = new Set();
+const drawn = new Map();
 
-function arrangePassages() {
-  const mean = chosen(true);
-  const size = (index) => Math.abs(mean(index)) || 0;
-  order = passages.map((passage) => passage.index);
+function arrange() {
+  const mean = valuesOf(true);
+  const size = (index) => sizeOf(mean(index)) || 0;
+  passes = tokenFilter();
+  numPassing = passages.map(countPassing);
+  order = passages.map((passage) => passage.index).filter((index) => numPassing[index] > 0);
   if (byId("order").value === "divergent") order.sort((a, b) => size(b) - size(a));
-  numShown = 0;
-  byId("passages").replaceChildren();
-  showMore(PASSAGES_AT_ONCE);
+  byId("passages").classList.toggle("apart", byId("order").value === "divergent");
+  drawn.clear();
+  recolour();
+  const firstKept = order.findIndex((index) => passages[index].kept);
+  showFrom(Math.max(firstKept, 0));
 }
 
-function showMore(count) {
-  const next = order.slice(numShown, numShown + count).map((index) => passageElement(passages[index]));
-  byId("passages").append(...next);
-  numShown += next.length;
-  byId("more").hidden = numShown >= order.length;
+// A passage without its text passes where there is no filter.
+function countPassing(passage) {
+  if (passes === null) return passage.size;
+  let count = 0;
+  if (passage.kept) for (let at = passage.start; at < passage.start + passage.size; at++) count += passes(at);
+  return count;
 }
 
-function passageElement(passage) {
-  if (!details.has(passage.index)) details.set(passage.index, passage.kept ? makeDetails(passage) : makeLine(passage));
-  const made = details.get(passage.index);
-  describePassage(made, passage);
+function showFrom(place) {
+  shownFrom = shownTo = place;
+  drawn.clear();
+  byId("passages").replaceChildren(order.length ? "" : "No token passes the filters.");
+  showMore(1);
+}
+
+function showMore(direction) {
+  const box = byId("passages");
+  for (let budget = TOKENS_AT_ONCE; budget > 0 && (direction > 0 ? shownTo < order.length : shownFrom > 0); ) {
+    const passage = passages[direction > 0 ? order[shownTo++] : order[--shownFrom]];
+    const made = makePassage(passage);
+    if (direction > 0) box.append(made);
+    else box.prepend(made);
+    budget -= passage.kept ? passage.size : TOKENS_AT_ONCE / 40;
+  }
+  byId("more").hidden = shownTo >= order.length;
+  byId("earlier").hidden = shownFrom === 0;
+}
+
+function makePassage(passage) {
+  const made = element("section", `passage${passage.kept ? "" : " left-out"}`);
+  made.append(element("small", "place"));
+  if (passage.kept) made.append(makeTokens(passage));
+  drawn.set(passage.index, made);
+  colourPassage(made, passage);
   return made;
 }
 
-function makeDetails(passage) {
-  const made = element("details", "passage");
-  made.append(element("summary"));
-  made.addEventListener("toggle", () => {
-    if (made.open && made.childElementCount === 1) made.append(makeTokens(passage));
-    if (made.open) colourTokens(made.lastElementChild, passage);
-  });
-  return made;
+function placeOf(passage) {
+  const from = passage.first ? `, token ${(passage.first + 1).toLocaleString("en")}` : "";
+  return `${windowsOf(passage)}${from} · ${shareBefore(passage)}`;
 }
 
-function makeLine(passage) {
-  const made = element("div", "passage");
-  made.append(element("p"));
-  return made;
-}
-
-function describePassage(made, passage) {
-  const value = chosen(true)(passage.index);
-  const measure = MEASURES[choice.measure];
-  const last = passage.first + passage.size;
-  const windows = windowsOf(passage).replace("w", "W");
-  const place = `${windows}, tokens ${(passage.first + 1).toLocaleString("en")} to ${last.toLocaleString("en")}: `;
-  const chip = element("span", `chip ${colourClass(value)}`, signed(value));
-  chip.title = `mean ${measure.name}, nats`;
-  made.firstElementChild.replaceChildren(place, chip, ` mean ${measure.name}${passage.kept ? "" : ". Its text is left out."}`);
+function colourPassage(made, passage) {
+  const mean = valuesOf(true)(passage.index);
+  const chip = element("span", `chip ${colourClass(mean, meanSteps)}`, signed(mean));
+  chip.title = `mean ${chosenName()}, nats`;
+  made.firstElementChild.replaceChildren(`${placeOf(passage)} `, chip, passage.kept ? "" : " Its text is left out.");
+  if (passage.kept) colourTokens(made.lastElementChild);
 }
 
 function makeTokens(passage) {
-  const box = element("div", "tokens");
+  const box = element("span", "tokens");
   box.setAttribute("role", "listbox");
   box.setAttribute("aria-label", `Tokens of ${windowsOf(passage)}`);
   box.dir = "auto";
@@ -243,35 +343,80 @@ function makeTokens(passage) {
   return box;
 }
 
-function colourTokens(box, passage) {
-  const value = chosen();
+function colourTokens(box) {
+  const value = valuesOf();
   for (const token of box.children) {
-    const isNameless = !data.vocabulary.texts[tokens[token.dataset.position]];
-    token.className = colourClass(value(Number(token.dataset.position))) + (isNameless ? " nameless" : "");
+    const position = Number(token.dataset.position);
+    const names = [passes && !passes(position) ? "out" : colourClass(value(position))];
+    if (!data.vocabulary.texts[tokens[position]]) names.push("nameless");
+    if (foundTokens.has(position)) names.push("found");
+    token.className = names.join(" ");
   }
 }
 
 function recolour() {
-  arrangePassages();
-  for (const [index, made] of details) {
-    if (made.open) colourTokens(made.lastElementChild, passages[index]);
-  }
+  steps = fittedSteps(false);
+  meanSteps = fittedSteps(true);
+  for (const [index, made] of drawn) colourPassage(made, passages[index]);
+  byId("coloured").textContent = `${chosenName()}, nats`;
   drawLegend();
-  drawTop();
+  drawStrip();
+  drawList();
+  if (shownToken !== null) showToken(shownToken);
 }
 
 function drawLegend() {
-  const { steps, colours } = MEASURES[choice.measure];
-  const items = [];
-  for (let index = 0; index <= steps.length; index++) {
-    const text =
-      index === 0 ? `below ${steps[0]}` : index === steps.length ? `${steps[index - 1]} and more` : `${steps[index - 1]} to ${steps[index]}`;
-    items.push(element("li", colours + index, text));
+  const { colours } = MEASURES[choice.measure];
+  const value = valuesOf();
+  const counts = new Array(steps.length + 1).fill(0);
+  for (let at = 0; at < tokens.length; at++) {
+    if (!passes || passes(at)) counts[steps.filter((step) => value(at) >= step).length] += 1;
   }
+  const items = [];
+  counts.forEach((count, index) => {
+    // A class between two equal steps has nothing.
+    if (index > 0 && index < steps.length && steps[index - 1] === steps[index]) return;
+    const end = index === 0 ? `< ${twoDigits(steps[0])}` : `≥ ${twoDigits(steps[index - 1])}`;
+    const item = element("li", colours + index, end);
+    item.append(element("small", "", count.toLocaleString("en")));
+    items.push(item);
+  });
   byId("legend").replaceChildren(...items);
 }
 
+// A cell is a passage, or several where there are very many.
+function drawStrip() {
+  const mean = valuesOf(true);
+  const each = Math.ceil(passages.length / MOST_CELLS);
+  const cells = [];
+  for (let from = 0; from < passages.length; from += each) {
+    const group = passages.slice(from, from + each);
+    const size = group.reduce((sum, passage) => sum + passage.size, 0);
+    const value = group.reduce((sum, passage) => sum + passage.size * mean(passage.index), 0) / size;
+    const isOut = group.every((passage) => numPassing[passage.index] === 0);
+    const cell = element("button", isOut ? "out" : colourClass(value, meanSteps));
+    cell.type = "button";
+    cell.tabIndex = from === 0 ? 0 : -1;
+    cell.dataset.passage = from;
+    cell.dataset.tip = `${placeOf(group[0])}: ${signed(value)}`;
+    cell.setAttribute("aria-label", cell.dataset.tip);
+    cells.push(cell);
+  }
+  byId("strip").replaceChildren(...cells);
+}
+
+function goToPassage(event) {
+  const cell = event.target.closest("[data-passage]");
+  if (cell === null) return;
+  const from = Number(cell.dataset.passage);
+  // The next that the filters leave, in the order in which the text is shown.
+  const index = order.filter((each) => each >= from).reduce((least, each) => Math.min(least, each), Infinity);
+  if (index < Infinity) openPassage(passages[index]).scrollIntoView({ block: "start" });
+}
+
 // --- One token ---
+
+let shownToken = null;
 
 function rowsOf(position) {
   return series.map((one) => ({
@@ -279,23 +424,48 @@ function rowsOf(position) {
     nll: one.nll[position],
     kld: one.kld === null ? undefined : one.kld[position],
     rank: one.ranks === null ? undefined : one.ranks[position],
-    top: one.tops === null ? undefined : aloneText(one.tops[position]),
+    top: one.tops === null ? undefined : one.tops[position],
     confidence: one.confidence === null ? undefined : one.confidence[position],
+    // What it would have said in the place of the reference's token.
+    differs: one.tops !== null && referenceOf(one)?.tops[position] !== one.tops[position],
   }));
 }
 
 function showToken(position) {
+  shownToken = position;
   const passage = passageOf(position);
+  const offset = position - passage.start;
   const shown = element("p", "shown");
-  const isolated = element("bdi", colourClass(chosen()(position)), aloneText(tokens[position]));
-  shown.append(isolated);
-  const where = `token ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, position ${(passage.first + position - passage.start + 1).toLocaleString("en")}; `;
-  const value = `${MEASURES[choice.measure].name} ${signed(chosen()(position))}`;
-  byId("token").replaceChildren(shown, element("p", "quiet", where + value), tokenTable(position));
+  shown.append(element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position])));
+  const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
+  const where = `id ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, ${place}; `;
+  const value = `${chosenName()} ${signed(valuesOf()(position))}`;
+  const close = element("button", "close", "Close");
+  close.type = "button";
+  close.addEventListener("click", closeToken);
+  byId("token").replaceChildren(close, shown, element("p", "quiet", where + value), tokenTable(position));
 }
 
-function numberClass(column) {
-  return column === "run" || column === "prefers" ? "" : "number";
+function closeToken() {
+  shownToken = null;
+  byId("token").replaceChildren(element("p", "quiet", "No token chosen."));
+}
+
+function barOf(share, text) {
+  const box = element("span", "bar", text);
+  const bar = element("i");
+  bar.style.width = `${100 * share}%`;
+  box.append(bar);
+  return box;
+}
+
+function topOf(row) {
+  const box = element("span", row.differs ? "differs" : "");
+  box.append(element("bdi", "", aloneText(row.top)));
+  // The probability of a run's top token is known where it is the text's.
+  const share = row.confidence ?? (row.rank === 1 ? Math.exp(-row.nll) : undefined);
+  if (share !== undefined) box.append(barOf(share, `${(100 * share).toFixed(1)} %`));
+  return box;
 }
 
 function tokenTable(position) {
@@ -303,24 +473,21 @@ function tokenTable(position) {
   const columns = [
     ["run", (row) => row.label],
     ["logprob", (row) => number(-row.nll)],
-    ["p", (row) => probability(row.nll)],
-    ["rank", (row) => (row.rank === undefined ? undefined : row.rank.toLocaleString("en"))],
+    ["p", (row) => barOf(Math.exp(-row.nll), probability(row.nll))],
+    ["rank", (row) => row.rank?.toLocaleString("en")],
     ["KL", (row) => (row.kld === undefined ? undefined : number(row.kld))],
-    ["prefers", (row) => row.top],
+    ["says", (row) => (row.top === undefined ? undefined : topOf(row))],
   ].filter(([, cell]) => rows.some((row) => cell(row) !== undefined));
   const table = element("table");
   const head = table.createTHead().insertRow();
-  for (const [name] of columns) head.append(element("th", numberClass(name), name));
+  for (const [name] of columns) head.append(element("th", name, name));
   const body = table.createTBody();
   for (const row of rows) {
     const line = body.insertRow();
     for (const [name, cell] of columns) {
-      const text = cell(row);
-      const box = element(name === "run" ? "th" : "td", numberClass(name));
+      const box = element(name === "run" ? "th" : "td", name);
       if (name === "run") box.scope = "row";
-      if (text === undefined) box.textContent = "-";
-      else box.append(element("bdi", "", text));
-      if (name === "prefers" && row.confidence !== undefined) box.append(`\n(${(100 * row.confidence).toFixed(1)} %)`);
+      box.append(cell(row) ?? "-");
       line.append(box);
     }
   }
@@ -330,7 +497,7 @@ function tokenTable(position) {
 function speak(position) {
   const row = rowsOf(position)[choice.first];
   const rank = row.rank === undefined ? "" : `, rank ${row.rank}`;
-  const value = `${MEASURES[choice.measure].name} ${signed(chosen()(position))}`;
+  const value = `${MEASURES[choice.measure].name} ${signed(valuesOf()(position))}`;
   byId("spoken").textContent = `${aloneText(tokens[position])}: logprob ${number(-row.nll)}, probability ${probability(row.nll)}${rank}, ${value}`;
 }
 
@@ -340,7 +507,7 @@ function positionOf(target) {
 }
 
 function moveFocus(event) {
-  const token = event.target.closest("[data-position]");
+  const token = event.target.closest("[data-position], [data-passage]");
   if (token === null || event.altKey || event.ctrlKey || event.metaKey) return;
   const moves = {
     ArrowRight: token.nextElementSibling,
@@ -353,25 +520,29 @@ function moveFocus(event) {
   if (moves[event.key]) moves[event.key].focus();
 }
 
+function moveTabStop(event) {
+  if (!event.target.matches("[data-position], [data-passage]")) return;
+  for (const other of event.target.parentElement.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+  event.target.tabIndex = 0;
+}
+
 function focused(event) {
   const position = positionOf(event.target);
   if (position === null) return;
-  for (const other of event.target.parentElement.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
-  event.target.tabIndex = 0;
+  moveTabStop(event);
   showToken(position);
   speak(position);
 }
 
-// --- The largest values ---
+// --- The list: the largest values, or what a search finds ---
 
 function largest() {
-  const value = chosen();
-  const difference = MEASURES[choice.measure].difference;
-  const size = (position) => (difference ? Math.abs(value(position)) : value(position));
+  const value = valuesOf();
+  const size = (position) => sizeOf(value(position));
   let top = [];
   let least = -Infinity;
   for (let position = 0; position < tokens.length; position++) {
-    if (!(size(position) > least)) continue;
+    if (!(size(position) > least) || (passes && !passes(position))) continue;
     top.push(position);
     if (top.length < 4 * NUM_TOP) continue;
     top = top.sort((a, b) => size(b) - size(a)).slice(0, NUM_TOP);
@@ -380,44 +551,84 @@ function largest() {
   return top.sort((a, b) => size(b) - size(a)).slice(0, NUM_TOP);
 }
 
-function drawTop() {
-  const value = chosen();
-  byId("top-heading").textContent = `Largest ${MEASURES[choice.measure].name}${isCut ? " in the text kept here" : ""}`;
-  byId("top").replaceChildren(
-    ...largest().map((position) => {
-      const button = element("button");
-      button.type = "button";
-      const passage = passageOf(position);
-      const before = [];
-      for (let at = Math.max(passage.start, position - NUM_BEFORE); at < position; at++) before.push(aloneText(tokens[at]));
-      button.append(
-        element("span", "amount", signed(value(position))),
-        element("bdi", "before", before.join("")),
-        " ",
-        element("bdi", colourClass(value(position)), aloneText(tokens[position])),
-      );
-      button.addEventListener("click", () => jumpTo(position));
-      const item = element("li");
-      item.append(button);
-      return item;
-    }),
+// The text that is here, in lower case, and where in it each token begins.
+let searched = null;
+
+function searchedText() {
+  if (searched === null) {
+    const starts = new Int32Array(tokens.length);
+    const texts = data.vocabulary.texts.map((text) => (text ?? "").toLowerCase());
+    let length = 0;
+    for (let position = 0; position < tokens.length; position++) {
+      starts[position] = length;
+      length += texts[tokens[position]].length;
+    }
+    searched = { text: Array.from(tokens, (place) => texts[place]).join(""), starts };
+  }
+  return searched;
+}
+
+// The first token of every place, and in `foundTokens` all tokens of all places.
+function search(query) {
+  foundTokens = new Set();
+  if (!query) return [];
+  const { text, starts } = searchedText();
+  const places = [];
+  let position = 0;
+  for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length)) {
+    while (position + 1 < tokens.length && starts[position + 1] <= at) position += 1;
+    if (!numPassing[passageOf(position).index]) continue;
+    places.push(position);
+    for (let next = position; next < tokens.length && starts[next] < at + query.length; next++) foundTokens.add(next);
+  }
+  return places;
+}
+
+function drawList() {
+  const query = byId("search").value.toLowerCase();
+  const places = search(query);
+  const listed = query ? places.slice(0, NUM_TOP) : largest();
+  const found = `“${byId("search").value}”: ${places.length.toLocaleString("en")} places`;
+  const heading = query ? found : `Largest ${chosenName()}`;
+  byId("top-heading").textContent = `${heading}${isCut ? " in the text kept here" : ""}`;
+  byId("top").replaceChildren(...listed.map((position) => listItem(position, query !== "")));
+}
+
+function listItem(position, isFound) {
+  const value = valuesOf()(position);
+  const passage = passageOf(position);
+  const textBetween = (from, to) => {
+    const places = tokens.slice(Math.max(passage.start, from), Math.min(passage.start + passage.size, to));
+    return Array.from(places, lineText).join("");
+  };
+  const button = element("button");
+  button.type = "button";
+  button.append(
+    element("span", "amount", signed(value)),
+    element("bdi", "before", textBetween(position - NUM_AROUND, position)),
+    " ",
+    element("bdi", colourClass(value), lineText(tokens[position])),
+    element("bdi", "before", isFound ? textBetween(position + 1, position + NUM_AROUND) : ""),
   );
+  button.addEventListener("click", () => jumpTo(position));
+  const item = element("li");
+  item.append(button);
+  return item;
+}
+
+function recolourFound() {
+  drawList();
+  for (const [index, made] of drawn) colourPassage(made, passages[index]);
 }
 
 function openPassage(passage) {
-  const place = order.indexOf(passage.index);
-  if (place >= numShown) showMore(place + 1 - numShown);
-  const made = details.get(passage.index);
-  if (made.childElementCount === 1) made.append(makeTokens(passage));
-  colourTokens(made.lastElementChild, passage);
-  made.open = true;
-  return made;
+  if (!drawn.has(passage.index)) showFrom(order.indexOf(passage.index));
+  return drawn.get(passage.index);
 }
 
 function jumpTo(position) {
   const passage = passageOf(position);
-  const made = openPassage(passage);
-  const token = made.lastElementChild.children[position - passage.start];
+  const token = openPassage(passage).lastElementChild.children[position - passage.start];
   token.scrollIntoView({ block: "center" });
   token.focus({ preventScroll: true });
 }
@@ -449,14 +660,19 @@ function offerMeasures() {
   byId("measure").replaceChildren(...names.map((name) => option(name, MEASURES[name].name)));
 }
 
-function offerSeries() {
+function isOffered(index) {
   const { of, difference } = MEASURES[choice.measure];
+  return has[index][of] && (!difference || [...series.keys()].some((other) => comparable(index, other)));
+}
+
+function offerSeries() {
+  const { difference } = MEASURES[choice.measure];
   const places = [...series.keys()];
-  const second = (first) => places.find((index) => comparable(first, index));
-  const offered = (index) => has[index][of] && (!difference || second(index) !== undefined);
-  if (!offered(choice.first)) choice.first = places.find(offered);
-  if (difference && !comparable(choice.first, choice.second)) choice.second = second(choice.first);
-  byId("first").replaceChildren(...series.map((one, index) => option(index, one.label, !offered(index))));
+  if (!isOffered(choice.first)) choice.first = places.find(isOffered);
+  if (difference && !comparable(choice.first, choice.second)) {
+    choice.second = places.find((index) => comparable(choice.first, index));
+  }
+  byId("first").replaceChildren(...series.map((one, index) => option(index, one.label, !isOffered(index))));
   byId("second").replaceChildren(
     ...series.map((one, index) => option(index, one.label, index !== choice.first && !comparable(choice.first, index))),
   );
@@ -464,6 +680,7 @@ function offerSeries() {
   byId("first").value = choice.first;
   byId("second").value = choice.second;
   byId("second-label").hidden = !difference;
+  byId("changed-label").hidden = !hasTops();
 }
 
 function choose() {
@@ -471,7 +688,9 @@ function choose() {
   choice.first = Number(byId("first").value);
   choice.second = Number(byId("second").value);
   offerSeries();
-  recolour();
+  // The text stays in its place unless other passages or another order are to be shown.
+  if (passes || tokenFilter() || byId("order").value === "divergent") arrange();
+  else recolour();
 }
 
 function firstChoice() {
@@ -486,17 +705,23 @@ function start() {
   offerMeasures();
   offerSeries();
   for (const name of ["measure", "first", "second"]) byId(name).addEventListener("change", choose);
-  byId("order").addEventListener("change", arrangePassages);
-  byId("more").addEventListener("click", () => showMore(PASSAGES_AT_ONCE));
+  for (const name of ["order", "changed", "above"]) byId(name).addEventListener("change", arrange);
+  byId("scale").addEventListener("change", recolour);
+  byId("search").addEventListener("input", recolourFound);
+  byId("more").addEventListener("click", () => showMore(1));
+  byId("earlier").addEventListener("click", () => showMore(-1));
+  byId("strip").addEventListener("click", goToPassage);
+  byId("strip").addEventListener("focusin", moveTabStop);
+  byId("strip").addEventListener("keydown", moveFocus);
   byId("passages").addEventListener("mouseover", (event) => {
     const position = positionOf(event.target);
-    if (position !== null) showToken(position);
+    // A sheet is below the pointer as it closes, and text then: it opens by a tap or a key alone.
+    if (position !== null && !isNarrow.matches) showToken(position);
   });
   byId("passages").addEventListener("focusin", focused);
   byId("passages").addEventListener("keydown", moveFocus);
   byId("view").hidden = false;
-  recolour();
-  if (keptPassages.length) openPassage(keptPassages[0]);
+  arrange();
 }
 
 start();

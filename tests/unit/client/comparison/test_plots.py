@@ -8,14 +8,20 @@ import pytest
 from made_up_runs import MODELS, NOISE_FLOOR, NUM_PARAMETERS, write_runs
 from PIL import Image
 
-from scoremode.comparison import Figure, compare, load_runs
+from scoremode.comparison import Figure, compare, load_runs, size_plots
 from scoremode.comparison.plot_style import DARK, LIGHT
-from scoremode.comparison.plots import plots, short_labels, write_plots
+from scoremode.comparison.plots import common_caption, plots, short_labels, write_plots
 from scoremode.comparison.size_plots import Point, pareto_front
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
 NUM_TOKENS = 5000
-ALL = ["perplexity", "kl-divergence", "kl-divergence-distribution", "kl-divergence-by-confidence", "running-difference"]
+ALL = [
+    "perplexity-ratio",
+    "kl-divergence",
+    "kl-divergence-distribution",
+    "kl-divergence-by-confidence",
+    "running-difference",
+]
 PERPLEXITY, KLD, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE = ALL
 
 
@@ -50,6 +56,12 @@ def markers(axes):
     return [tuple(float(value[0]) for value in container[0].get_data()) for container in axes.containers]
 
 
+def log_ratios(comparison):
+    """Of each run's perplexity to the first's, from both."""
+    base = comparison.runs[0].nll.value
+    return [0, *(pytest.approx(figures.nll.value - base, rel=1e-9) for figures in comparison.runs[1:])]
+
+
 def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_path):
     folder = tmp_path / "new" / "plots"
     write_plots(comparison, folder)
@@ -59,7 +71,7 @@ def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_p
     texts = (*(f"**{name}**: " for name in ALL), f"{NUM_TOKENS:,} tokens scored", "vLLM 0.32.0", "50 resamples")
     assert [text for text in texts if text not in captions] == []
     for scheme, theme in (("light", LIGHT), ("dark", DARK)):
-        corner = Image.open(folder / f"perplexity-{scheme}.png").convert("RGB").getpixel((0, 0))
+        corner = Image.open(folder / f"perplexity-ratio-{scheme}.png").convert("RGB").getpixel((0, 0))
         assert "#{:02x}{:02x}{:02x}".format(*corner) == theme.paper
 
 
@@ -67,19 +79,19 @@ def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_p
     ("unknown", "axis", "places"),
     [
         ((), "bits per weight", [model.bits for model in MODELS]),
-        (("num_parameters",), "weight files (MB)", [NUM_PARAMETERS * model.bits / 8e6 for model in MODELS]),
+        (("num_parameters",), "weight files (GiB)", [NUM_PARAMETERS * model.bits / 8 / 2**30 for model in MODELS]),
     ],
 )
 def test_perplexity_is_drawn_against_size(comparison, unknown, axis, places):
     axes = drawn(without(comparison, *unknown), PERPLEXITY)[1]
-    values = [figures.perplexity.value for figures in comparison.runs]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == (axis, "perplexity")
+    values = log_ratios(comparison)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (axis, "ln(perplexity / the base's)")
     assert markers(axes) == [(pytest.approx(x, rel=1e-6), y) for x, y in zip(places, values, strict=True)]
 
 
 def test_where_no_size_is_known_runs_have_a_row_each(comparison):
     axes = drawn(without(comparison, "num_parameters", "weight_bytes"), PERPLEXITY)[1]
-    assert markers(axes) == [(figures.perplexity.value, row) for row, figures in enumerate(comparison.runs)]
+    assert markers(axes) == [(value, row) for row, value in enumerate(log_ratios(comparison))]
     assert [label.get_text() for label in axes.get_yticklabels()] == [model.name for model in MODELS]
     assert "Pareto front" not in [line.get_label() for line in axes.lines]
 
@@ -96,6 +108,14 @@ def test_the_pareto_front_has_what_no_run_beats_in_both():
     values = {"small": (3, 9.0), "beaten": (5, 8.0), "middle": (4, 7.0), "as good, larger": (6, 7.0), "best": (8, 6.0)}
     points = [Point(0, name, size, value, value, value) for name, (size, value) in values.items()]
     assert [point.label for point in pareto_front(points)] == ["small", "middle", "best"]
+
+
+def test_a_front_of_one_run_is_a_line():
+    """From the top to the run, and from it to the right."""
+    point = Point(0, "only", 4, 2.0, 1.0, 3.0)
+    axes = size_plots.draw([point, Point(1, "worse", 8, 5.0, 5.0, 5.0)], "size", "value", None, LIGHT).axes[0]
+    line = next(line for line in axes.lines if line.get_label() == "Pareto front")
+    assert np.array_equal(line.get_xydata(), [[4, axes.get_ylim()[1]], [4, 2], [axes.get_xlim()[1], 2]])
 
 
 @pytest.mark.parametrize("name", [PERPLEXITY, KLD])
@@ -151,7 +171,7 @@ def test_a_plot_without_data_is_left_out(comparison):
     identical = changed(comparison, lambda run: replace(run, kld=np.zeros(NUM_TOKENS)))
     for each in (without_kld, identical):
         assert [plot.name for plot in plots(each)] == [PERPLEXITY, DIFFERENCE]
-    assert [plot.name for plot in plots(replace(without_kld, runs=without_kld.runs[:1], pairs=[]))] == [PERPLEXITY]
+    assert [plot.name for plot in plots(replace(without_kld, runs=without_kld.runs[:1], pairs=[]))] == ["perplexity"]
 
 
 ZERO = "Not drawn, because it is exactly 0 at every token: "
@@ -184,10 +204,11 @@ def test_what_has_no_place_on_a_log_axis_is_in_the_caption(comparison, place, fa
 
 
 def test_captions_tell_of_infinite_perplexity_and_of_short_texts(comparison):
-    last = replace(comparison.runs[5], perplexity=Figure(np.inf, None, None, None))
+    pairs = [replace(pair, ln_ppl_ratio=Figure(np.inf, None, None, None)) for pair in comparison.pairs[4:5]]
     blocks = "no intervals: a text of 3 windows is too short"
-    caption = plots(replace(comparison, runs=[*comparison.runs[:5], last], blocks=blocks))[0].caption
-    assert f"{INFINITE} No intervals: a text of 3 windows is too short. Corpus" in caption
+    odd = replace(comparison, pairs=[*comparison.pairs[:4], *pairs], blocks=blocks)
+    assert plots(odd)[0].caption.endswith(INFINITE)
+    assert common_caption(odd).startswith("No intervals: a text of 3 windows is too short. Corpus")
 
 
 def test_long_names_are_shortened_and_stay_distinct():

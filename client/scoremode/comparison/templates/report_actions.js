@@ -1,0 +1,83 @@
+
+// --- What plots and tables do: values on demand, pictures as files, the table of the card to the clipboard ---
+
+function showTip(event) {
+  const of = event.target instanceof Element ? event.target.closest("[data-tip]") : null;
+  const box = byId("tip");
+  box.hidden = of === null;
+  if (of === null) return;
+  box.textContent = of.dataset.tip;
+  const at = of.getBoundingClientRect();
+  const [width, height] = [box.offsetWidth, box.offsetHeight];
+  box.style.left = `${Math.max(4, Math.min(at.left, document.documentElement.clientWidth - width - 4))}px`;
+  box.style.top = `${at.top > height + 8 ? at.top - height - 6 : at.bottom + 6}px`;
+}
+
+// A browser shows titles late, and none where a screen is touched.
+function makeTips(figure) {
+  for (const title of figure.querySelectorAll("title")) {
+    title.parentElement.dataset.tip = title.textContent;
+    title.remove();
+  }
+}
+
+// The plot as a file of its own, in the colours of the page.
+function svgSource(svg) {
+  const copy = svg.cloneNode(true);
+  const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  copy.setAttribute("width", width);
+  copy.setAttribute("height", height);
+  copy.setAttribute("font-family", "sans-serif");
+  const style = getComputedStyle(document.documentElement);
+  const source = new XMLSerializer().serializeToString(copy);
+  return source.replace(/var\((--plot-[a-z0-9-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
+}
+
+function save(blob, name) {
+  const link = element("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function savePng(source, name) {
+  const image = new Image();
+  image.addEventListener("load", () => {
+    const canvas = element("canvas");
+    [canvas.width, canvas.height] = [3 * image.width, 3 * image.height];
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => save(blob, name));
+  });
+  image.src = `data:image/svg+xml,${encodeURIComponent(source)}`;
+}
+
+function offerFiles(figure) {
+  const [asSvg, asPng] = figure.querySelectorAll(".save button");
+  const source = () => svgSource(figure.querySelector("svg"));
+  asSvg.addEventListener("click", () => save(new Blob([source()], { type: "image/svg+xml" }), `${figure.id}.svg`));
+  asPng.addEventListener("click", () => savePng(source(), `${figure.id}.png`));
+  figure.querySelector(".save").hidden = false;
+}
+
+// A page on disk may not have the clipboard of a page from a server.
+async function copyCard(event) {
+  event.preventDefault();
+  const box = byId("card");
+  box.closest("details").open = true;
+  box.select();
+  const isCopied = navigator.clipboard
+    ? await navigator.clipboard.writeText(box.value).then(() => true, () => document.execCommand("copy"))
+    : document.execCommand("copy");
+  byId("copy").textContent = isCopied ? "Copied" : "Press Ctrl+C";
+}
+
+byId("copy").hidden = false;
+byId("copy").addEventListener("click", copyCard);
+for (const figure of document.querySelectorAll("figure")) {
+  makeTips(figure);
+  offerFiles(figure);
+}
+for (const name of ["pointerover", "focusin", "click"]) document.addEventListener(name, showTip);
+document.addEventListener("scroll", () => (byId("tip").hidden = true), { passive: true });
