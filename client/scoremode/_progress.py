@@ -50,7 +50,7 @@ def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnPr
         console=Console(stderr=True),
         disable=quiet,
     )
-    with bar:
+    with _shown(bar):
         yield _advance(bar, figure)
 
 
@@ -82,8 +82,19 @@ def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
             figure="-" if progress.perplexity is None else f"{progress.perplexity:.4f}",
         )
 
-    with bar:
+    with _shown(bar):
         yield advance
+
+
+@contextmanager
+def _shown(bar: ProgressBar) -> Iterator[None]:
+    """While it is shown. One that never had a figure is not left above an error."""
+    with bar:
+        try:
+            yield
+        except BaseException:
+            bar.live.transient = bar.tasks[0].fields["figure"] == "-"
+            raise
 
 
 def _advance(bar: ProgressBar, figure: Literal["ppl", "kld"]) -> OnProgress:

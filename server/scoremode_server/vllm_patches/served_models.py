@@ -32,7 +32,12 @@ class ServedModels(BaseServing):
         """
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
-            raise RequestError(failure.error.message, "model", HTTPStatus(failure.error.code))
+            message, status = failure.error.message, HTTPStatus(failure.error.code)
+            if status == HTTPStatus.NOT_FOUND:
+                # vLLM's message leaves adapters out.
+                names = [*(model.name for model in self.models.base_model_paths), *self.models.lora_requests]
+                message = f"The model `{name}` does not exist. This server has {', '.join(names)}."
+            raise RequestError(message, "model", status)
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
 
