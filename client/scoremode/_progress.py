@@ -89,12 +89,18 @@ def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
 @contextmanager
 def _shown(bar: ProgressBar) -> Iterator[None]:
     """While it is shown. One that never had a figure is not left above an error."""
-    with bar:
-        try:
-            yield
-        except BaseException:
-            bar.live.transient = bar.tasks[0].fields["figure"] == "-"
-            raise
+    bar.start()
+    try:
+        yield
+    except BaseException:
+        if bar.tasks[0].fields["figure"] == "-":
+            # The bar's own `stop` leaves it on a terminal, and an empty line elsewhere.
+            bar.live.transient = True
+            bar.live.stop()
+        else:
+            bar.stop()
+        raise
+    bar.stop()
 
 
 def _advance(bar: ProgressBar, figure: Literal["ppl", "kld"]) -> OnProgress:
