@@ -19,6 +19,12 @@ def add_compare_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     form = output.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print tables as GitHub shows them")
+    form.add_argument(
+        "--card",
+        action="store_true",
+        help="print the table that is published with a quantized model, where its figures are from, and the YAML of a "
+        "Hugging Face model card",
+    )
     form.add_argument("--csv", action="store_true", help="print a line for every figure, in full precision")
     output.add_argument("--html", type=Path, metavar="FILE", help="write a report, one file that loads nothing")
     output.add_argument("--plots", type=Path, metavar="DIR", help="write the plots as SVG and PNG")

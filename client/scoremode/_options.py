@@ -14,12 +14,14 @@ from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
 from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
-from scoremode.windows import METHODS
+from scoremode.presets import PRESETS, window_settings
+from scoremode.windows import METHODS, Method
 
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_RETRY_FOR = 600.0
 FIRST_CONTACT_SECONDS = 30.0
 """For which a server that has not answered yet is waited for, unless --retry-for says how long."""
+DEFAULT_METHOD: Method = "sliding"
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,6 +43,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.urls = options.urls or [DEFAULT_URL]
     if message := _common_contradiction(options) or contradiction(options):
         parser.error(message)
+    if "preset" in options:
+        _set_windows(options)
     return options
 
 
@@ -49,9 +53,22 @@ def _common_contradiction(options: argparse.Namespace) -> str | None:
         return "--url names a server twice"
     if "num_samples" in options and options.num_samples is not None and options.dataset is None:
         return "--num-samples needs --dataset"
+    if "preset" in options and options.preset is not None:
+        for name in ("method", "stride", "max_tokens", "num_samples"):
+            if getattr(options, name) is not None:
+                return f"--{name.replace('_', '-')} does not work with --preset, which sets it"
     if "resume" in options and options.resume and options.output is None:
         return "--resume needs --output: the journal is beside it"
     return None
+
+
+def _set_windows(options: argparse.Namespace) -> None:
+    """Those of a preset, or the default method."""
+    options.add_special_tokens = None
+    if options.preset is None:
+        options.method = options.method or DEFAULT_METHOD
+    else:
+        vars(options).update(window_settings(options.preset, options.context_length))
 
 
 def _perplexity_contradiction(options: argparse.Namespace) -> str | None:
@@ -59,6 +76,8 @@ def _perplexity_contradiction(options: argparse.Namespace) -> str | None:
         return None
     if options.resume:
         return "--resume does not work with --server-side: the server keeps the NLLs, so there is no journal"
+    if options.preset == "lm-eval":
+        return "--server-side does not work with --preset lm-eval: the server does not know the words that are counted"
     if len(options.urls) > 1:
         return "--server-side takes one --url: that server scores all windows"
     if options.concurrency is not None:
@@ -237,9 +256,18 @@ def _add_reference(group: argparse._ArgumentGroup, help: str) -> None:
 
 
 def _add_windows(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--method", choices=METHODS, default="sliding", help="default: %(default)s")
     group.add_argument(
-        "--context-length", type=_count, metavar="N", help="default: 2048, or what the model takes if that is less"
+        "--preset",
+        choices=PRESETS,
+        help="join the rows of the text and cut windows as a tool does whose figures are published, for figures that "
+        "are comparable with them: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf",
+    )
+    group.add_argument("--method", choices=METHODS, help=f"default: {DEFAULT_METHOD}")
+    group.add_argument(
+        "--context-length",
+        type=_count,
+        metavar="N",
+        help="default: 2048, or what the model takes if that is less, or what the preset says",
     )
     group.add_argument(
         "--stride", type=_count, metavar="N", help="default: a quarter of the context where the method takes a stride"

@@ -194,6 +194,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
         split=options.split,
         column=options.text_column,
         num_samples=options.num_samples,
+        preset=options.preset,
     )
 
 
@@ -203,6 +204,7 @@ def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
         "context_length": options.context_length,
         "stride": options.stride,
         "max_tokens": options.max_tokens,
+        "add_special_tokens": options.add_special_tokens,
     }
 
 

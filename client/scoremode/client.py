@@ -20,6 +20,7 @@ from scoremode.kld_result import KldResult, KldWindowValues
 from scoremode.protocol import (
     Candidates,
     Continuations,
+    CorpusInfo,
     PerplexityResponse,
     PerplexityWindow,
     Prompt,
@@ -237,6 +238,7 @@ class ScoreClient(_Client):
         stride: int | None = None,
         max_tokens: int | None = None,
         add_special_tokens: bool | None = None,
+        corpus: CorpusInfo | None = None,
         on_window: OnWindow | None = None,
         model: str | None = None,
     ) -> Reference:
@@ -251,6 +253,7 @@ class ScoreClient(_Client):
             stride: Tokens from one window to the next.
             max_tokens: Take no more than these tokens of the text.
             add_special_tokens: Let the tokenizer add its special tokens.
+            corpus: Where the text is from, kept with the reference.
             on_window: Called with each window as it is recorded, and the running perplexity.
             model: In place of the client's.
 
@@ -270,6 +273,7 @@ class ScoreClient(_Client):
                 stride=stride,
                 max_tokens=max_tokens,
                 add_special_tokens=add_special_tokens,
+                corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
             )
         )
 
@@ -463,6 +467,7 @@ class AsyncScoreClient(_Client):
         stride: int | None = None,
         max_tokens: int | None = None,
         add_special_tokens: bool | None = None,
+        corpus: CorpusInfo | None = None,
         on_window: OnWindow | None = None,
         model: str | None = None,
     ) -> Reference:
@@ -479,6 +484,7 @@ class AsyncScoreClient(_Client):
                 stride=stride,
                 max_tokens=max_tokens,
                 add_special_tokens=add_special_tokens,
+                corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
             )
         )
 

@@ -1,6 +1,6 @@
 """Texts to measure perplexity on: literal text, local files and folders, Hugging Face datasets, Python's own manual.
 
-The rows of a dataset are joined with a blank line, as the field does for WikiText-2.
+The rows of a dataset are joined with a blank line, as the field does for WikiText-2, or as a preset says.
 """
 
 import hashlib
@@ -8,12 +8,17 @@ import importlib
 import json
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from scoremode import presets
 from scoremode.errors import CorpusError
+from scoremode.metrics import count_words
+from scoremode.presets import Preset
+from scoremode.protocol import CorpusInfo
 
 ROW_SEPARATOR = "\n\n"
 DEFAULT_SPLIT = "test"
@@ -36,6 +41,33 @@ class Corpus:
     """In words, enough to find the text again."""
     num_rows: int
     """Rows that the text was joined from, 1 for a text that is no dataset."""
+    config: str | None = None
+    """Configuration of a dataset; this and the next are None for other texts."""
+    split: str | None = None
+    preset: Preset | None = None
+    """Whose rules it is joined by."""
+    documents: tuple[str, ...] = ()
+    """What is scored, each without the others as context, where that is not the text as a whole."""
+    num_bytes: int | None = None
+    """That bits per byte are of, and the next the words, where they are not those of what is scored."""
+    num_words: int | None = None
+
+    @property
+    def info(self) -> CorpusInfo:
+        """What a reference keeps of it."""
+        return CorpusInfo(
+            name=self.name,
+            config=self.config,
+            split=self.split,
+            num_rows=self.num_rows,
+            sha256=self.fingerprint,
+            preset=self.preset,
+        )
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """The fields of a request that have it."""
+        return {"texts": list(self.documents)} if self.documents else {"prompt": self.text}
 
     @property
     def fingerprint(self) -> str:
@@ -52,6 +84,7 @@ def load_corpus(
     split: str = DEFAULT_SPLIT,
     column: str = DEFAULT_COLUMN,
     num_samples: int | None = None,
+    preset: Preset | None = None,
 ) -> Corpus:
     """Load a corpus from one of `dataset`, `text` and `text_file`.
 
@@ -65,6 +98,7 @@ def load_corpus(
         split: Split of the dataset.
         column: Column of the dataset that holds the text.
         num_samples: Take the first rows only.
+        preset: Join it as this tool does.
 
     Raises:
         CorpusError: the text cannot be read, or there is none.
@@ -73,29 +107,54 @@ def load_corpus(
     if sum(source is not None for source in (dataset, text, text_file)) != 1:
         raise ValueError("exactly one of dataset, text and text_file is needed")
     if text is not None:
-        return _corpus("text", f"the text {text!r}", [text], None)
+        return _joined(_Rows("text", f"the text {text!r}", [text]), None, preset)
     if text_file is not None:
         path = Path(text_file)
-        return _corpus(path.name, f"file {path.resolve()}", [_read_text(path)], None)
+        return _joined(_Rows(path.name, f"file {path.resolve()}", [_read_text(path)]), None, preset)
     assert dataset is not None
+    return _joined(_load_dataset(dataset, config, split, column), num_samples, preset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    name: str
+    source: str
+    rows: Iterable[str]
+    config: str | None = None
+    split: str | None = None
+
+
+def _joined(found: _Rows, num_samples: int | None, preset: Preset | None) -> Corpus:
+    rows = list(islice(found.rows, num_samples))
+    if not any(rows):
+        raise CorpusError(f"no text in {found.source}")
+    source = found.source if num_samples is None else f"{found.source}, first {len(rows)} rows"
+    is_raw = preset in ("llama.cpp", "lm-eval")
+    text = presets.as_lines(rows) if is_raw else ROW_SEPARATOR.join(rows)
+    corpus = Corpus(found.name, text, source, len(rows), found.config, found.split, preset)
+    if preset == "llama.cpp":
+        # It reads a file without the newline at its end.
+        return replace(corpus, documents=(text.removesuffix("\n"),))
+    if preset == "lm-eval":
+        pages = presets.lm_eval_pages(text)
+        return replace(
+            corpus,
+            documents=tuple(map(presets.detokenized, pages)),
+            num_bytes=sum(len(page.encode()) for page in pages),
+            num_words=sum(map(count_words, pages)),
+        )
+    return corpus
+
+
+def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _Rows:
     if dataset == PYDOC:
-        return _corpus(PYDOC, f"pydoc_data.topics of Python {platform.python_version()}", _pydoc_topics(), num_samples)
+        return _Rows(PYDOC, f"pydoc_data.topics of Python {platform.python_version()}", _pydoc_topics())
     path = Path(dataset).expanduser()
     if dataset not in HUB_ALIASES and path.exists():
-        return _load_local(path, config, split, column, num_samples)
+        return _load_local(path, config, split, column)
     if path.suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
         raise CorpusError(f"no such file or folder: {dataset}")
-    return _load_from_hub(dataset, config, split, column, num_samples)
-
-
-def _corpus(name: str, source: str, rows: Iterable[str], num_samples: int | None) -> Corpus:
-    taken = list(islice(rows, num_samples))
-    text = ROW_SEPARATOR.join(taken)
-    if not text:
-        raise CorpusError(f"no text in {source}")
-    if num_samples is not None:
-        source += f", first {len(taken)} rows"
-    return Corpus(name, text, source, len(taken))
+    return _load_from_hub(dataset, config, split, column)
 
 
 def _pydoc_topics() -> list[str]:
@@ -103,11 +162,14 @@ def _pydoc_topics() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _load_local(path: Path, config: str | None, split: str, column: str, num_samples: int | None) -> Corpus:
-    files = [path] if path.is_file() else _split_files(_config_folder(path, config), split)
+def _load_local(path: Path, config: str | None, split: str, column: str) -> _Rows:
+    folder = None if path.is_file() else _config_folder(path, config)
+    files = [path] if folder is None else _split_files(folder, split)
     rows = [row for file in files for row in _read_rows(file, column)]
-    names = ", ".join(str(file.resolve()) for file in files)
-    return _corpus(path.resolve().name, f"{names}, column {column}", rows, num_samples)
+    source = f"{', '.join(str(file.resolve()) for file in files)}, column {column}"
+    if folder is None:
+        return _Rows(path.name, source, rows)
+    return _Rows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
 
 
 def _config_folder(folder: Path, config: str | None) -> Path:
@@ -188,7 +250,7 @@ def _read_text(file: Path) -> str:
         raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
 
 
-def _load_from_hub(dataset: str, config: str | None, split: str, column: str, num_samples: int | None) -> Corpus:
+def _load_from_hub(dataset: str, config: str | None, split: str, column: str) -> _Rows:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
     datasets = _optional_module("datasets")
@@ -203,7 +265,7 @@ def _load_from_hub(dataset: str, config: str | None, split: str, column: str, nu
     _check_column(column, table.column_names, repository)
     rows = _check_rows(list(table[column]), column, repository)
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {column}"
-    return _corpus(dataset, source, rows, num_samples)
+    return _Rows(dataset, source, rows, config, split)
 
 
 def _optional_module(name: str) -> ModuleType:

@@ -171,7 +171,7 @@ async def evaluate_on_server(
 
     started = time.perf_counter()
     response = await client.perplexity(
-        corpus.text,
+        **corpus.prompt,
         method=method,
         context_length=context_length,
         stride=stride,

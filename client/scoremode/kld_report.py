@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from scoremode._printable import printable
 from scoremode.divergence import KldMeasurement
 from scoremode.divergent_tokens import DivergentToken
 from scoremode.kld import POSITION_DTYPES
+from scoremode.presets import comparable_with
 from scoremode.protocol import ConfidenceBucket, KldStatistics, Reference
 from scoremode.recording import Recording
-from scoremode.report import record_beginning, token_texts_record
+from scoremode.report import record_beginning, server_rows, token_texts_record
 
 _LABEL_WIDTH = 14
 _SHOWN_BEFORE = 60
@@ -27,7 +29,7 @@ _SHOWN_BEFORE = 60
 
 def recording_as_text(recording: Recording) -> str:
     """What was recorded, in two columns."""
-    reference, corpus = recording.reference, recording.corpus
+    reference = recording.reference
     resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
     lines = _columns(
         [
@@ -35,10 +37,10 @@ def recording_as_text(recording: Recording) -> str:
             ("model", reference.model),
             ("weights", _weights(reference)),
             ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
-            ("corpus", f"{corpus.name}, sha256 {corpus.fingerprint[:12]}"),
+            ("date", f"{datetime.fromtimestamp(reference.created, UTC):%Y-%m-%d %H:%M} UTC"),
             *_window_rows(reference),
             ("recorded", f"{reference.num_recorded:,} windows{resumed}"),
-            ("on disk", f"{reference.disk_bytes / 1e6:,.1f} MB"),
+            ("on disk", f"{reference.disk_bytes / 2**30:,.3f} GiB"),
             ("time", f"{recording.seconds:,.1f} s"),
             ("perplexity", f"{_number(reference.perplexity, 0, 4)} ± {_number(reference.perplexity_stderr, 0, 4)}"),
         ]
@@ -91,7 +93,7 @@ def _heading(measurement: KldMeasurement) -> list[str]:
     return _columns(
         [
             ("model (Q)", f"{measurement.model}: {server.quantization or 'not quantized'}, {server.dtype}"),
-            ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
+            *server_rows(server),
             ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
             *_window_rows(reference),
             ("time", f"{seconds:,.1f} s, {rate:,.0f} tokens/s"),
@@ -100,7 +102,10 @@ def _heading(measurement: KldMeasurement) -> list[str]:
 
 
 def _window_rows(reference: Reference) -> list[tuple[str, str]]:
+    corpus = reference.corpus
     return [
+        ("corpus", "not known" if corpus is None else corpus.in_words),
+        ("figures", comparable_with(corpus, reference.context_length)),
         ("method", reference.method),
         ("context length", f"{reference.context_length:,} tokens"),
         ("stride", f"{reference.stride:,} tokens"),
@@ -110,7 +115,8 @@ def _window_rows(reference: Reference) -> list[tuple[str, str]]:
 
 
 def _weights(reference: Reference) -> str:
-    return f"{reference.quantization or 'not quantized'}, {reference.dtype}"
+    revision = "" if reference.revision is None else f", revision {reference.revision}"
+    return f"{reference.quantization or 'not quantized'}, {reference.dtype}{revision}"
 
 
 def _columns(rows: list[tuple[str, str]]) -> list[str]:

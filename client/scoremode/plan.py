@@ -142,19 +142,28 @@ async def make_plan(
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
     add_special_tokens = adds_special_tokens(method, add_special_tokens)
-    tokens = await client.tokenize(corpus.text, add_special_tokens)
-    text = corpus.text
+    texts = corpus.documents or (corpus.text,)
+    documents = [await client.tokenize(text, add_special_tokens) for text in texts]
+    tokens, text = [token for document in documents for token in document], "".join(texts)
     if max_tokens is not None and len(tokens) > max_tokens:
+        if len(documents) > 1:
+            raise WindowError("max_tokens is for one text, and the corpus has several", "max_tokens")
         tokens = tokens[:max_tokens]
+        documents = [tokens]
         text = await _text_of(client, tokens, server.bos_token_id if add_special_tokens and server.adds_bos else None)
-    windows = cut_windows(
-        len(tokens),
-        method,
-        context_length,
-        stride,
-        prefix_token_id=server.prefix_token_id,
-        bos_token_id=server.chunk_token_id,
-    )
+    windows: list[Window] = []
+    offset = 0
+    for document in documents:
+        cut = cut_windows(
+            len(document),
+            method,
+            context_length,
+            stride,
+            prefix_token_id=server.prefix_token_id,
+            bos_token_id=server.chunk_token_id,
+        )
+        windows += [window.moved(offset) for window in cut]
+        offset += len(document)
     if not windows:
         raise WindowError(
             f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}; "
@@ -171,8 +180,8 @@ async def make_plan(
         max_tokens=max_tokens,
         add_special_tokens=add_special_tokens,
         tokens=tokens,
-        num_bytes=len(text.encode()),
-        num_words=count_words(text),
+        num_bytes=corpus.num_bytes or len(text.encode()),
+        num_words=corpus.num_words or count_words(text),
         windows=windows,
         return_ranks=return_ranks,
     )

@@ -247,6 +247,14 @@ class ServerInfo(BaseModel):
     )
 
     @property
+    def devices(self) -> str | None:
+        """GPUs of the server, or "cpu"; None where it does not say."""
+        if self.computed_by is None or self.computed_by.device is None:
+            return None
+        number = self.computed_by.num_devices or 1
+        return self.computed_by.device if number == 1 else f"{number} x {self.computed_by.device}"
+
+    @property
     def prefix_token_id(self) -> int | None:
         """What `rolling` puts before a text: BOS, else EOS."""
         return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
@@ -327,10 +335,38 @@ REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
 
 
+_Word = Annotated[str, StringConstraints(max_length=1024)]
+
+
+class CorpusInfo(BaseModel):
+    """Where a text is from, as the client says that has it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: _Word
+    config: _Word | None = None
+    """Configuration of a dataset; this and the next are None for other texts, and from an older client."""
+    split: _Word | None = None
+    num_rows: int | None = None
+    """That the text was joined from."""
+    sha256: Annotated[str, StringConstraints(max_length=64)]
+    """Of the text in UTF-8."""
+    preset: _Word | None = None
+    """The tool by whose rules the text was joined and is cut into windows (`ppl-client --preset`)."""
+
+    @property
+    def in_words(self) -> str:
+        """The dataset and the beginning of the hash."""
+        rows = None if self.num_rows in (None, 1) else f"{self.num_rows:,} rows"
+        dataset = " ".join(filter(None, (self.name, self.config, self.split)))
+        return ", ".join(filter(None, (dataset, rows, f"sha256 {self.sha256[:12]}")))
+
+
 class ReferenceRequest(PerplexityRequest):
     """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
 
     name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
+    corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
 
 
 class NoiseFloor(BaseModel):
@@ -364,6 +400,8 @@ class Reference(BaseModel):
     """What recorded it; None of a reference that an older server began."""
     text_fingerprint: str
     """Of the token ids, the method and the windows."""
+    corpus: CorpusInfo | None = None
+    """Where the text is from; None where the client that recorded it did not say."""
     method: Method
     context_length: int
     stride: int

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
-from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode.protocol import PerplexityWindow, Reference, is_old_fingerprint
+from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
+from scoremode.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
 from scoremode.run import OnProgress, Progress
 from scoremode.windows import Method
 
@@ -64,6 +64,7 @@ async def record_reference(
             another reference of that name.
     """
     num_resumed = await _num_recorded(client, name)
+    info: CorpusInfo | None = corpus.info
     num_new = tokens_before = 0
 
     def take(window: PerplexityWindow) -> None:
@@ -82,7 +83,8 @@ async def record_reference(
         try:
             reference = await client.record_reference(
                 name,
-                corpus.text,
+                **corpus.prompt,
+                corpus=info,
                 method=method,
                 context_length=context_length,
                 stride=stride,
@@ -94,6 +96,11 @@ async def record_reference(
             # The client's patience is for one failure; a server that has recorded more since then has a new one.
             if num_new == num_before:
                 raise
+        except BadRequestError as error:
+            if info is None or error.param != "corpus":
+                raise
+            _log.warning("%s is too old to keep where a reference's text is from", client.address)
+            info = None
         else:
             return Recording(corpus, reference, num_resumed, time.perf_counter() - started)
 

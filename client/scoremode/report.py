@@ -15,6 +15,8 @@ from rich.text import Text
 from scoremode._printable import printable
 from scoremode._version import __version__
 from scoremode.evaluate import Evaluation
+from scoremode.presets import comparable_with
+from scoremode.protocol import ServerInfo
 
 RECORD_VERSION = 1
 """Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""
@@ -30,8 +32,9 @@ def as_table(evaluation: Evaluation) -> Table:
     rows = [
         ("model", evaluation.model),
         ("weights", f"{server.quantization or 'not quantized'}, {server.dtype}"),
-        ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
-        ("corpus", f"{evaluation.corpus.name}, sha256 {evaluation.corpus.fingerprint[:12]}"),
+        *server_rows(server),
+        ("corpus", evaluation.corpus.info.in_words),
+        ("figures", comparable_with(evaluation.corpus.info, evaluation.context_length)),
         ("method", evaluation.method),
         ("context length", f"{evaluation.context_length:,} tokens"),
         ("stride", f"{evaluation.stride:,} tokens"),
@@ -48,6 +51,16 @@ def as_table(evaluation: Evaluation) -> Table:
     return table
 
 
+def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
+    """What every table says of where and when it was measured."""
+    return [
+        ("revision", server.revision or "-"),
+        ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
+        ("computed on", server.devices or "-"),
+        ("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+    ]
+
+
 def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it; NLLs in nats. JSON lacks infinity: it becomes null."""
     corpus, result, text = evaluation.corpus, evaluation.result, evaluation.text_metrics
@@ -55,12 +68,7 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
         **record_beginning("perplexity", urls),
         "model": evaluation.model,
         "server": evaluation.server.model_dump(),
-        "corpus": {
-            "name": corpus.name,
-            "source": corpus.source,
-            "sha256": corpus.fingerprint,
-            "num_rows": corpus.num_rows,
-        },
+        "corpus": {**corpus.info.model_dump(), "source": corpus.source},
         "settings": {
             "method": evaluation.method,
             "context_length": evaluation.context_length,

@@ -58,6 +58,10 @@ class Window:
         body = list(text[self.start : self.end])
         return body if self.head is None else [self.head, *body]
 
+    def moved(self, offset: int) -> "Window":
+        """The same of a text that has so many tokens before."""
+        return Window(self.start + offset, self.end + offset, self.first_target + offset, self.head)
+
 
 def sequence_length(method: Method, context_length: int) -> int:
     """Tokens in the longest sequence that `method` asks a server to score; must fit the model.

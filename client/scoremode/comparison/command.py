@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from scoremode.comparison.card import card
 from scoremode.comparison.compare import compare
 from scoremode.comparison.labels import load_runs
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
@@ -28,5 +29,5 @@ def run_compare(options: argparse.Namespace) -> None:
 
             write_report(comparison, options.html)
     finally:
-        as_table = as_markdown if options.markdown else as_csv if options.csv else as_text
+        as_table = card if options.card else as_markdown if options.markdown else as_csv if options.csv else as_text
         sys.stdout.write(as_table(comparison))

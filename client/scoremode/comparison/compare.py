@@ -73,11 +73,14 @@ class _Sample:
             bits_per_byte=_bits_per_byte(run, nll),
             kld=kld_mean,
             kld_median=None if ordered is None else quantile(ordered, 0.5),
+            kld_p95=None if ordered is None else quantile(ordered, 0.95),
             kld_p99=None if ordered is None else quantile(ordered, 0.99),
+            kld_p999=None if ordered is None else quantile(ordered, 0.999),
             kld_max=None if ordered is None else float(ordered[-1]),
             same_top_p=None
             if same_top is None
             else _within(self._mean(same_top.astype(np.float64), self._means(run, "same_top")), 0, 1),
+            delta_p_rms=self._delta_p_rms(run),
             kld_over_noise_floor=self._over_noise_floor(run),
         )
 
@@ -106,6 +109,15 @@ class _Sample:
         stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
         return Figure(value, _finite(stderr), *self.resamples.interval(value, resampled))
 
+    def _delta_p_rms(self, run: RunFile) -> Figure | None:
+        """The delta method for the standard error, as `kld.statistics` has it; ends of the interval are roots."""
+        if run.delta_p is None:
+            return None
+        square = _within(self._mean(run.delta_p**2, self._means(run, "delta_p_square")), 0, math.inf)
+        rms = math.sqrt(square.value)
+        stderr = 0.5 / rms * square.stderr if rms and square.stderr is not None else None
+        return Figure(rms, stderr, *_both(math.sqrt, square))
+
     def _over_noise_floor(self, run: RunFile) -> float | None:
         floor = self._noise_floors.get(run.reference_identity)
         return float(run.kld.mean()) / floor if run.kld is not None and floor else None
@@ -132,6 +144,8 @@ def _series(run: RunFile) -> dict[str, Floats]:
         series["kld"] = run.kld
     if run.same_top is not None:
         series["same_top"] = run.same_top.astype(np.float64)
+    if run.delta_p is not None:
+        series["delta_p_square"] = run.delta_p**2
     return series
 
 

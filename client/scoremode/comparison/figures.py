@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scoremode.comparison.run_file import RunFile
+from scoremode.protocol import CorpusInfo
 
 Verdict = Literal["better", "worse", "no difference shown"]
 
@@ -32,10 +33,15 @@ class RunFigures:
     kld: Figure | None
     """Mean KL divergence from the reference, nats."""
     kld_median: float | None
+    kld_p95: float | None
+    """The 95 % quantile; the next two likewise."""
     kld_p99: float | None
+    kld_p999: float | None
     kld_max: float | None
     same_top_p: Figure | None
     """Share of positions with the reference's likeliest token."""
+    delta_p_rms: Figure | None
+    """Root mean square of the change in the probability of the text's tokens."""
     kld_over_noise_floor: float | None
     """Mean KL divergence over that of the reference's own model beside itself."""
 
@@ -80,7 +86,12 @@ class Comparison:
         return [pair for pair in self.pairs if pair.first is self.base]
 
     @property
+    def corpus(self) -> CorpusInfo | None:
+        """Of the first run that names it: all are of one text."""
+        return next((figures.run.corpus for figures in self.runs if figures.run.corpus is not None), None)
+
+    @property
     def corpus_names(self) -> list[str]:
-        """What the runs call their text, each name once; none where all runs are against a reference."""
+        """What the runs call their text, each name once; none where no run names it."""
         names = dict.fromkeys(figures.run.corpus_name for figures in self.runs)
         return [name for name in names if name is not None]

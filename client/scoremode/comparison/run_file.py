@@ -17,7 +17,7 @@ from scoremode._output import ARRAYS_SUFFIX
 from scoremode._printable import printable
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
-from scoremode.protocol import LOWEST_LOGPROB, Reference, ServerInfo
+from scoremode.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
 from scoremode.report import RECORD_VERSION
 from scoremode.windows import Method
 
@@ -33,13 +33,9 @@ class _Record(BaseModel):
     model: str
     server: ServerInfo
     client_version: str
+    finished: str | None = None
     arrays: _Arrays | None
     token_texts: dict[int, str] | None = None
-
-
-class _Corpus(BaseModel):
-    name: str
-    sha256: str
 
 
 class _Settings(BaseModel):
@@ -55,7 +51,7 @@ class _Text(BaseModel):
 
 
 class _PerplexityRecord(_Record, _Text):
-    corpus: _Corpus
+    corpus: CorpusInfo
     settings: _Settings
 
 
@@ -174,9 +170,15 @@ class RunFile:
         return self._text.num_bytes
 
     @property
+    def corpus(self) -> CorpusInfo | None:
+        """None for kind `kld` where the reference does not say where its text is from."""
+        reference = self.reference
+        return CorpusInfo.model_validate(self.record["corpus"]) if reference is None else reference.corpus
+
+    @property
     def corpus_name(self) -> str | None:
-        """None for kind `kld`: a reference does not say where its text came from."""
-        return _Corpus.model_validate(self.record["corpus"]).name if self.kind == "perplexity" else None
+        """As `corpus` has it."""
+        return None if self.corpus is None else self.corpus.name
 
     @property
     def text_identity(self) -> str:
@@ -184,7 +186,7 @@ class RunFile:
         reference = self.reference
         if reference is not None:
             return reference.text_fingerprint
-        return _Corpus.model_validate(self.record["corpus"]).sha256
+        return CorpusInfo.model_validate(self.record["corpus"]).sha256
 
     @property
     def dtype(self) -> str:
@@ -216,6 +218,12 @@ class RunFile:
         return 8 * self.weight_bytes / self.num_parameters
 
     @property
+    def finished(self) -> str | None:
+        """When, in ISO 8601 and UTC; None where the record does not say."""
+        finished: str | None = self.record.get("finished")
+        return finished
+
+    @property
     def versions(self) -> str:
         """Of the server, in words."""
         return f"scoremode {self.server.scoremode_version}, vLLM {self.server.vllm_version}"
@@ -226,6 +234,11 @@ class RunFile:
         if self.top_token_ids is None or self.reference_top_token_ids is None:
             return None
         return np.equal(self.top_token_ids, self.reference_top_token_ids)
+
+    @property
+    def delta_p(self) -> NDArray[np.float64] | None:
+        """[n], the probability of the target less the reference's; None for kind `perplexity`."""
+        return None if self.reference_nlls is None else np.exp(-self.nlls) - np.exp(-self.reference_nlls)
 
     @property
     def _windows(self) -> _Settings | Reference:

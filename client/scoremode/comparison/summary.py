@@ -13,16 +13,18 @@ _OPPOSITE: dict[Verdict, Verdict] = {
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """Sentences: what is better than what, where no difference is shown, what is below the noise floor, and which GPUs
-    and kernels differ."""
+    """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
+    floor, and which GPUs and kernels differ."""
     labels = [figures.run.label for figures in comparison.runs]
-    by_nll = {(pair.first.label, pair.second.label): pair.verdict for pair in comparison.pairs}
+    by_nll = {(pair.second.label, pair.first.label): pair.verdict for pair in comparison.pairs}
     by_kld = {
-        (pair.first.label, pair.second.label): pair.kld_verdict
+        (pair.second.label, pair.first.label): pair.kld_verdict
         for pair in comparison.pairs
         if pair.kld_verdict is not None
     }
-    sentences = [*_order("perplexity", labels, by_nll), *_beside_base(comparison)]
+    with_base = _compared_with_base(comparison)
+    others = {pair: verdict for pair, verdict in by_nll.items() if pair not in with_base}
+    sentences = [*with_base.values(), *_order("perplexity", labels, others)]
     if by_kld:
         compared = [figures.run.label for figures in comparison.runs if figures.kld is not None]
         sentences += _order("mean KL divergence", compared, by_kld)
@@ -36,30 +38,34 @@ def summary(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
-    """Which runs are shown to be better than which, and each pair of which nothing is shown."""
-    both_ways = {**verdicts, **{(second, first): _OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
-    undecided = [" and ".join(pair) for pair, verdict in verdicts.items() if verdict == "no difference shown"]
-    if verdicts and len(undecided) == len(verdicts):
-        return [f"By {what}, no difference is shown between any two runs."]
-    beaten = {label: [other for other in labels if both_ways.get((label, other)) == "worse"] for label in labels}
-    sentences = []
-    for worse in {tuple(each): each for each in beaten.values() if each}.values():
-        better = [label for label in labels if beaten[label] == worse]
-        sentences.append(f"By {what}, {_listed(better)} {_are(better)} better than {_listed(worse)}.")
-    if undecided:
-        sentences.append(f"By {what}, no difference is shown between {', nor between '.join(undecided)}.")
-    return sentences
-
-
-def _beside_base(comparison: Comparison) -> list[str]:
-    """By how much, for the runs that are shown to differ from the first."""
-    parts = [
-        f"{pair.second.label} {pair.ppl_ratio.value:.4f} times [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]"
+def _compared_with_base(comparison: Comparison) -> dict[tuple[str, str], str]:
+    """A sentence for every run that is shown to differ from the first, by both labels."""
+    base = comparison.base.label
+    return {
+        (pair.second.label, base): f"{pair.second.label} is {pair.verdict} than {base}: {pair.ppl_ratio.value:.4f} "
+        f"times its perplexity [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]."
         for pair in comparison.pairs_with_base
         if pair.verdict != "no difference shown"
+    }
+
+
+def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
+    """Which runs are shown to be worse than which, and each pair of which nothing is shown. A verdict is on the first
+    of two."""
+    both_ways = {**verdicts, **{(second, first): _OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
+    undecided = [
+        f"{first} and {second}" for (second, first), verdict in verdicts.items() if verdict == "no difference shown"
     ]
-    return [f"Perplexity over that of {comparison.base.label}: {_listed(parts)}."] if parts else []
+    if len(undecided) == len(labels) * (len(labels) - 1) / 2 > 0:
+        return [f"No difference by {what} is shown between any two runs."]
+    betters = {label: [other for other in labels if both_ways.get((label, other)) == "worse"] for label in labels}
+    sentences = []
+    for better in {tuple(each): each for each in betters.values() if each}.values():
+        worse = [label for label in labels if betters[label] == better]
+        sentences.append(f"{_listed(worse)} {_are(worse)} worse than {_listed(better)} by {what}.")
+    if undecided:
+        sentences.append(f"No difference by {what} is shown between {', nor between '.join(undecided)}.")
+    return sentences
 
 
 def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
@@ -70,7 +76,7 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
         if figures.kld_over_noise_floor is not None and not figures.run.as_noise_floor
     ]
     below = [label for label, multiple in multiples if multiple <= 1]
-    above = [f"that of {label} {multiple:,.1f} times" for label, multiple in multiples if multiple > 1]
+    above = [f"{label} is {multiple:,.1f} times" for label, multiple in multiples if multiple > 1]
     sentences = []
     if below:
         sentences.append(
@@ -78,7 +84,7 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
             "the reference's own model diverges as much from itself in other batches."
         )
     if above:
-        sentences.append(f"Beside the noise floor, the mean KL divergence is more: {_listed(above)} it.")
+        sentences.append(f"{_listed(above)} the noise floor by mean KL divergence.")
     return sentences
 
 

@@ -10,10 +10,12 @@ from typing import Generic, TypeVar
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
+from scoremode.presets import comparable_with
 
 Row = TypeVar("Row")
 
 _CSV_HEADER = ("run", "beside", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict")
+_CSV_OF_RUN = ("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished")
 
 
 def as_text(comparison: Comparison) -> str:
@@ -32,8 +34,8 @@ def as_markdown(comparison: Comparison) -> str:
     parts = [
         _markdown(_merged(_run_sections(comparison)), comparison.runs),
         _markdown(_merged(_pair_sections(comparison)), comparison.pairs),
-        [f"- {_escaped(sentence)}" for sentence in summary(comparison)],
-        [f"{_escaped(' '.join(_settings(comparison)))}"],
+        [f"- {escaped(sentence)}" for sentence in summary(comparison)],
+        [f"{escaped(' '.join(_settings(comparison)))}"],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
@@ -42,16 +44,17 @@ def as_csv(comparison: Comparison) -> str:
     """A line for every figure, in full precision. A pair's `run` is the second, `beside` the first."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_CSV_HEADER)
+    writer.writerow([*_CSV_HEADER, *_CSV_OF_RUN])
     for figures in comparison.runs:
         for name, value in _run_values(figures).items():
             if value is not None:
-                writer.writerow([figures.run.label, "", *_weights(figures.run), name, *_values(value), ""])
+                row = [figures.run.label, "", *_weights(figures.run), name, *_values(value), ""]
+                writer.writerow([*row, *_of_run(figures.run)])
     for pair in comparison.pairs:
         for name, figure, verdict in _pair_values(pair):
             if figure is not None:
                 row = [pair.second.label, pair.first.label, *_weights(pair.second), name]
-                writer.writerow([*row, *_values(figure), verdict])
+                writer.writerow([*row, *_values(figure), verdict, *_of_run(pair.second)])
     return file.getvalue()
 
 
@@ -64,14 +67,27 @@ class _Column(Generic[Row]):
 
 
 def _settings(comparison: Comparison) -> list[str]:
-    run, corpora = comparison.base, comparison.corpus_names
-    text = f"{run.num_scored:,} tokens{f' of {corpora[0]}' if corpora else ''}"
+    run, corpus = comparison.base, comparison.corpus
     return [
-        f"{text}, {run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, "
-        f"stride {run.stride:,}.",
+        f"{run.num_scored:,} tokens{'' if corpus is None else f' of {corpus.in_words}'}.",
+        f"{run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, stride {run.stride:,}; "
+        f"{comparable_with(corpus, run.context_length)}.",
+        f"{measured_by(comparison)}.",
         "± takes tokens as independent. [95 % interval] does not:",
         f"{comparison.num_resamples:,} resamples, {comparison.blocks}, seed {comparison.seed}.",
     ]
+
+
+def measured_by(comparison: Comparison) -> str:
+    """Versions, GPUs and days of the runs."""
+    runs = [figures.run for figures in comparison.runs]
+    days = sorted({run.finished[:10] for run in runs if run.finished})
+    parts = [
+        *(run.versions for run in runs),
+        *(run.server.devices for run in runs),
+        " to ".join(sorted({*days[:1], *days[-1:]})),
+    ]
+    return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
 def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
@@ -79,7 +95,7 @@ def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
     label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
     weights: list[_Column[RunFigures]] = [
         _Column("weights", lambda row: _weights_in_words(row.run), right=False),
-        _Column("GB", lambda row: _size(row.run)),
+        _Column("GiB", lambda row: _size(row.run)),
         _Column("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
         _Column("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
     ]
@@ -92,8 +108,16 @@ def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
         _Column("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
         _Column("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
     ]
+    tail: list[_Column[RunFigures]] = [
+        _Column("median KLD", lambda row: _number(row.kld_median, 6)),
+        _Column("95 %", lambda row: _number(row.kld_p95, 4)),
+        _Column("99 %", lambda row: _number(row.kld_p99, 4)),
+        _Column("99.9 %", lambda row: _number(row.kld_p999, 4)),
+        _Column("max KLD", lambda row: _number(row.kld_max, 4)),
+        _Column("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
+    ]
     has_kld = any(figures.kld is not None for figures in comparison.runs)
-    return [[label, *weights], [label, *perplexity], *([[label, *kld]] if has_kld else [])]
+    return [[label, *weights], [label, *perplexity], *([[label, *kld], [label, *tail]] if has_kld else [])]
 
 
 def _pair_sections(comparison: Comparison) -> list[list[_Column[PairFigures]]]:
@@ -101,7 +125,7 @@ def _pair_sections(comparison: Comparison) -> list[list[_Column[PairFigures]]]:
         return []
     labels: list[_Column[PairFigures]] = [
         _Column("run", lambda row: row.second.label, right=False),
-        _Column("beside", lambda row: row.first.label, right=False),
+        _Column("compared with", lambda row: row.first.label, right=False),
     ]
     perplexity: list[_Column[PairFigures]] = [
         _Column("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
@@ -134,9 +158,9 @@ def _markdown(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]
     if not rows:
         return []
     lines = [
-        [_escaped(column.header) for column in columns],
+        [escaped(column.header) for column in columns],
         ["---:" if column.right else "---" for column in columns],
-        *([_escaped(_one_line(column.cell(row))) for column in columns] for row in rows),
+        *([escaped(_one_line(column.cell(row))) for column in columns] for row in rows),
     ]
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
@@ -145,7 +169,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A label may have what Markdown takes for its own."""
     for character in "\\|`*_<[":
         text = text.replace(character, f"\\{character}")
@@ -156,12 +180,27 @@ def _weights(run: RunFile) -> tuple[str, str]:
     return run.quantization or "", run.dtype
 
 
+def _of_run(run: RunFile) -> list[str | None]:
+    corpus = run.corpus
+    return [
+        str(run.path),
+        None if corpus is None else corpus.in_words,
+        None if corpus is None else corpus.sha256,
+        comparable_with(corpus, run.context_length),
+        run.model,
+        run.server.revision,
+        run.versions,
+        run.server.devices,
+        run.finished,
+    ]
+
+
 def _weights_in_words(run: RunFile) -> str:
     return f"{run.quantization or 'not quantized'}, {run.dtype}"
 
 
 def _size(run: RunFile) -> str:
-    return _number(None if run.weight_bytes is None else run.weight_bytes / 1e9, 3)
+    return _number(None if run.weight_bytes is None else run.weight_bytes / 2**30, 3)
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -189,8 +228,11 @@ def _run_values(figures: RunFigures) -> dict[str, Figure | float | None]:
         "bits_per_byte": figures.bits_per_byte,
         "kld": figures.kld,
         "kld_median": figures.kld_median,
+        "kld_p95": figures.kld_p95,
         "kld_p99": figures.kld_p99,
+        "kld_p999": figures.kld_p999,
         "kld_max": figures.kld_max,
+        "delta_p_rms": figures.delta_p_rms,
         "same_top_p": figures.same_top_p,
         "kld_over_noise_floor": figures.kld_over_noise_floor,
     }

@@ -48,6 +48,9 @@ _LISTS: dict[type[BaseModel], dict[str, Any]] = {
 }
 """Fields of each request that may be large, and the forms that they may have. All others hold one value."""
 
+_OBJECTS = {"corpus"}
+"""Other fields of requests with lists that hold more than one value."""
+
 MAX_REPORTED = 5
 """Faults of a body that are told the client at once."""
 
@@ -114,7 +117,8 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
             lists[name] = read_list(raw, name, forms[name])
             to_validate[name] = stand_in(lists[name])
         elif name in model.model_fields:
-            to_validate[name] = read_scalar(raw, name) if forms else read_anything(raw, name)
+            is_scalar = forms and name not in _OBJECTS
+            to_validate[name] = read_scalar(raw, name) if is_scalar else read_anything(raw, name)
         else:
             unknown.append(name)
     request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})

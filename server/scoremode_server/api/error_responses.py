@@ -95,6 +95,7 @@ def _field(detail: Any) -> str:
 def _describe(detail: Any) -> str:
     field = _field(detail)
     place = field + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
-    messages = {"missing": f"{place} is required", "extra_forbidden": f"unknown field {place}"}
+    required = ".".join(map(str, detail["loc"]))
+    messages = {"missing": f"{required} is required", "extra_forbidden": f"unknown field {place}"}
     reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     return messages.get(detail["type"], f"{place}: {reason}")

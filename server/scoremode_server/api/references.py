@@ -80,7 +80,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         if job.options["lora_request"] is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         text, plan = await asyncio.to_thread(_plan, job)
-        reference = await references.recorder.begin(request.name, plan, text)
+        reference = await references.recorder.begin(request.name, plan, text, request.corpus)
     if request.stream:
         return EventStream(_contents(job, state, reference), job.request_id)
     async with aclosing(_recorded_windows(job, state, reference)) as windows:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scoremode.metrics import Perplexity
-from scoremode.protocol import ComputedBy, Figure, NoiseFloor, is_old_fingerprint
+from scoremode.protocol import ComputedBy, CorpusInfo, Figure, NoiseFloor, is_old_fingerprint
 from scoremode.windows import Method
 
 FORMAT_VERSION = 2
@@ -112,6 +112,8 @@ class Manifest(BaseModel):
     head: HeadFormat | None
     """None until it is being written; it is on disk once there is a result."""
     text: TextPlan
+    corpus: CorpusInfo | None = None
+    """Where the text is from, as the client said."""
     result: Result | None = None
     """None until all windows are on disk."""
     noise_floor: NoiseFloor | None = None

@@ -20,7 +20,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.protocol import is_old_fingerprint
+from scoremode.protocol import CorpusInfo, is_old_fingerprint
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
@@ -67,7 +67,9 @@ class Recorder:
         self._head: HeadFormat | None = None
         self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def begin(self, name: str, plan: TextPlan, text: StoredText) -> StoredReference:
+    async def begin(
+        self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None = None
+    ) -> StoredReference:
         """The reference to record into: a new one, or one of the same model and text that is not complete.
 
         Raises:
@@ -76,12 +78,14 @@ class Recorder:
         # One at a time: two of one name would both find that it has no LM head.
         lock = self._beginning.setdefault(name, asyncio.Lock())
         async with lock:
-            return await self._begin(name, plan, text)
+            return await self._begin(name, plan, text, corpus)
 
-    async def _begin(self, name: str, plan: TextPlan, text: StoredText) -> StoredReference:
+    async def _begin(self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None) -> StoredReference:
         head = await self._served_head()
         model = self._references.model
-        new = Manifest(identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan)
+        new = Manifest(
+            identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
+        )
         try:
             reference = await self._references.in_thread(
                 name, partial(self._references.directory.create, name, new, text), "name"
@@ -95,6 +99,8 @@ class Recorder:
         if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
             what = "text or other windows" if is_same_model else "model"
             raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
+        if corpus is not None and of_disk.corpus is None:
+            reference = await self._references.save(reference, {"corpus": corpus}, "name")
         _warn_of_another_server(reference, model)
         if of_disk.head is not None and await self._references.in_thread(name, partial(_has_head, reference), "name"):
             return reference

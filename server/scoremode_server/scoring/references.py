@@ -195,6 +195,7 @@ def _describe(reference: StoredReference) -> Reference:
         vocab_size=0 if manifest.head is None else manifest.head.vocab_size,
         text_fingerprint=text.fingerprint,
         **text.model_dump(exclude={"fingerprint"}),
+        corpus=manifest.corpus,
         num_recorded=len(reference.recorded()),
         disk_bytes=reference.disk_bytes(),
         perplexity=None if result is None else result.perplexity,

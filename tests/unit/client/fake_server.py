@@ -167,7 +167,8 @@ class StoredReference:
     """A reference as a server keeps it: its request, its windows as (token ids, first target), what is recorded."""
 
     def __init__(self, body: dict) -> None:
-        tokens = [BOS, *body["prompt"].encode()][: body.get("max_tokens")]
+        self.text = body.get("prompt") or "".join(body["texts"])
+        tokens = [BOS, *self.text.encode()][: body.get("max_tokens")]
         method, length = body["method"], body.get("context_length") or MAX_MODEL_LEN
         stride = resolve_stride(method, length, body.get("stride"))
         windows = cut_windows(len(tokens), method, length, stride, prefix_token_id=BOS, bos_token_id=BOS)
@@ -194,8 +195,9 @@ class StoredReference:
             "object": "reference",
             **{name: self.request[name] for name in ("name", "method", "context_length", "stride")},
             **{**MODEL, "revision": None, "fingerprint": FINGERPRINT, "created": 1_700_000_000},
-            **{**windows, **counts, "num_bytes": len(self.request["prompt"])},
-            "text_fingerprint": f"fingerprint of {self.request['prompt'][:9]}",
+            **{**windows, **counts, "num_bytes": len(self.text)},
+            "text_fingerprint": f"fingerprint of {self.text[:9]}",
+            "corpus": self.request.get("corpus"),
             "perplexity": None if mean is None else float(np.exp(mean)),
             "perplexity_stderr": 0.5,
             "nll_mean": mean,

@@ -1,6 +1,7 @@
 """What `ppl-client` says of commands, servers, outputs and plans that are not what was meant."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -86,7 +87,9 @@ def test_a_sweep_says_where_it_is_and_why_a_server_failed(tmp_path, capsys):
         assert main(["sweep", write_plan(tmp_path, *running, broken), "--quiet"]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert f"ppl-client: model 1 of 3, base: served at {base_url}" in lines
-    assert f"ppl-client: model 2 of 3, near: served at {near_url}, about 0 s left" in lines
+    assert any(
+        re.fullmatch(rf"ppl-client: model 2 of 3, near: served at {near_url}, about \d+ s left", each) for each in lines
+    )
     assert any(line.startswith("ppl-client: model 3 of 3, broken: loading `") for line in lines)
     log = tmp_path / "runs" / "logs" / "broken.log"
     reason = f"the server ended with status 1 (log {log}): ValueError: no \\x1b[31m memory for the cache"

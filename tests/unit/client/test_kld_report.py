@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from scoremode.divergence import KldMeasurement
 from scoremode.divergent_tokens import DivergentToken
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.kld_report import as_json, as_text
-from scoremode.protocol import NoiseFloor, Reference, ServerInfo
+from scoremode.protocol import ComputedBy, CorpusInfo, NoiseFloor, Reference, ServerInfo
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
 SHOWN = {"dtype": "bfloat16", "context_length": 2048, "stride": 2048, "num_tokens": 4096, "num_scored": 4}
-REFERENCE = Reference(**StoredReference(SETTINGS).json() | SHOWN | {"perplexity": math.inf})
+CORPUS = CorpusInfo(name="wikitext", config="raw", split="test", num_rows=4358, sha256="0123456789abcdef")
+REFERENCE = Reference(**StoredReference(SETTINGS).json() | SHOWN | {"perplexity": math.inf, "corpus": CORPUS})
 TEXTS = {"text_before": 'and "so"\n it', "token": "\n", "reference_top_token": " the", "top_token": " a"}
 BASE = {"reference_probability": 0.125, "reference_top_token_id": 3, "reference_confidence": 0.75}
 TOKEN = DivergentToken(index=3, window=1, kld=5.0, token_id=10, probability=0.5, top_token_id=4, **BASE, **TEXTS)
@@ -75,10 +77,18 @@ def with_floor(mean, **changes) -> KldMeasurement:
 
 
 def test_the_tables_are_llama_cpps_and_ours():
-    assert as_text(with_floor(0.0005)).splitlines() == [
+    computed_by = ComputedBy(device="NVIDIA H200", num_devices=2)
+    server = ServerInfo(**{**INFO, "quantization": "fp8", "revision": "abc", "computed_by": computed_by})
+    lines = as_text(with_floor(0.0005, server=server)).splitlines()
+    assert re.fullmatch(r"date            20\d\d-\d\d-\d\d \d\d:\d\d UTC", lines.pop(4))
+    assert lines == [
         "model (Q)       adapter: fp8, float32",
+        "revision        abc",
         "server          scoremode 9.9.9, vLLM 0.32.0",
+        "computed on     2 x NVIDIA H200",
         "base            base: bytes, not quantized, bfloat16",
+        "corpus          wikitext raw test, 4,358 rows, sha256 0123456789ab",
+        "figures         comparable with nobody's published figures (no --preset)",
         "method          disjoint",
         "context length  2,048 tokens",
         "stride          2,048 tokens",

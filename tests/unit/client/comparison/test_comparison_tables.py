@@ -33,8 +33,11 @@ def interval(figure):
 def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
     text = as_text(comparison)
     lines = text.splitlines()
-    assert lines[:3] == [
-        "3,000 tokens of text, 30 windows: sliding, context length 128, stride 100.",
+    assert lines[:5] == [
+        "3,000 tokens of text, sha256 e4fcc6171e2a.",
+        "30 windows: sliding, context length 128, stride 100; "
+        "comparable with nobody's published figures (no --preset).",
+        f"scoremode 9.9.9, vLLM 0.32.0; {comparison.base.record['finished'][:10]}.",
         "± takes tokens as independent. [95 % interval] does not:",
         f"500 resamples, {comparison.blocks}, seed 0.",
     ]
@@ -42,18 +45,20 @@ def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
     base, int8, int4 = comparison.runs
     assert f"{interval(int4.perplexity)}  {interval(comparison.pairs[1].ppl_ratio)}" in text
     assert f"{int8.kld.value:.6f} ± {int8.kld.stderr:.6f}" in text
+    tail = [f"{int4.kld_median:.6f}", *(f"{value:.4f}" for value in np.percentile(int4.run.kld, [95, 99, 99.9, 100]))]
+    assert ["int4", *tail, f"{100 * np.sqrt((int4.run.delta_p**2).mean()):.3f}"] in [row.split()[:7] for row in lines]
     assert f"{100 * int4.same_top_p.value:.3f} ± {100 * int4.same_top_p.stderr:.3f} [" in text, "a percentage"
     assert f"{base.nll.value:.4f}" not in text, "perplexity says it"
     rows = [line.split() for line in lines]
     assert ["base", "not", "quantized,", "float32", "-", "-"] in [row[:6] for row in rows]
-    assert ["int4", "awq,", "float32", "1.500", "4.00"] in [row[:5] for row in rows]
+    assert ["int4", "awq,", "float32", "1.397", "4.00"] in [row[:5] for row in rows]
     assert [row[-1] for row in rows if row[:2] == ["int4", "base"]] == ["worse", "-"]
 
 
 def test_markdown_has_one_table_of_runs_and_one_of_pairs(comparison, tmp_path):
     tables = [part.splitlines() for part in as_markdown(comparison).split("\n\n") if part.startswith("|")]
     assert [len(table) for table in tables] == [2 + 3, 2 + 3]
-    assert [{line.count(" | ") for line in table} for table in tables] == [{9}, {5}], "each column once"
+    assert [{line.count(" | ") for line in table} for table in tables] == [{15}, {5}], "each column once"
     odd = perplexity_run(tmp_path, "a|b\n<i>_c_", made_up_nlls(1))
     assert r"| a\|b\\n\<i>\_c\_ |" in as_markdown(compare([odd], num_resamples=100))
 
@@ -73,6 +78,12 @@ def test_csv_has_every_figure_in_full(comparison):
         values = [float(row[name]) for name in ("value", "stderr", "low", "high")]
         assert values == [figure.value, figure.stderr, figure.low, figure.high]
         assert (row["quantization"], row["dtype"], row["verdict"]) == ("awq", "float32", verdict)
+        assert (row["path"], row["finished"], row["versions"]) == (
+            str(int4.run.path),
+            int4.run.record["finished"],
+            "scoremode 9.9.9, vLLM 0.32.0",
+        )
+    assert found["base", "", "nll"]["corpus_sha256"] == comparison.base.text_identity
     assert found["int4", "", "weight_bytes"]["value"] == "1500000000"
     assert ("base", "", "kld") not in found
 
@@ -81,18 +92,18 @@ def test_the_summary_ranks_runs_in_sentences(comparison):
     ratio = next(pair.ppl_ratio for pair in comparison.pairs if pair.second.label == "int4")
     multiple = comparison.runs[2].kld_over_noise_floor
     assert summary(comparison) == [
-        "By perplexity, base and int8 are better than int4.",
-        "By perplexity, no difference is shown between base and int8.",
-        f"Perplexity over that of base: int4 {ratio.value:.4f} times [{ratio.low:.4f}, {ratio.high:.4f}].",
-        "By mean KL divergence, int8 is better than int4.",
+        f"int4 is worse than base: {ratio.value:.4f} times its perplexity [{ratio.low:.4f}, {ratio.high:.4f}].",
+        "int4 is worse than int8 by perplexity.",
+        "No difference by perplexity is shown between base and int8.",
+        "int4 is worse than int8 by mean KL divergence.",
         "int8 is at or below the noise floor: the reference's own model diverges as much from itself in other batches.",
-        f"Beside the noise floor, the mean KL divergence is more: that of int4 {multiple:,.1f} times it.",
+        f"int4 is {multiple:,.1f} times the noise floor by mean KL divergence.",
     ]
 
 
 def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):
     found = compare([perplexity_run(tmp_path, str(n), made_up_nlls(n)) for n in range(3)])
-    assert summary(found) == ["By perplexity, no difference is shown between any two runs."]
+    assert summary(found) == ["No difference by perplexity is shown between any two runs."]
     nlls = [made_up_nlls(n, [64]) for n in range(2)]
     nlls[0][0] = math.inf
     short = compare([kld_run(tmp_path, str(n), nlls[n], np.ones(64), window_sizes=[64]) for n in range(2)])

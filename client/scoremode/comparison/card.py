@@ -1,0 +1,195 @@
+"""A comparison as the table that people publish of quantized models, with where its figures are from, and as the
+`model-index` of a Hugging Face model card."""
+
+import math
+import os
+import shlex
+from typing import Any
+
+import numpy as np
+import yaml
+
+from scoremode._printable import printable
+from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.tables import escaped, measured_by
+from scoremode.corpora import HUB_ALIASES
+from scoremode.kld import standard_error
+from scoremode.metrics import exp
+from scoremode.presets import comparable_with
+from scoremode.protocol import Reference
+
+_HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
+_NAME_LENGTH = 24
+_MANY_DIGITS, _MOST_DIGITS = 4, 6
+"""After the point: with more than many an error has one digit, with more than most a figure has an exponent."""
+
+
+def card(comparison: Comparison) -> str:
+    """Markdown: the table, a line of provenance, and YAML. What is not known is empty.
+
+    Changes of perplexity are those from the reference where the first run is of another model than the reference, and
+    from the first run else.
+    """
+    rows = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1)), *_rows(comparison)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    index = yaml.safe_dump(_model_index(comparison), sort_keys=False, allow_unicode=True, width=1000)
+    return f"{table}\n\n{_provenance(comparison)}\n\n```yaml\n{index}```\n"
+
+
+def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    rows = [_row(comparison, figures) for figures in comparison.runs]
+    base = _base_reference(comparison)
+    if base is not None:
+        perplexity = _number(base.perplexity, base.perplexity_stderr)
+        rows.insert(0, (_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
+    return rows
+
+
+def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
+    run, gib = figures.run, None if figures.run.weight_bytes is None else figures.run.weight_bytes / 2**30
+    return (
+        _name(run.label),
+        "" if gib is None else f"{gib:.2f}",
+        "" if run.bits_per_weight is None else f"{run.bits_per_weight:.2f}",
+        _with_error(figures.perplexity),
+        _with_error(_ppl_change(comparison, run), 100, "+"),
+        _with_error(figures.kld),
+        _number(figures.kld_p999, None),
+        "" if figures.delta_p_rms is None else f"{100 * figures.delta_p_rms.value:.2f}",
+        "" if figures.same_top_p is None else f"{100 * figures.same_top_p.value:.2f}",
+    )
+
+
+def _name(label: str) -> str:
+    """The label, or of a long one the beginning and the end, where quantizations differ."""
+    label = " ".join(label.split())
+    name = escaped(label)
+    for length in range(min(_NAME_LENGTH, len(label)), 1, -1):
+        if len(name) <= _NAME_LENGTH:
+            break
+        num_last = length * 3 // 5
+        name = escaped(f"{label[: length - 1 - num_last]}…{label[-num_last:]}")
+    return name
+
+
+def _base_reference(comparison: Comparison) -> Reference | None:
+    """The reference, where it is the base: the first run is of another model."""
+    reference = comparison.base.reference
+    return None if reference is None or reference.fingerprint == comparison.base.server.fingerprint else reference
+
+
+def _ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
+    """Of the perplexity, as a share of the base's."""
+    base = comparison.base
+    base_nlls = base.nlls if _base_reference(comparison) is None else base.reference_nlls
+    if base_nlls is None or base_nlls is run.nlls:
+        return None
+    with np.errstate(invalid="ignore"):
+        difference = run.nlls - base_nlls
+        ratio = exp(float(difference.mean()))
+        return Figure(ratio - 1, ratio * standard_error(difference), None, None)
+
+
+def _value(figure: Figure | None, scale: float = 1) -> float | None:
+    return None if figure is None else scale * figure.value
+
+
+def _with_error(figure: Figure | None, scale: float = 1, sign: str = "") -> str:
+    if figure is None:
+        return ""
+    return _number(scale * figure.value, None if figure.stderr is None else scale * figure.stderr, sign)
+
+
+def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
+    """With its error to two digits, to one where that would be long; without one to three."""
+    if value is None or math.isnan(value):
+        return ""
+    if math.isinf(value):
+        return "∞"
+    if stderr is None or not math.isfinite(stderr) or not stderr:
+        return f"{value:{sign}.2f}" if abs(value) >= 10 else f"{value:{sign}.3g}"
+    digits = max(0, 1 - math.floor(math.log10(stderr)))
+    if digits > _MANY_DIGITS:
+        digits -= 1
+    if digits > _MOST_DIGITS:
+        return f"{value:{sign}.1e} ± {stderr:.0e}"
+    return f"{value:{sign}.{digits}f} ± {stderr:.{digits}f}"
+
+
+def _provenance(comparison: Comparison) -> str:
+    """Where the figures are from, in one line."""
+    base, reference = comparison.base, _base_reference(comparison)
+    label, model, revision = (
+        (base.label, base.model, base.server.revision)
+        if reference is None
+        else (reference.name, reference.model, reference.revision)
+    )
+    model = model if revision is None else f"{model}@{revision[:8]}"
+    parts = [
+        f"Base {label}" if label == model else f"Base {label} ({model})",
+        f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
+        f"{base.method}, context length {base.context_length:,}, stride {base.stride:,}",
+        f"{base.num_scored:,} tokens",
+        comparable_with(comparison.corpus, base.context_length),
+        measured_by(comparison),
+        "± one standard error, tokens taken as independent",
+    ]
+    command = _command(comparison)
+    code = escaped(command) if "`" in command else f"`{command}`"
+    return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
+
+
+def _command(comparison: Comparison) -> str:
+    """What prints the card again where the runs are."""
+    runs = [figures.run for figures in comparison.runs]
+    paths = [os.path.relpath(run.path) for run in runs]
+    names = [run.path.name if path.startswith(os.pardir) else path for run, path in zip(runs, paths, strict=True)]
+    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
+    return printable(shlex.join(["ppl-client", "compare", *names, *labels, "--card"]))
+
+
+def _model_index(comparison: Comparison) -> dict[str, Any]:
+    """What huggingface.co reads from the head of a model card: a model for every run but the base."""
+    base = comparison.base
+    corpus = comparison.corpus
+    if corpus is None:
+        dataset = {"name": f"text {base.text_identity[:12]}", "type": "text"}
+    else:
+        known = {"config": corpus.config, "split": corpus.split}
+        name = HUB_ALIASES.get(corpus.name, (corpus.name,))[0]
+        dataset = {"name": corpus.name, "type": name, **{key: value for key, value in known.items() if value}}
+    is_base = _base_reference(comparison) is None and len(comparison.runs) > 1
+    return {
+        "model-index": [
+            {
+                "name": figures.run.label,
+                "results": [
+                    {
+                        "task": {"type": "text-generation"},
+                        # Another object in each, for which YAML needs no anchors.
+                        "dataset": dict(dataset),
+                        "metrics": _metrics(comparison, figures),
+                    }
+                ],
+            }
+            for figures in comparison.runs[is_base:]
+        ]
+    }
+
+
+def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]]:
+    run = figures.run
+    values = {
+        f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),
+        "change of perplexity, %": ("perplexity_change", _value(_ppl_change(comparison, run), 100)),
+        "mean KL divergence, nats": ("kl_divergence", _value(figures.kld)),
+        "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999),
+        "RMS Δp, %": ("rms_delta_p", _value(figures.delta_p_rms, 100)),
+        "same top token, %": ("same_top", _value(figures.same_top_p, 100)),
+    }
+    return [
+        {"name": name, "type": type_, "value": float(f"{value:.6g}")}
+        for name, (type_, value) in values.items()
+        if value is not None and math.isfinite(value)
+    ]

@@ -1,0 +1,119 @@
+"""What tools publish perplexities with: how each joins the rows of a text, and cuts it into windows.
+
+`docs/methods.md` has where each is from, and what was checked.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from scoremode.protocol import CorpusInfo
+from scoremode.windows import Method
+
+Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+
+_EMPTY_LINE = " "
+"""Of the file that WikiText-2 is published as; the dataset on the hub has an empty row in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    publishes: str
+    """The figure, in words; a context length goes into it."""
+    method: Method
+    context_length: int
+    strides: int = 1
+    """In a window."""
+    max_windows: int | None = None
+    adds_special_tokens: bool | None = None
+    is_checked: bool = False
+    """Whether its figures were compared with those of the tool itself."""
+
+
+_TOOLS: dict[str, _Tool] = {
+    "llama.cpp": _Tool("llama-perplexity -c {}", "llama.cpp", 512),
+    "exl3": _Tool("ExLlamaV3's eval/ppl.py -l {}", "disjoint", 2048, max_windows=100, adds_special_tokens=False),
+    "gptq": _Tool("GPTQ's and AWQ's perplexity with sequences of {}", "disjoint", 2048),
+    "lm-eval": _Tool("word_perplexity of lm-eval's wikitext with max_length={}", "rolling", 2048, is_checked=True),
+    "hf": _Tool(
+        "Hugging Face's perplexity of fixed-length models with max_length={}", "sliding", 1024, 2, is_checked=True
+    ),
+}
+assert tuple(_TOOLS) == PRESETS
+
+
+def window_settings(preset: Preset, context_length: int | None) -> dict[str, Any]:
+    """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another."""
+    tool = _TOOLS[preset]
+    length = context_length or tool.context_length
+    return {
+        "method": tool.method,
+        "context_length": length,
+        "stride": max(1, length // tool.strides),
+        # A window more begins where one token more follows.
+        "max_tokens": None if tool.max_windows is None else tool.max_windows * length + 1,
+        "add_special_tokens": tool.adds_special_tokens,
+    }
+
+
+def comparable_with(corpus: CorpusInfo | None, context_length: int) -> str:
+    """Whose published figures a measurement may be put next to, as the end of a sentence."""
+    tool = None if corpus is None or corpus.preset is None else _TOOLS.get(corpus.preset)
+    if tool is None:
+        return "comparable with nobody's published figures (no --preset)"
+    checked = "" if tool.is_checked else " (not checked against the tool)"
+    return f"comparable with {tool.publishes.format(context_length)} on this text{checked}"
+
+
+def as_lines(rows: Sequence[str]) -> str:
+    """The file that rows are the lines of, or several lines each; that of WikiText-2 is `wiki.test.raw`."""
+    lines = [(row or _EMPTY_LINE).removesuffix("\n") for row in rows]
+    ends = not rows[-1] or rows[-1].endswith("\n")
+    return "\n".join([*lines, ""] if ends else lines)
+
+
+def lm_eval_pages(text: str) -> list[str]:
+    """The articles of WikiText-2's file, as the dataset of lm-eval's task `wikitext` has them."""
+    lines = text.split("\n")
+    starts = [0, *(number for number, line in enumerate(lines) if _is_title(line)), len(lines)]
+    pages = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
+    return [page for page in pages if page.strip()]
+
+
+def _is_title(line: str) -> bool:
+    """Whether it is ` = Title = `, and not that of a section."""
+    line = line.replace("= = =", "===").replace("= =", "==").strip()
+    return line.startswith("= ") and line.endswith(" =")
+
+
+def detokenized(page: str) -> str:
+    """A page as lm-eval scores it."""
+    for pattern, replacement in _DETOKENIZED:
+        page = re.sub(pattern, replacement, page)
+    return page
+
+
+_DETOKENIZED = [
+    ("s '", "s'"),
+    # As lm-eval has it: it puts the pattern itself there.
+    ("/' [0-9]/", "/'[0-9]/"),
+    *[(f" @{mark}@ ", mark.replace("\\", "")) for mark in ("-", ",", r"\.")],
+    *[(f" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"],
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r'"\s*([^"]*?)\s*"', r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+]
+"""Patterns and what goes in their place, one after another."""
