@@ -20,6 +20,9 @@ from scoremode.corpora import Corpus
 from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.evaluate import evaluate
+from scoremode.journal import Journal
+from scoremode.plan import Plan, WindowNlls
+from scoremode.protocol import PerplexityWindow
 from scoremode.recording import record_reference
 from scoremode.run import OnProgress
 from scoremode.sweep.kept import (
@@ -96,6 +99,9 @@ class _Sweep:
         self._references = self._output / "references"
         self._reference: str | None = None
         """Name of the first model's, once it is known."""
+        self._recorded: list[PerplexityWindow] = []
+        """Of the first model, those of this time."""
+        self._recording_seconds = 0.0
         self._seconds: list[float] = []
         """That each model took which was measured now."""
         try:
@@ -250,14 +256,32 @@ class _Sweep:
         _log.info("%s: recording the reference %s", entry.name, reference)
         with self._progress("ppl") as on_progress:
             recorded = await record_reference(
-                client, self._corpus, reference, **self._windows(), on_progress=on_progress
+                client,
+                self._corpus,
+                reference,
+                **self._windows(),
+                on_progress=on_progress,
+                on_window=self._recorded.append,
             )
+        self._recording_seconds = recorded.seconds
         if self._plan.floor and recorded.reference.noise_floor is None:
             _log.info("%s: measuring the noise floor", entry.name)
             with self._progress("kld") as on_progress:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
+        def start_journal(plan: Plan) -> Journal[WindowNlls]:
+            """With the windows that the recording has scored, which are not scored again."""
+            journal = output.start_journal(plan)
+            journal.seconds += self._recording_seconds
+            for window in self._recorded if self._is_first(entry) else ():
+                if window.logprobs is not None and window.index not in journal.windows:
+                    nlls = [-logprob for logprob in window.logprobs]
+                    scored = WindowNlls(window.index, window.num_scored, window.nll_sum, nlls, window.ranks)
+                    journal.windows[window.index] = plan.from_line(plan.to_line(scored))
+                    journal.add(scored, journal.seconds)
+            return journal
+
         _log.info("%s: measuring perplexity", entry.name)
         with self._progress("ppl") as on_progress:
             evaluation = await evaluate(
@@ -266,7 +290,7 @@ class _Sweep:
                 **self._windows(),
                 return_ranks=True,
                 return_token_texts=True,
-                start_journal=output.start_journal,
+                start_journal=start_journal,
                 on_progress=on_progress,
             )
         figure = f"perplexity {evaluation.result.perplexity:.4f}"

@@ -82,7 +82,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         text, plan = await asyncio.to_thread(_plan, job)
         reference = await references.recorder.begin(request.name, plan, text, request.corpus)
     if request.stream:
-        return EventStream(_contents(job, state, reference), job.request_id)
+        return EventStream(_contents(job, state, reference, request.return_ranks), job.request_id)
     async with aclosing(_recorded_windows(job, state, reference)) as windows:
         async for _ in windows:
             pass
@@ -120,17 +120,18 @@ async def _recorded_windows(
             async for window in windows:
                 job.nlls.append(window.nlls)
                 so_far = progress.add(window.nlls)
-                if window.is_new:
+                if window.ranks is not None:
+                    so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
                     yield so_far
         # Still within the request, so that a server that stops waits for it.
         await recorder.finish(reference, job.nlls)
 
 
 async def _contents(
-    job: Job, state: ScoremodeState, reference: StoredReference
+    job: Job, state: ScoremodeState, reference: StoredReference, return_ranks: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the reference."""
     async with aclosing(_recorded_windows(job, state, reference)) as windows:
         async for window in windows:
-            yield window.model_dump()
+            yield window.model_dump(exclude=None if return_ranks else {"logprobs", "ranks"})
     yield (await references_of(state).stored.describe(reference.name)).model_dump()

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer, serve
+from fake_server import FakeServer, StoredReference, serve
+from safetensors.numpy import load_file
 
 from scoremode.cli import main
 
@@ -94,3 +95,23 @@ def test_a_sweep_says_where_it_is_and_why_a_server_failed(tmp_path, capsys):
     log = tmp_path / "runs" / "logs" / "broken.log"
     reason = f"the server ended with status 1 (log {log}): ValueError: no \\x1b[31m memory for the cache"
     assert lines[-1] == f"ppl-client: broken failed: {reason}"
+
+
+def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path, monkeypatch):
+    event = StoredReference.event
+
+    def with_ranks(self, index):
+        logprobs = [-each for each in self.nlls([index])]
+        return {**event(self, index), "logprobs": logprobs, "ranks": [7 + index] * len(logprobs)}
+
+    monkeypatch.setattr(StoredReference, "event", with_ranks)
+    server = FakeServer()
+    with serve(server) as url:
+        assert main(["sweep", write_plan(tmp_path, {"name": "base", "url": url}), "--quiet"]) == 0
+    assert server.score_requests == []
+    [stored] = server.references.values()
+    arrays, nlls = load_file(tmp_path / "runs" / "base.safetensors"), stored.nlls(range(len(stored.windows)))
+    assert (-arrays["logprobs"]).tolist() == nlls
+    assert arrays["ranks"].tolist() == [7 + index for index in range(len(stored.windows)) for _ in range(7)]
+    record = json.loads((tmp_path / "runs" / "base.json").read_text())
+    assert record["statistics"]["nll_q"] == pytest.approx(sum(nlls) / len(nlls))
