@@ -273,8 +273,10 @@ class _Sweep:
         def start_journal(plan: Plan) -> Journal[WindowNlls]:
             """With the windows that the recording has scored, which are not scored again."""
             journal = output.start_journal(plan)
+            if not self._is_first(entry):
+                return journal
             journal.seconds += self._recording_seconds
-            for window in self._recorded if self._is_first(entry) else ():
+            for window in self._recorded:
                 if window.logprobs is not None and window.index not in journal.windows:
                     nlls = [-logprob for logprob in window.logprobs]
                     scored = WindowNlls(window.index, window.num_scored, window.nll_sum, nlls, window.ranks)
