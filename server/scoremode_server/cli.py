@@ -82,7 +82,7 @@ def parse(command: "ServeSubcommand", arguments: list[str]) -> argparse.Namespac
     add_arguments(subparser)
     subparser.usage = USAGE
     try:
-        namespace = parser.parse_args(["serve", *arguments])
+        namespace: argparse.Namespace = parser.parse_args(["serve", *arguments])
     except (OSError, ValueError) as error:  # Of the file of `--config`.
         subparser.error(str(error))
     namespace.model = namespace.model_tag or namespace.model
