@@ -52,6 +52,8 @@ class Retries:
         """With `retry_for`: the seconds for a server that is down, where another can take over. A busy one has all."""
         self.first_contact: float | None = None
         """With `retry_for`: the seconds for a server that has answered no request yet; it may not be there at all."""
+        self.first_contact_hint = ""
+        """What to do about that, in words for the error."""
         self.raises_timeouts = False
         """Whether a 504 is raised at once, for who sent many requests to have fewer in flight. Attempts that are under
         way keep what they began with."""
@@ -166,7 +168,7 @@ class Attempts:
             longest = self._first_failure + limit - now
             is_over = longest <= 0
         if is_over and isinstance(error, TransportError) and limit == self._retries.first_contact is not None:
-            raise TransportError(f"{error}; is a server started there? --retry-for waits longer for it") from error
+            raise TransportError(f"{error}; is a server started there?{self._retries.first_contact_hint}") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         wait = min(self._next_backoff(), longest) if asked_wait is None else asked_wait

@@ -219,6 +219,7 @@ def _client(options: argparse.Namespace, url: str) -> AsyncScoreClient:
     )
     if options.retry_for is None:
         client.retries.first_contact = FIRST_CONTACT_SECONDS
+        client.retries.first_contact_hint = " --retry-for waits longer for it"
     return client
 
 

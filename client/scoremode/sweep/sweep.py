@@ -12,7 +12,7 @@ import httpx
 from numpy.typing import NDArray
 
 from scoremode import kld_report, report
-from scoremode._options import DEFAULT_RETRY_FOR
+from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS
 from scoremode._output import Output
 from scoremode._progress import progress_bar
 from scoremode.client import AsyncScoreClient
@@ -169,9 +169,11 @@ class _Sweep:
     def _client(
         self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> AsyncScoreClient:
-        return AsyncScoreClient(
+        client = AsyncScoreClient(
             url, model=model, api_key=self._api_key, retry_for=DEFAULT_RETRY_FOR, transport=transport
         )
+        client.retries.first_contact = FIRST_CONTACT_SECONDS
+        return client
 
     def _path(self, entry: ModelEntry) -> Path:
         return self._output / f"{entry.name}.json"
