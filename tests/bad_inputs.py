@@ -49,9 +49,12 @@ def scoring(**fields: Any) -> dict[str, Any]:
     return {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1, **fields}
 
 
+SCORING = json.dumps(scoring())[1:].encode()
 NOT_JSON = "the body is not valid JSON: "
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
 CONTINUED = {"prompt": [5], "continuations": [[6]]}
+LONG_NAME = "gpt-5" * 200_000
+SHORT_NAME = f"The model `{'gpt-5' * 20}…` does not"
 SURROGATE = r"\ud800 is half of a surrogate pair, not a character"
 
 EVERY_ROUTE = (SCORE, PERPLEXITY, COMPLETIONS, REFERENCES, KLD, TOKENS)
@@ -77,6 +80,9 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a model of a wrong type", {"prompt": [5], "model": 5}, "model", "model: should be a valid string"),
         ("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", False, 415, GZIP),
         ("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", False, 400, FORM),
+    ],
+    (*WITH_A_PROMPT[:2], *EVERY_ROUTE[3:]): [
+        ("a field given twice", b'{"model": "m", "model": "n"}', "model", "model is given more than once"),
     ],
     WITH_A_PROMPT: [
         ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', "prompt", "prompt is not valid UTF-8"),
@@ -128,6 +134,13 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a negative token", {"prompt": [5, -1]}, "prompt", "prompt has the negative token id -1"),
         ("a negative token in a list", {"prompt": [[5], [-1]]}, "prompt", "prompt[1] has the negative"),
         ("no prompt", {}, "prompt", "Either prompt or prompt_embeds must be provided"),
+        ("a field given twice", b'{"echo": true, %s' % SCORING, "echo", "echo is given more than once"),
+        (
+            "a name given twice in an object",
+            b'{"vllm_xargs": {"a": 1, "a": 2}, %s' % SCORING,
+            "vllm_xargs",
+            "vllm_xargs.a is given more than once",
+        ),
         ("too many prompts", {"prompt": ["a"] * 1025}, "prompt", "prompt list length 1025 exceeds"),
         ("half of one in an id", {"prompt": [5], "request_id": "\ud800"}, "request_id", f"request_id: {SURROGATE}"),
         ("half of one in a stop string", {"prompt": [5], "stop": ["a", "\ud800"]}, "stop", f"stop: {SURROGATE}"),
@@ -138,6 +151,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("too many ids", {"prompt": [5], "stop_token_ids": [1] * 500_001}, "stop_token_ids", "stop_token_ids has 50"),
         ("a text as logprobs", scoring(logprobs="x"), "logprobs", "`logprobs` must be an integer"),
         ("an unknown model", scoring(model="gpt-5"), "model", "The model `gpt-5`", True, 404),
+        ("a long name of a model", scoring(model=LONG_NAME), "model", SHORT_NAME, True, 404),
         ("a token past the vocabulary", scoring(prompt=[10**6]), None, "Token id 1000000", True),
         ("a token past 64 bits", scoring(prompt=[2**70]), None, "", True),
         ("a sequence too long", scoring(prompt=[5] * 2049), "input_tokens", "This model's", True),
@@ -238,10 +252,12 @@ BAD_INPUTS = [
         for route, wrong, field, value, message in WITH_ONE_FIELD
     ),
     *(
-        BadInput(
-            "an unknown model", route, body | {"model": "gpt-5"}, "model", "The model `gpt-5` does not", status=404
-        )
+        BadInput(wrong, route, body | {"model": model}, "model", message, status=404)
         for route, body in VALID.items()
+        for wrong, model, message in (
+            ("an unknown model", "gpt-5", "The model `gpt-5` does not"),
+            ("a long name of a model", LONG_NAME, SHORT_NAME),
+        )
     ),
 ]
 
@@ -253,7 +269,8 @@ Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. `
 other fields up to five faults are named.
 
 A body is JSON in UTF-8 (RFC 8259), uncompressed, and at most `--max-request-bytes` long; a longer one gets 413.
-Half a surrogate pair, which JSON can write as an escape and UTF-8 cannot, is refused wherever it is. A field has at
+Half a surrogate pair, which JSON can write as an escape and UTF-8 cannot, is refused wherever it is. An
+object that gives a field twice is refused as well, on vLLM's own routes if the request scores. A field has at
 most 100,000 lists of token ids, and fields of `/v1/completions` other than the prompt have at most 500,000 values.
 
 Scoremode's own routes coerce nothing: `"top_logprobs": "5"` and an unknown field are errors.

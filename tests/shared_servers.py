@@ -16,6 +16,7 @@ from pathlib import Path
 from local_server import ServerProcess, server_process
 
 API_KEY = "secret"
+OTHER_API_KEY = "another secret"
 BLOCK_SIZE = 32
 """Smaller than vLLM's default, so that short prompts share some blocks."""
 
@@ -73,7 +74,7 @@ SERVERS = {
         "byte_fallback_model",
         (
             *("--served-model-name", "random", "--max-model-len", "128", *_COMMON),
-            *("--api-key", API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
+            *("--api-key", API_KEY, OTHER_API_KEY, "--enable-tokenizer-info-endpoint", *_ANY_ORIGIN),
             # Of its tokens a GiB holds a million.
             *("--num-gpu-blocks-override", "2048"),
         ),

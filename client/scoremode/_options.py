@@ -264,10 +264,7 @@ def _add_windows(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--method", choices=METHODS, help=f"default: {DEFAULT_METHOD}")
     group.add_argument(
-        "--context-length",
-        type=_count,
-        metavar="N",
-        help="default: 2048, or what the model takes if that is less, or what the preset says",
+        "--context-length", type=_count, metavar="N", help="default: 2048 or what the model takes, or the preset's"
     )
     group.add_argument(
         "--stride", type=_count, metavar="N", help="default: a quarter of the context where the method takes a stride"

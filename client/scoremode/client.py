@@ -154,8 +154,8 @@ class ScoreClient(_Client):
             prompt: A text, several, the token ids of a text, or those of several.
             continuations: Score these instead, each after each prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
-            top_logprobs: Return the k likeliest tokens at every position, as many as the server's `--max-logprobs` and
-                256 at most.
+            top_logprobs: Return the k most likely tokens at every position, at most what the server's `--max-logprobs`
+                allows, and 256.
             candidate_token_ids: Score these tokens too: a list for all positions; for a single prompt also a list for
                 each position that is returned, for several such lists for each. All have as many tokens.
             temperature: T of the distribution that is scored, the softmax of logits / T; 1 when left out.
@@ -307,7 +307,8 @@ class ScoreClient(_Client):
         Args:
             reference: Name of a complete reference.
             windows: The first window and the one after the last, from 0; all when left out.
-            top_logprobs: Return the k likeliest tokens of both at every position, 0 to 20.
+            top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
+                `--max-logprobs` allows, and 256.
             as_noise_floor: Keep the result with the reference as its noise floor; all windows, and the reference's own
                 model.
             on_window: Called with each window as it is done.

@@ -15,9 +15,6 @@ from scoremode.windows import Method
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 
-_EMPTY_LINE = " "
-"""Of the file that WikiText-2 is published as; the dataset on the hub has an empty row in its place."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
@@ -42,7 +39,6 @@ _TOOLS: dict[str, _Tool] = {
         "Hugging Face's perplexity of fixed-length models with max_length={}", "sliding", 1024, 2, is_checked=True
     ),
 }
-assert tuple(_TOOLS) == PRESETS
 
 
 def window_settings(preset: Preset, context_length: int | None) -> dict[str, Any]:
@@ -70,7 +66,8 @@ def comparable_with(corpus: CorpusInfo | None, context_length: int) -> str:
 
 def as_lines(rows: Sequence[str]) -> str:
     """The file that rows are the lines of, or several lines each; that of WikiText-2 is `wiki.test.raw`."""
-    lines = [(row or _EMPTY_LINE).removesuffix("\n") for row in rows]
+    # The dataset on the hub has an empty row where that file has a space.
+    lines = [(row or " ").removesuffix("\n") for row in rows]
     ends = not rows[-1] or rows[-1].endswith("\n")
     return "\n".join([*lines, ""] if ends else lines)
 

@@ -2,6 +2,9 @@
 
 from http import HTTPStatus
 
+MAX_NAME = 100
+"""Characters of a name that are repeated to the client, who chose it."""
+
 
 class RequestError(Exception):
     """A request that is not answered; `param` names the field at fault, if one is."""

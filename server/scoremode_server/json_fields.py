@@ -3,12 +3,16 @@
 A prompt of millions of wrong values costs no more than a prompt of one, and an error names one place.
 """
 
+import json
 import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import MAX_NAME, RequestError
 
 MAX_LISTS = 100_000
 """Lists in one field. Python's garbage collector looks at each of them again and again while more are made: a million
@@ -20,7 +24,16 @@ MAX_VALUES = 500_000
 Fields = dict[str, msgspec.Raw]
 """Names of a body's fields and the JSON of each, without white space around it."""
 
-_OBJECT = msgspec.json.Decoder(Fields)
+
+class _Name(str):
+    """The name of a field, equal to itself alone: of two fields of one name, none takes the place of the other."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+_OBJECT = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, name: _Name(name))
 _ANYTHING = msgspec.json.Decoder()
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
@@ -49,13 +62,25 @@ _NAMES = {
 
 
 def split(body: bytes) -> Fields:
-    """The fields of a JSON object, not decoded yet. Of two fields of one name the last counts.
+    """The fields of a JSON object, not decoded yet.
+
+    Raises:
+        RequestError: two fields have one name; or as for `split_as_vllm`.
+    """
+    fields, repeated = split_as_vllm(body)
+    for name in repeated:
+        raise _given_twice(name, name)
+    return fields
+
+
+def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
+    """The fields of a JSON object, not decoded yet, and the names that several have. Of these the last one counts.
 
     Raises:
         RequestError: the body is no JSON object; the field in which it goes wrong, if it is in one.
     """
     try:
-        return _OBJECT.decode(body)
+        named = _OBJECT.decode(body)
     except msgspec.ValidationError:
         raise RequestError("the body must be a JSON object", None) from None
     except RecursionError:
@@ -64,6 +89,38 @@ def split(body: bytes) -> Fields:
         raise RequestError("the body is not valid JSON: the name of a field is not UTF-8", None) from None
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
+    fields = {str(name): raw for name, raw in named.items()}
+    return fields, _repeated(map(str, named)) if len(fields) < len(named) else []
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _given_twice(name: str, field: str) -> RequestError:
+    return RequestError(f"{name[:MAX_NAME]} is given more than once", field[:MAX_NAME])
+
+
+def check_names(fields: Fields, repeated: list[str]) -> None:
+    """Make sure that no object of a body has two fields of one name, neither the body, of which `split_as_vllm` tells,
+    nor those in its fields, which have been decoded before.
+
+    Raises:
+        RequestError: one has.
+    """
+    for name in repeated:
+        raise _given_twice(name, name)
+    for field, raw in fields.items():
+        if is_container(raw) and b"{" in (content := bytes(raw)):
+            try:
+                json.loads(content, object_pairs_hook=partial(_check_object, field))
+            except RecursionError:
+                raise _too_deep(field) from None
+
+
+def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
+    for name in _repeated(name for name, _ in pairs):
+        raise _given_twice(f"{field}.{name}", field)
 
 
 def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
@@ -136,9 +193,13 @@ def _decode(raw: msgspec.Raw, field: str, decoder: Any) -> Any:
     except msgspec.ValidationError as error:
         raise RequestError(_explain(str(error), field), field) from None
     except RecursionError:
-        raise RequestError(f"{field} is nested too deep", field) from None
+        raise _too_deep(field) from None
     except UnicodeDecodeError:
         raise RequestError(f"{field} is not valid UTF-8", field) from None
+
+
+def _too_deep(field: str) -> RequestError:
+    return RequestError(f"{field} is nested too deep", field)
 
 
 def _explain(error: str, field: str) -> str:

@@ -25,7 +25,8 @@ class ScoremodeEndpoints:
 
     def attach_router(self, app: "FastAPI") -> None:
         """Add the routes before vLLM's, `/v1/completions` and, where vLLM serves it, `/inference/v1/generate` in the
-        place of vLLM's own, what all requests pass first, and an end of waiting for those that are left last."""
+        place of vLLM's own, what all requests pass first, and an end of waiting for headers that do not come and for
+        those that are left last."""
         from scoremode_server.api import (
             completions,
             generate,
@@ -38,7 +39,7 @@ class ScoremodeEndpoints:
             tokens,
         )
         from scoremode_server.completions.generate import ROUTE
-        from scoremode_server.vllm_patches.shutdown import bound_closing
+        from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
         ours = [completions, perplexity, score, tokens, references, kld, page]
@@ -52,7 +53,7 @@ class ScoremodeEndpoints:
             app.include_router(routes.router)
         app.router.routes.extend(of_vllm)
         middleware.surround(app)
-        bound_closing(app)
+        bound_connections(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""

@@ -10,7 +10,8 @@ import pytest
 
 from scoremode import AuthenticationError, ScoreClient
 from scoremode_server.api.authentication import OPEN_PATHS
-from tests.shared_servers import API_KEY
+from tests import oracle
+from tests.shared_servers import API_KEY, OTHER_API_KEY
 
 SCORING = {"prompt": [5, 6, 7], "max_tokens": 1, "echo": True, "logprobs": 0}
 
@@ -77,6 +78,21 @@ def test_the_client_names_the_error(plugin_server):
     for key in (None, "wrong"):
         with ScoreClient(plugin_server, api_key=key) as client, pytest.raises(AuthenticationError, match="API key"):
             client.score([5, 6, 7])
+
+
+def test_what_one_key_has_scored_is_computed_for_another(plugin_server, byte_fallback_model):
+    tokens = [(11 * position + position**2) % 997 for position in range(100)]
+    (expected,) = oracle.logprobs(byte_fallback_model, [tokens])
+    answers, cached = [], []
+    with httpx.Client(base_url=plugin_server, timeout=60) as client:
+        for key in (API_KEY, API_KEY, OTHER_API_KEY, OTHER_API_KEY, API_KEY):
+            response = client.post("/v1/score", json={"prompt": tokens}, headers={"Authorization": f"Bearer {key}"})
+            answers.append(response.json()["data"][0]["logprobs"][1:])
+            cached.append(response.json()["usage"]["cached_tokens"])
+    assert cached == [0, 96, 0, 96, 96]
+    assert answers[2] == answers[0]
+    for logprobs in answers:
+        oracle.assert_close(logprobs, expected)
 
 
 def test_every_response_has_the_id_of_its_request(friend, stranger):

@@ -11,6 +11,7 @@ import yaml
 
 from scoremode._printable import printable
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.labels import model_name
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES
@@ -18,6 +19,7 @@ from scoremode.kld import standard_error
 from scoremode.metrics import exp
 from scoremode.presets import comparable_with
 from scoremode.protocol import Reference
+from scoremode.windows import STRIDED_METHODS
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
 _NAME_LENGTH = 24
@@ -31,19 +33,14 @@ def card(comparison: Comparison) -> str:
     Changes of perplexity are those from the reference where the first run is of another model than the reference, and
     from the first run else.
     """
-    rows = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1)), *_rows(comparison)]
+    rows: list[tuple[str, ...]] = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1))]
+    if (base := _base_reference(comparison)) is not None:
+        perplexity = _number(base.perplexity, base.perplexity_stderr)
+        rows.append((_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
+    rows += [_row(comparison, figures) for figures in comparison.runs]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
     index = yaml.safe_dump(_model_index(comparison), sort_keys=False, allow_unicode=True, width=1000)
     return f"{table}\n\n{_provenance(comparison)}\n\n```yaml\n{index}```\n"
-
-
-def _rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    rows = [_row(comparison, figures) for figures in comparison.runs]
-    base = _base_reference(comparison)
-    if base is not None:
-        perplexity = _number(base.perplexity, base.perplexity_stderr)
-        rows.insert(0, (_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
-    return rows
 
 
 def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
@@ -120,16 +117,14 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 def _provenance(comparison: Comparison) -> str:
     """Where the figures are from, in one line."""
     base, reference = comparison.base, _base_reference(comparison)
-    label, model, revision = (
-        (base.label, base.model, base.server.revision)
-        if reference is None
-        else (reference.name, reference.model, reference.revision)
-    )
-    model = model if revision is None else f"{model}@{revision[:8]}"
+    label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
+    revision = (reference or base.server).revision
+    model = model_name(model) + (f"@{revision[:8]}" if revision else "")
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
-        f"{base.method}, context length {base.context_length:,}, stride {base.stride:,}",
+        f"{base.method}, context length {base.context_length:,}",
+        f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
         f"{base.num_scored:,} tokens",
         comparable_with(comparison.corpus, base.context_length),
         measured_by(comparison),
@@ -151,31 +146,18 @@ def _command(comparison: Comparison) -> str:
 
 def _model_index(comparison: Comparison) -> dict[str, Any]:
     """What huggingface.co reads from the head of a model card: a model for every run but the base."""
-    base = comparison.base
-    corpus = comparison.corpus
-    if corpus is None:
-        dataset = {"name": f"text {base.text_identity[:12]}", "type": "text"}
-    else:
-        known = {"config": corpus.config, "split": corpus.split}
-        name = HUB_ALIASES.get(corpus.name, (corpus.name,))[0]
-        dataset = {"name": corpus.name, "type": name, **{key: value for key, value in known.items() if value}}
     is_base = _base_reference(comparison) is None and len(comparison.runs) > 1
-    return {
-        "model-index": [
-            {
-                "name": figures.run.label,
-                "results": [
-                    {
-                        "task": {"type": "text-generation"},
-                        # Another object in each, for which YAML needs no anchors.
-                        "dataset": dict(dataset),
-                        "metrics": _metrics(comparison, figures),
-                    }
-                ],
-            }
-            for figures in comparison.runs[is_base:]
-        ]
-    }
+    runs = comparison.runs[is_base:]
+    return {"model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
+
+
+def _result(comparison: Comparison, figures: RunFigures) -> dict[str, Any]:
+    corpus = comparison.corpus
+    dataset = {"name": f"text {comparison.base.text_identity[:12]}", "type": "text"}
+    if corpus is not None:
+        known = corpus.model_dump(include={"config", "split"}, exclude_none=True)
+        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **known}
+    return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": _metrics(comparison, figures)}
 
 
 def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]]:

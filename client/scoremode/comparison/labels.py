@@ -29,7 +29,7 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:
-    labels = [_model_name(run.model) for run in runs]
+    labels = [model_name(run.model) for run in runs]
     # Each is longer than the one before, and the last is another for every file.
     for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], _numbered(runs)):
         counts = Counter(labels)
@@ -37,7 +37,7 @@ def _labels(runs: Sequence[RunFile]) -> list[str]:
     return labels
 
 
-def _model_name(model: str) -> str:
+def model_name(model: str) -> str:
     """The folder's where the model is served under its path."""
     return Path(model).name if Path(model).is_absolute() else model
 

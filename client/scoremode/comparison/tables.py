@@ -82,11 +82,8 @@ def measured_by(comparison: Comparison) -> str:
     """Versions, GPUs and days of the runs."""
     runs = [figures.run for figures in comparison.runs]
     days = sorted({run.finished[:10] for run in runs if run.finished})
-    parts = [
-        *(run.versions for run in runs),
-        *(run.server.devices for run in runs),
-        " to ".join(sorted({*days[:1], *days[-1:]})),
-    ]
+    span = " to ".join(sorted({*days[:1], *days[-1:]}))
+    parts = [*(run.versions for run in runs), *(run.server.devices for run in runs), span]
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 

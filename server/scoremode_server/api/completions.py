@@ -16,6 +16,7 @@ from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import CompletionReader, is_scoring
 from scoremode_server.scoring.tokenizer import as_prompts
+from scoremode_server.vllm_patches.served_models import shorten_name
 
 ROUTE = "/v1/completions"
 
@@ -65,6 +66,7 @@ async def _create_scoring_completion(request: CompletionRequest, raw_request: Re
         state.limits.check_num_sequences(len(as_prompts(request.prompt)), None)
     result = await state.completions.create_completion(request, raw_request, state.owner(raw_request))
     if isinstance(result, ErrorResponse):
+        shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
     return written_response(result, metrics_header(format_wanted))

@@ -30,10 +30,16 @@ def until_disconnect(
                 return handling.result()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            leaving.cancel()
-            handling.cancel()
+            await cancel_and_wait(leaving, handling)
 
     return run
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks that this one has made, and wait until they have ended: nothing of theirs outlives this one."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _left(raw_request: Request) -> None:

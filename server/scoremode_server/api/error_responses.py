@@ -14,14 +14,11 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
-from scoremode_server.errors import RequestError, engine_has_died
+from scoremode_server.errors import MAX_NAME, RequestError, engine_has_died
 
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 RETRY_AFTER_SECONDS = 2
-
-_MAX_NAME = 100
-"""Characters of a field's name that are repeated to the client, who chose it."""
 
 
 def error_content(error: Exception) -> dict[str, Any]:
@@ -89,7 +86,7 @@ def from_validation(error: ValidationError) -> RequestError:
 
 
 def _field(detail: Any) -> str:
-    return str(detail["loc"][0])[:_MAX_NAME]
+    return str(detail["loc"][0])[:MAX_NAME]
 
 
 def _describe(detail: Any) -> str:

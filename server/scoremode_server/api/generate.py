@@ -15,6 +15,7 @@ from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
 from scoremode_server.completions.generate import ROUTE, is_scoring, read_generate_request
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
+from scoremode_server.vllm_patches.served_models import shorten_name
 
 
 class GenerateRoute(APIRoute):
@@ -63,5 +64,6 @@ async def _score(request: GenerateRequest, raw_request: Request) -> Response:
     assert state.generate is not None
     result = await state.generate.generate(request, raw_request, state.owner(raw_request))
     if isinstance(result, ErrorResponse):
+        shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     return written_response(result)

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.rows import json_logprobs
@@ -70,11 +72,12 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     state.limits.check_top_logprobs(request.top_logprobs)
     with state.admission.until_stopped():
         job = await _prepare(request, raw_request, state)
+    accepted = state.admission.request("/v1/kld", job.request_id)
     if request.stream:
-        return EventStream(_contents(job, state), job.request_id)
-    async with aclosing(_windows(job, state)) as windows:
+        return EventStream(accepted, partial(_contents, job, state), job.request_id)
+    async with accepted as queue, aclosing(_windows(job, state, queue)) as windows:
         data = {window.index: await asyncio.to_thread(_window, request, window) async for window in windows}
-    return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
+        return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
 
 
 async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> Job:
@@ -106,19 +109,18 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
     )
 
 
-async def _windows(job: Job, state: ScoremodeState) -> AsyncGenerator[ComparedWindow, None]:
-    async with state.admission.request("/v1/kld", job.request_id) as queue:
-        settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
-        compared = references_of(state).comparer.compare(job.reference, job.indices, job.request.top_logprobs, settings)
-        async with aclosing(compared) as windows:
-            async for window in windows:
-                job.positions[window.index] = window.positions
-                yield window
+async def _windows(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[ComparedWindow, None]:
+    settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
+    compared = references_of(state).comparer.compare(job.reference, job.indices, job.request.top_logprobs, settings)
+    async with aclosing(compared) as windows:
+        async for window in windows:
+            job.positions[window.index] = window.positions
+            yield window
 
 
-async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str, Any], None]:
+async def _contents(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
     """Each window; then the result."""
-    async with aclosing(_windows(job, state)) as windows:
+    async with aclosing(_windows(job, state, queue)) as windows:
         async for window in windows:
             yield await asyncio.to_thread(_window, job.request, window)
     yield await _result(job, state)

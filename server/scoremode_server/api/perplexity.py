@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import fsum
 from typing import Any
 
@@ -121,12 +122,13 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     state.admission.check()
     with state.admission.until_stopped():
         job = await prepare(request, raw_request, state)
+    accepted = state.admission.request("/v1/perplexity", job.request_id)
     if request.stream:
-        return EventStream(_contents(job, state), job.request_id)
-    async with aclosing(_scored_windows(job, state)) as windows:
+        return EventStream(accepted, partial(_contents, job, state), job.request_id)
+    async with accepted as queue, aclosing(_scored_windows(job, state, queue)) as windows:
         async for _ in windows:
             pass
-    return json_response((await asyncio.to_thread(_response, job)).model_dump())
+        return json_response((await asyncio.to_thread(_response, job)).model_dump())
 
 
 async def prepare(request: PerplexityRequest, raw_request: Request, state: ScoremodeState) -> Job:
@@ -219,22 +221,21 @@ async def _cut_off(
     return kept
 
 
-async def _scored_windows(job: Job, state: ScoremodeState) -> AsyncGenerator[np.ndarray, None]:
+async def _scored_windows(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[np.ndarray, None]:
     """The NLLs of each window's targets in nats, window by window."""
-    async with state.admission.request("/v1/perplexity", job.request_id) as queue:
-        settings = ScoreSettings(
-            request_id=engine_id(job.request_id),
-            queue=queue,
-            cache_salt=job.request.cache_salt,
-            makes_room=False,
-            owner=job.owner,
-            options=job.options,
-        )
-        async with aclosing(state.scorer.scores(_sequences(job, queue), settings)) as answers:
-            async for answer in answers:
-                job.num_cached_tokens += answer.num_cached_tokens
-                job.nlls.append(-json_logprobs(answer.rows.logprobs[:, 0]))
-                yield job.nlls[-1]
+    settings = ScoreSettings(
+        request_id=engine_id(job.request_id),
+        queue=queue,
+        cache_salt=job.request.cache_salt,
+        makes_room=False,
+        owner=job.owner,
+        options=job.options,
+    )
+    async with aclosing(state.scorer.scores(_sequences(job, queue), settings)) as answers:
+        async for answer in answers:
+            job.num_cached_tokens += answer.num_cached_tokens
+            job.nlls.append(-json_logprobs(answer.rows.logprobs[:, 0]))
+            yield job.nlls[-1]
 
 
 def _sequences(job: Job, queue: RequestQueue) -> Iterator[ScoredSequence]:
@@ -246,10 +247,10 @@ def _sequences(job: Job, queue: RequestQueue) -> Iterator[ScoredSequence]:
             yield ScoredSequence(token_ids, window.first_scored)
 
 
-async def _contents(job: Job, state: ScoremodeState) -> AsyncGenerator[dict[str, Any], None]:
+async def _contents(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the result."""
     progress = Progress(job.num_windows)
-    async with aclosing(_scored_windows(job, state)) as windows:
+    async with aclosing(_scored_windows(job, state, queue)) as windows:
         async for nlls in windows:
             yield progress.add(nlls).model_dump(exclude={"logprobs", "ranks"})
     yield (await asyncio.to_thread(_response, job)).model_dump()

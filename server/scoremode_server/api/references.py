@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +19,7 @@ from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ReferenceParts, ScoremodeState, scoremode_state
 from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.references.manifest import TextPlan, text_fingerprint
@@ -81,9 +83,11 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         text, plan = await asyncio.to_thread(_plan, job)
         reference = await references.recorder.begin(request.name, plan, text, request.corpus)
+    accepted = state.admission.request("/v1/references", job.request_id)
     if request.stream:
-        return EventStream(_contents(job, state, reference, request.return_ranks), job.request_id)
-    async with aclosing(_recorded_windows(job, state, reference)) as windows:
+        contents = partial(_contents, job, state, reference, return_ranks=request.return_ranks)
+        return EventStream(accepted, contents, job.request_id)
+    async with accepted as queue, aclosing(_recorded_windows(job, state, reference, queue)) as windows:
         async for _ in windows:
             pass
     return json_response((await references.stored.describe(request.name)).model_dump())
@@ -108,30 +112,28 @@ def _plan(job: Job) -> tuple[StoredText, TextPlan]:
 
 
 async def _recorded_windows(
-    job: Job, state: ScoremodeState, reference: StoredReference
+    job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue
 ) -> AsyncGenerator[PerplexityWindow, None]:
     """Progress with each window that was not there before. At the end the reference has its perplexity. The files of a
     complete one are read too, so that asking again mends what was damaged."""
     recorder = references_of(state).recorder
     progress = Progress(job.num_windows)
-    async with state.admission.request("/v1/references", job.request_id) as queue:
-        settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
-        async with aclosing(recorder.record(reference, settings)) as windows:
-            async for window in windows:
-                job.nlls.append(window.nlls)
-                so_far = progress.add(window.nlls)
-                if window.ranks is not None:
-                    so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
-                    yield so_far
-        # Still within the request, so that a server that stops waits for it.
-        await recorder.finish(reference, job.nlls)
+    settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
+    async with aclosing(recorder.record(reference, settings)) as windows:
+        async for window in windows:
+            job.nlls.append(window.nlls)
+            so_far = progress.add(window.nlls)
+            if window.ranks is not None:
+                so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
+                yield so_far
+    await recorder.finish(reference, job.nlls)
 
 
 async def _contents(
-    job: Job, state: ScoremodeState, reference: StoredReference, return_ranks: bool
+    job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue, *, return_ranks: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the reference."""
-    async with aclosing(_recorded_windows(job, state, reference)) as windows:
+    async with aclosing(_recorded_windows(job, state, reference, queue)) as windows:
         async for window in windows:
             yield window.model_dump(exclude=None if return_ranks else {"logprobs", "ranks"})
     yield (await references_of(state).stored.describe(reference.name)).model_dump()

@@ -20,7 +20,7 @@ from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, pr
 from scoremode_server.completions.requests import as_vllm_reads_it
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import RequestError, UnfinishedError
-from scoremode_server.json_fields import TOKENS, read_anything, read_list, split
+from scoremode_server.json_fields import TOKENS, Fields, check_names, read_anything, read_list, split_as_vllm
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
@@ -34,10 +34,18 @@ def read_generate_request(body: bytes) -> GenerateRequest:
     """The request that vLLM's model makes of a body.
 
     Raises:
-        RequestError: the body is no JSON object, or `token_ids` has a wrong value.
+        RequestError: the body is no JSON object, `token_ids` has a wrong value, or one that scores repeats a field.
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
-    fields = split(body)
+    fields, repeated = split_as_vllm(body)
+    request = _read(fields)
+    if is_scoring(request):
+        check_names(fields, repeated)
+    return request
+
+
+def _read(fields: Fields) -> GenerateRequest:
+    """Take the token ids out of the fields, and read all of them."""
     raw_token_ids = fields.pop("token_ids", None)
     values = {name: read_anything(raw, name) for name, raw in fields.items()}
     if raw_token_ids is not None:

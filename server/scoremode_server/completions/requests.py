@@ -13,10 +13,11 @@ from scoremode_server.errors import RequestError
 from scoremode_server.json_fields import (
     PROMPTS,
     Fields,
+    check_names,
     is_container,
     read_anything,
     read_list,
-    split,
+    split_as_vllm,
     stand_in,
 )
 
@@ -72,10 +73,17 @@ class CompletionReader:
         it has, and vLLM's model sees the other fields; docs/decisions.md has the time that it saves.
 
         Raises:
-            RequestError: the body is no JSON object, or the prompt has a wrong value.
+            RequestError: the body is no JSON object, the prompt has a wrong value, or one that scores repeats a field.
             ValidationError, VLLMValidationError: vLLM's model refuses another field.
         """
-        fields = split(body)
+        fields, repeated = split_as_vllm(body)
+        request = self._read(fields)
+        if is_scoring(request):
+            check_names(fields, repeated)
+        return request
+
+    def _read(self, fields: Fields) -> CompletionRequest:
+        """Take the prompt out of the fields, and read all of them."""
         raw_prompt = fields.pop("prompt", None)
         settings = tuple((name, bytes(raw)) for name, raw in fields.items())
         if raw_prompt is None:

@@ -7,7 +7,9 @@ that have none in the engine: a request's size is its own problem.
 """
 
 import asyncio
+import json
 import math
+import re
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
@@ -29,6 +31,9 @@ UNREAD_SECONDS = 1
 """A reader that has not come for more after so long is not waited for when the server stops."""
 
 POLL_SECONDS = 0.05
+
+_PLAIN_ID = re.compile(r"[!#-<>-~]*")
+"""Printable ASCII without spaces, quotes and equals signs."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, in logs and metrics, of a request whose client left."""
@@ -156,7 +161,8 @@ class Admission:
         self, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
     ) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none and it adds each as it begins it, until they
-        are scored. A line in the log tells what became of it.
+        are scored. A line in the log tells what became of it. The task that enters it is the one whose time is limited:
+        never enter it in a generator that yields within it, whose reader would be cancelled.
 
         Raises:
             RequestError: see `check`; or it took longer than it may (504).
@@ -167,9 +173,13 @@ class Admission:
         queue.add(num_sequences, num_tokens)
         status = HTTPStatus.OK.value
         try:
-            async with asyncio.timeout(self.size.request_timeout):
+            async with asyncio.timeout(self.size.request_timeout) as limit:
                 yield queue
         except TimeoutError:
+            if not limit.expired():
+                # A file system's, say.
+                status = HTTPStatus.INTERNAL_SERVER_ERROR
+                raise
             status = HTTPStatus.GATEWAY_TIMEOUT
             message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
             raise RequestError(message, None, HTTPStatus.GATEWAY_TIMEOUT) from None
@@ -346,7 +356,8 @@ class RequestQueue:
         entered = now if self._entered is None else self._entered
         logger.info(
             "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
-            request_id,
+            # The client chose it, and must not write other fields or lines.
+            request_id if _PLAIN_ID.fullmatch(request_id) else json.dumps(request_id),
             route,
             status,
             self._num_scored,

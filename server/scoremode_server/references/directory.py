@@ -328,7 +328,11 @@ class ReferenceDirectory:
             raise self._unknown(name) from None
         # Those too that were not removed to their end: a process was killed, or a file was written meanwhile.
         for each in self.root.glob(f"{_DELETED}*"):
-            shutil.rmtree(each, ignore_errors=True)
+            if each.is_dir() and not each.is_symlink():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                # Of a link, what it leads to is kept.
+                each.unlink(missing_ok=True)
 
     def largest_head(self, vocab_size: int, seconds: float) -> int:
         """Bytes of the largest LM head that a model with this vocabulary can be compared with, 0 if there is none.

@@ -1,6 +1,6 @@
 """A digest of large files that takes seconds: their sizes, headers and blocks at fixed places.
 
-It depends on nothing but contents. Which changes it cannot see: docs/decisions.md, "A fingerprint is of samples".
+It depends on nothing but contents. docs/guide.md, "Which model, and what computes", lists what it cannot see.
 """
 
 import json

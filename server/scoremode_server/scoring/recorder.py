@@ -113,7 +113,7 @@ class Recorder:
         ticket, identity = uuid.uuid4().hex, reference.manifest.identity
         failures = await call_workers(self._client, "scoremode_write_head", reference.name, identity, ticket)
         if failure := next(filter(None, failures), None):
-            raise self._references.unwritable(reference.name, failure)
+            raise await self._worker_failed(reference, failure)
         self._head_tickets[identity] = ticket
 
     async def _remove(self, reference: StoredReference, path: Path) -> None:
@@ -166,6 +166,8 @@ class Recorder:
         try:
             _, logprobs = await self._references.in_thread(reference.name, partial(reference.read_shard, index), "name")
         except BrokenFileError as error:
+            # The file of another reference that has the name now is not ours to remove.
+            await self._references.current(reference, "name")
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
             await self._remove(reference, reference.shard(index))
             window = MarkedWindow(*mark_window("record", reference, text, index), settings)
@@ -191,8 +193,18 @@ class Recorder:
             failure = await self._files.written(ticket, SECONDS_TO_WRITE)
         except TimeoutError:
             failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
+            raise self._references.unwritable(reference.name, failure) from None
         if failure is not None:
-            raise self._references.unwritable(reference.name, failure)
+            raise await self._worker_failed(reference, failure)
+
+    async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
+        """The error for what a worker could not write, unless it is that the reference is not there any more.
+
+        Raises:
+            RequestError: it is that.
+        """
+        await self._references.current(reference, "name")
+        return self._references.unwritable(reference.name, failure)
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Keep the perplexity of a reference, once all windows are recorded.

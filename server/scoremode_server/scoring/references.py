@@ -134,7 +134,7 @@ class References:
         except (NoReferenceError, BrokenFileError) as error:
             raise self._gone(reference.name, error, param) from None
 
-    async def current(self, reference: StoredReference) -> StoredReference:
+    async def current(self, reference: StoredReference, param: str = "reference") -> StoredReference:
         """A reference as it is on disk now.
 
         Raises:
@@ -142,11 +142,11 @@ class References:
         """
         name, identity = reference.name, reference.manifest.identity
         try:
-            return await self.in_thread(name, lambda: self.directory.open_same(name, identity))
+            return await self.in_thread(name, lambda: self.directory.open_same(name, identity), param)
         except (NoReferenceError, BrokenFileError) as error:
-            raise self._gone(name, error) from None
+            raise self._gone(name, error, param) from None
 
-    def _gone(self, name: str, error: NoReferenceError | BrokenFileError, param: str = "reference") -> RequestError:
+    def _gone(self, name: str, error: NoReferenceError | BrokenFileError, param: str) -> RequestError:
         if isinstance(error, BrokenFileError):
             return self.broken(name, error, param)
         self._opened.pop(name, None)
@@ -181,7 +181,8 @@ class References:
 
     def _without_folder(self, name: str, reason: object) -> str:
         """What went wrong with a file of a reference: of paths from the root vLLM tells clients nothing."""
-        return str(reason).replace(f"{self.directory.root / name}{os.sep}", "")
+        root = self.directory.root
+        return str(reason).replace(f"{root / name}{os.sep}", "").replace(f"{root}{os.sep}", "")
 
 
 def _describe(reference: StoredReference) -> Reference:

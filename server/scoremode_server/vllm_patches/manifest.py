@@ -26,4 +26,5 @@ PRIVATE: dict[str, str] = {
     for module, names in tomllib.loads(PRIVATE_FILE.read_text(encoding="utf-8")).items()
     for name, why in names.items()
 }
-"""What is listed: "module:name" -> what is done with it. Names are dotted inside the module, such as `Class.method`."""
+"""What is listed: "module:name" -> what is done with it. Names are dotted inside the module, such as `Class.method`;
+`Class.*` is the set of a class's names."""

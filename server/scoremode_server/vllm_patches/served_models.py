@@ -7,10 +7,11 @@ from typing import Any
 
 from fastapi import Request
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.request import LoRARequest
 
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import MAX_NAME, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,12 @@ class ServedModel:
 
     name: str
     lora: LoRARequest | None
+
+
+def shorten_name(failure: ErrorResponse, name: str | None) -> None:
+    """Have vLLM's error repeat no more of a model's name than tells which it is."""
+    if name is not None and len(name) > MAX_NAME:
+        failure.error.message = failure.error.message.replace(name, f"{name[:MAX_NAME]}…")
 
 
 class ServedModels(BaseServing):
@@ -32,12 +39,10 @@ class ServedModels(BaseServing):
         """
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
-            message, status = failure.error.message, HTTPStatus(failure.error.code)
-            if status == HTTPStatus.NOT_FOUND:
-                # vLLM's message leaves adapters out.
-                names = [*(model.name for model in self.models.base_model_paths), *self.models.lora_requests]
-                message = f"The model `{name}` does not exist. This server has {', '.join(names)}."
-            raise RequestError(message, "model", status)
+            shorten_name(failure, name)
+            # vLLM's message lists the names of the served model, and no adapters.
+            adapters = f" Adapters: {', '.join(self.models.lora_requests)}." if self.models.lora_requests else ""
+            raise RequestError(f"{failure.error.message}{adapters}", "model", HTTPStatus(failure.error.code))
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
 

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from scoremode_server.vllm_patches.header_timeout import with_header_timeout
+
 CLOSE_SECONDS = 5
 """In which clients may read their last answers, when the engine is gone."""
 
@@ -53,8 +55,9 @@ class Shutdown:
         return False
 
 
-def bound_closing(app: Any) -> None:
-    """Have the HTTP server of an app cut off connections that are not closed `CLOSE_SECONDS` after its end began.
+def bound_connections(app: Any) -> None:
+    """Have the HTTP server of an app cut off connections that are not closed `CLOSE_SECONDS` after its end began, and
+    those on which no whole header arrives.
 
     It must be called before the app is served.
     """
@@ -63,7 +66,9 @@ def bound_closing(app: Any) -> None:
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncGenerator[Any, None]:
         # vLLM makes the server when the app is finished, and has no flag for this.
-        app.state.server.config.timeout_graceful_shutdown = CLOSE_SECONDS
+        config = app.state.server.config
+        config.timeout_graceful_shutdown = CLOSE_SECONDS
+        config.http_protocol_class = with_header_timeout(config.http_protocol_class)
         async with run(app) as state:
             yield state
 

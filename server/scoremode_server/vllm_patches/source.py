@@ -29,11 +29,15 @@ class Sources:
         """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None where none does.
 
         A name that is defined several times, as overloads and properties are, has all definitions. Imports are none.
+        Of "module:Class.*" it is the class's bases and public names, one a line, whatever they do.
         """
         module, _, name = key.partition(":")
         found = self.module(module)
         if found is None:
             return None
+        if name.endswith(".*"):
+            owners = _definitions(found.tree, *name.split(".")[:-1])
+            return "\n".join(line for owner in owners for line in _interface(owner)) or None
         return "\n".join(as_written(found.text, node) for node in _definitions(found.tree, *name.split("."))) or None
 
 
@@ -65,6 +69,13 @@ def _definitions(scope: ast.AST, name: str, *inner: str) -> list[ast.stmt]:
     if not inner:
         return found
     return [node for owner in found if isinstance(owner, ast.ClassDef) for node in _definitions(owner, *inner)]
+
+
+def _interface(owner: ast.stmt) -> Iterator[str]:
+    """The bases of a class, and its public names."""
+    if isinstance(owner, ast.ClassDef):
+        yield f"{owner.name}({', '.join(map(ast.unparse, owner.bases))})"
+        yield from sorted({name for name, _ in _defined_names(owner) if not name.startswith("_")})
 
 
 def _defined_names(scope: ast.AST) -> Iterator[tuple[str, ast.stmt]]:

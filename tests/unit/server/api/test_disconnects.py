@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ class NeverDone:
         try:
             await asyncio.Event().wait()
         finally:
+            # As an abort in the engine takes its time.
+            for _ in range(100):
+                await asyncio.sleep(0)
             self.cancelled.set()
 
     create_completion = tokenize_prompts_async = wait
@@ -47,7 +51,7 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
     app, never_done = light_app(), NeverDone()
     app.state.scoremode.scorer = app.state.scoremode.completions = never_done
     sent = await leaving(app, route, {"prompt": [5, 6], **fields}, never_done.begun)
-    await asyncio.wait_for(never_done.cancelled.wait(), 60)
+    assert never_done.cancelled.is_set()
     assert sent[0]["status"] == CLIENT_CLOSED_REQUEST
 
 
@@ -84,7 +88,7 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
 async def test_a_stream_that_no_client_can_read_is_closed_at_once():
     closed, sending = asyncio.Event(), asyncio.Event()
 
-    async def contents() -> AsyncGenerator[int, None]:
+    async def contents(queue: None) -> AsyncGenerator[int, None]:
         try:
             yield 1
         finally:
@@ -96,8 +100,8 @@ async def test_a_stream_that_no_client_can_read_is_closed_at_once():
             await asyncio.Event().wait()
 
     # Referenced here, so that the garbage collector does not close it.
-    stored = contents()
-    streaming = asyncio.create_task(EventStream(stored, "a request").stream_response(send))
+    stored = EventStream(nullcontext(), contents, "a request")
+    streaming = asyncio.create_task(stored.stream_response(send))
     await sending.wait()
     streaming.cancel()
     await asyncio.gather(streaming, return_exceptions=True)

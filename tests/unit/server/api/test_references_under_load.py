@@ -146,7 +146,7 @@ async def test_a_file_that_does_not_answer_holds_up_its_reference_alone(
 async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(references, "SECONDS_TO_ANSWER", 10)
+    monkeypatch.setattr(references, "SECONDS_TO_ANSWER", 5)
     monkeypatch.setattr(references, "SECONDS_TO_LIST", 2)
     async with serving(root) as client:
         with hanging(root / "base" / "manifest.json"):
@@ -161,7 +161,7 @@ async def test_a_manifest_that_does_not_answer_holds_up_its_reference_alone(
 
 
 async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 10)
+    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 5)
     let_go, write_shard = Event(), StoredReference.write_shard
 
     def hang(reference: StoredReference, *arguments: Any) -> None:
@@ -179,7 +179,7 @@ async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Pa
         assert not stuck.done()
         status, _, message = error_of(await stuck)
         assert status == 507
-        assert "is not there after 10 s" in message
+        assert "is not there after 5 s" in message
         let_go.set()
 
 

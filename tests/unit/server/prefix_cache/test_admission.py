@@ -418,3 +418,9 @@ async def test_one_log_line_has_the_outcome_of_a_request(
 def test_the_log_line_has_a_logger_below_vllms():
     assert isinstance(module.logger, logging.Logger)
     assert module.logger.name.startswith("vllm.")
+
+
+async def test_a_timeout_of_something_else_is_not_the_requests_limit():
+    with pytest.raises(TimeoutError, match="the disk's"):
+        async with Engine().admission.request("/v1/references", "one"):
+            raise TimeoutError("the disk's")

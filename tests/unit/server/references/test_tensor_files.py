@@ -1,7 +1,6 @@
 """Files of tensors: whole or not there, and unchanged or refused."""
 
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scoremode_server.references.tensor_files import BrokenFileError, partial_path, read_tensors, write_tensors
+from tests.unit.server.references.reference_setup import no_file_longer_than
 
 ABOUT = {"reference": "one", "part": "window 3"}
 VALUES = torch.arange(24).view(4, 6)
@@ -70,11 +70,9 @@ def test_other_files_are_refused(tmp_path: Path, path: Path):
             read_tensors(tmp_path / name, ABOUT)
 
 
-def test_a_full_disk_is_an_error_and_changes_nothing(path: Path, request: pytest.FixtureRequest):
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    with pytest.raises(OSError, match=path.name):
+def test_a_full_disk_is_an_error_and_changes_nothing(path: Path):
+    before = path.read_bytes()
+    with no_file_longer_than(100), pytest.raises(OSError, match=path.name):
         write_tensors(path, {"values": torch.zeros(100)}, ABOUT)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]

@@ -53,7 +53,8 @@ def test_a_module_that_is_imported_counts_with_what_is_used_of_it(sources: Sourc
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("vllm.v1.engine.logprobs", "LogprobsProcessor.from_new_request"),
+        # Not one that a test before may have replaced, by loading the plugin.
+        ("vllm.v1.engine.logprobs", "LogprobsProcessor.update_from_output"),
         ("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc"),
         ("vllm", "SamplingParams.clone"),
     ],

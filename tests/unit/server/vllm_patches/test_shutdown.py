@@ -25,7 +25,7 @@ async def test_a_client_that_reads_nothing_does_not_keep_the_server_from_ending(
 
         return StreamingResponse(zeros())
 
-    shutdown.bound_closing(app)
+    shutdown.bound_connections(app)
     server = app.state.server = NoSignalServer(Config(app, log_level="critical"))
     listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve([listener]))

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lm_eval_tasks
+from scoremode.presets import comparable_with
+from scoremode.protocol import CorpusInfo
 from tests import oracle
 from tests.command_line import ppl_client
 
@@ -21,10 +23,10 @@ LENGTH = 256
 
 @pytest.fixture(scope="module")
 def lines(wikitext: str) -> list[str]:
-    """Of WikiText-2's file, from the second article's end on: two titles, one article whole."""
-    rows = wikitext.split("\n\n")
-    titles = [number for number, row in enumerate(rows) if lm_eval_tasks.TITLE.match(row.removeprefix("\n"))]
-    return [row.removeprefix("\n") or " " for row in rows[titles[1] - 8 : titles[2] + 8]]
+    """Of WikiText-2's file: the end of an article, one that is whole, and the beginning of the next."""
+    lines = [row.removeprefix("\n") or " " for row in wikitext.split("\n\n")]
+    titles = [number for number, line in enumerate(lines) if lm_eval_tasks.TITLE.match(line)]
+    return lines[titles[1] - 8 : titles[2] + 8]
 
 
 def measured(server: str, folder: Path, *arguments: str) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def measured(server: str, folder: Path, *arguments: str) -> dict[str, Any]:
     output = folder / "run.json"
     ppl_client("--url", server, *arguments, "--context-length", str(LENGTH), "--output", str(output), "--quiet")
     record: dict[str, Any] = json.loads(output.read_text())
+    assert f"max_length={LENGTH}" in comparable_with(CorpusInfo.model_validate(record["corpus"]), LENGTH)
     return record
 
 
@@ -40,28 +43,23 @@ def test_lm_eval_has_the_same_figures(server, random_model, lines, tmp_path, mon
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    text = "\n".join(lines) + "\n"
-    (tmp_path / "wiki.test.raw").write_text(text)
-    starts = [0, *(found.start() for found in lm_eval_tasks.TITLE.finditer(text)), len(text)]
-    # A title begins a page, and the line before it ends one.
-    pages = [text[start : end - (end < len(text))] for start, end in pairwise(starts)]
+    (tmp_path / "wiki.test.raw").write_text("\n".join([*lines, ""]))
+    starts = [0, *(number for number, line in enumerate(lines) if lm_eval_tasks.TITLE.match(line)), len(lines)]
+    pages = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
+    pages[-1] += "\n"
     lm_eval_tasks.write_jsonl(tmp_path / "pages.jsonl", [{"page": page} for page in pages])
     [package] = importlib.util.find_spec("lm_eval").submodule_search_locations
-    task = Path(package, "tasks", "wikitext")
-    shutil.copy(task / "preprocess_wikitext.py", tmp_path)
-    here = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/pages.jsonl\n"
-    kept = [
-        line
-        for line in (task / "wikitext.yaml").read_text().splitlines()
-        if not line.startswith(("dataset_", "training_split", "validation_split"))
-    ]
-    (tmp_path / "wikitext.yaml").write_text(here + "\n".join(kept))
+    shutil.copytree(Path(package, "tasks", "wikitext"), tmp_path / "task")
+    task = tmp_path / "task" / "wikitext.yaml"
+    files = {"data_files": dict.fromkeys(("train", "validation", "test"), str(tmp_path / "pages.jsonl"))}
+    of_hub = "dataset_path: EleutherAI/wikitext_document_level\ndataset_name: wikitext-2-raw-v1\n"
+    here = f"dataset_path: json\ndataset_kwargs: {json.dumps(files)}\n"
+    task.write_text(task.read_text().replace(of_hub, here))
     found = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": str(random_model), "dtype": "float32", "device": "cpu", "max_length": LENGTH},
-        batch_size=1,
         tasks=["wikitext"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        task_manager=TaskManager(include_path=str(task.parent), include_defaults=False),
         bootstrap_iters=0,
     )["results"]["wikitext"]
     record = measured(server, tmp_path, "--text-file", str(tmp_path / "wiki.test.raw"), "--preset", "lm-eval")
@@ -69,26 +67,22 @@ def test_lm_eval_has_the_same_figures(server, random_model, lines, tmp_path, mon
         assert math.log(record[name]) == pytest.approx(math.log(found[f"{name},none"]), rel=oracle.MEAN)
 
 
-def test_the_loop_of_hugging_faces_documentation_has_the_same_perplexity(server, random_model, lines, tmp_path):
+def test_the_loop_of_hugging_faces_documentation_has_the_same_windows(server, random_model, lines, tmp_path):
     rows = ["" if line == " " else f"{line}\n" for line in lines]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    lm_eval_tasks.write_jsonl(tmp_path / "rows.jsonl", [{"text": row} for row in rows])
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float64).eval()
     encodings = AutoTokenizer.from_pretrained(random_model)("\n\n".join(rows), return_tensors="pt")
-    stride, seq_len, prev_end_loc, nlls = LENGTH // 2, encodings.input_ids.size(1), 0, []
-    for begin_loc in range(0, seq_len, stride):
+    seq_len, prev_end_loc, losses = encodings.input_ids.size(1), 0, []
+    for begin_loc in range(0, seq_len, LENGTH // 2):
         end_loc = min(begin_loc + LENGTH, seq_len)
         input_ids = encodings.input_ids[:, begin_loc:end_loc]
         target_ids = input_ids.clone()
         target_ids[:, : -(end_loc - prev_end_loc)] = -100
         with torch.no_grad():
-            loss = float(model(input_ids, labels=target_ids).loss)
-        # The documentation takes one target off the weight of every window.
-        nlls.append((loss, int((target_ids != -100).sum()) - 1))
+            losses.append(float(model(input_ids, labels=target_ids).loss))
         prev_end_loc = end_loc
         if end_loc == seq_len:
             break
     record = measured(server, tmp_path, "--dataset", str(tmp_path / "rows.jsonl"), "--preset", "hf")
-    ours = [window["nll_sum"] / window["num_scored"] for window in record["windows"]]
-    assert ours == pytest.approx([loss for loss, _ in nlls], rel=oracle.MEAN)
-    documented = sum(loss * weight for loss, weight in nlls) / sum(weight for _, weight in nlls)
-    assert record["nll_mean"] == pytest.approx(documented, abs=0.01)
+    means = [window["nll_sum"] / window["num_scored"] for window in record["windows"]]
+    assert means == pytest.approx(losses, rel=oracle.MEAN)
