@@ -19,7 +19,7 @@ IMAGES = ROOT / "docs" / "images"
 SAMPLE = "A factual paragraph"
 CONTINUATIONS = "The largest city of Australia is Sydney.\nThe largest city of Australia is Paris."
 POINTED_AT = "Sydney"
-WIDTH, HEIGHT = 1000, 1150
+WIDTH, HEIGHT = 1000, 1340
 ANSWER_MS = 60_000
 
 

@@ -49,7 +49,7 @@ CLIENT_FAULTS = {
         ("self._num_failures > self._retries.max_retries", "self._num_failures >= self._retries.max_retries"),
         ("max(0.0, (when - datetime.now(UTC)).total_seconds())", "(when - datetime.now(UTC)).total_seconds()"),
         ("if is_over or (asked_wait is not None and asked_wait > longest):", "if is_over:"),
-        ("return min(self.grace, self.retry_for)", "return self.grace"),
+        ("(self.grace, self.first_contact, self.retry_for)", "(self.grace, self.first_contact)"),
         ("error, RETRIED_ERRORS) or not can_restart", "error, RETRIED_ERRORS)"),
     ],
     "pool.py < test_pool.py": [

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from scoremode import corpora
@@ -18,6 +19,8 @@ from scoremode.windows import METHODS, Method
 
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_RETRY_FOR = 600.0
+FIRST_CONTACT_SECONDS = 30.0
+"""For which a server that has not answered yet is waited for, unless --retry-for says how long."""
 DEFAULT_METHOD: Method = "sliding"
 
 
@@ -27,10 +30,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     `command` is the first argument where that names a command, and else `perplexity`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    is_named = bool(arguments) and arguments[0] in _COMMANDS and arguments[0] != "perplexity"
+    is_named = bool(arguments) and not arguments[0].startswith("-")
     command = arguments[0] if is_named else "perplexity"
-    make_parser, contradiction = _COMMANDS[command]
+    make_parser, contradiction = _COMMANDS.get(command, _COMMANDS["perplexity"])
     parser = make_parser()
+    if command not in _COMMANDS:
+        nearest = get_close_matches(command, _COMMANDS, n=1)
+        parser.error(f"no command {command}{f'; did you mean {nearest[0]}?' if nearest else ''}")
     options = parser.parse_args(arguments[1:] if is_named else arguments)
     options.command = command
     if "urls" in options:
@@ -106,6 +112,7 @@ def _perplexity_parser() -> argparse.ArgumentParser:
         "`ppl-client sweep` does all of it for the models of a plan, `ppl-client corpus` scores every document of "
         "files; each has its own --help. ",
     )
+    parser.usage = f"%(prog)s [{' | '.join(_COMMANDS)}] [options]"
     _add_text(parser)
     measure = parser.add_argument_group("measurement")
     _add_windows(measure)
@@ -296,9 +303,9 @@ def _add_server(parser: argparse.ArgumentParser, url_help: str) -> None:
     server.add_argument(
         "--retry-for",
         type=_seconds_or_zero,
-        default=DEFAULT_RETRY_FOR,
         metavar="SECONDS",
-        help="how long each request waits for a server that is down or busy; default: %(default)g",
+        help="how long each request waits for a server that is down or busy; default: "
+        f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet",
     )
 
 
@@ -307,6 +314,7 @@ def _add_output(group: argparse._ArgumentGroup, help: str) -> None:
     group.add_argument(
         "--resume", action="store_true", help="go on from the journal that an unfinished run left beside --output"
     )
+    group.add_argument("--force", action="store_true", help="replace an earlier --output")
 
 
 def _count(text: str) -> int:

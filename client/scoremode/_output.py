@@ -49,20 +49,23 @@ class Output:
     The arrays of a result are in a second file beside it, `run.safetensors` for `run.json`.
 
     Raises:
-        OutputError: no file can be written there, or there is the journal of an unfinished run and `resume` is false.
+        OutputError: no file can be written there, there is the journal of an unfinished run and `resume` is false, or
+            there is an earlier file, `force` is false and no run that was to replace it is resumed.
     """
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool, force: bool = False) -> None:
         self.path = Path(os.path.realpath(path))
         self._journal_path = self.path.with_name(self.path.name + JOURNAL_SUFFIX)
         self._arrays_path = self.path.with_suffix(ARRAYS_SUFFIX)
         self._journal: Journal[Any] | None = None
         self._check_writable()
-        if not self._journal_path.exists():
-            if resume:
-                _log.info("there is no %s: starting at the beginning", self._journal_path)
-        elif not resume:
+        has_journal = self._journal_path.exists()
+        if has_journal and not resume:
             self._clear_journal()
+        if not force and not (has_journal and resume):
+            self._check_absent()
+        if resume and not has_journal:
+            _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: OutputPlan[Result]) -> Journal[Result]:
         """Open the run's journal, once there is room for all that is to be written.
@@ -117,6 +120,12 @@ class Output:
             TemporaryFile(dir=self.path.parent).close()
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
+
+    def _check_absent(self) -> None:
+        for path in (self.path, self._arrays_path):
+            # A script may have made an empty file, to have a name of its own.
+            if path.exists() and path.stat().st_size:
+                raise OutputError(f"{path} is there already: --force replaces it")
 
     def _clear_journal(self) -> None:
         """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""

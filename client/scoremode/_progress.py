@@ -50,7 +50,7 @@ def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnPr
         console=Console(stderr=True),
         disable=quiet,
     )
-    with bar:
+    with _shown(bar):
         yield _advance(bar, figure)
 
 
@@ -82,8 +82,25 @@ def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
             figure="-" if progress.perplexity is None else f"{progress.perplexity:.4f}",
         )
 
-    with bar:
+    with _shown(bar):
         yield advance
+
+
+@contextmanager
+def _shown(bar: ProgressBar) -> Iterator[None]:
+    """While it is shown. One that never had a figure is not left above an error."""
+    bar.start()
+    try:
+        yield
+    except BaseException:
+        if bar.tasks[0].fields["figure"] == "-":
+            # The bar's own `stop` leaves it on a terminal, and an empty line elsewhere.
+            bar.live.transient = True
+            bar.live.stop()
+        else:
+            bar.stop()
+        raise
+    bar.stop()
 
 
 def _advance(bar: ProgressBar, figure: Literal["ppl", "kld"]) -> OnProgress:

@@ -50,6 +50,10 @@ class Retries:
         """Seconds since a request's first failure, in place of `max_retries`."""
         self.grace: float | None = None
         """With `retry_for`: the seconds for a server that is down, where another can take over. A busy one has all."""
+        self.first_contact: float | None = None
+        """With `retry_for`: the seconds for a server that has answered no request yet; it may not be there at all."""
+        self.first_contact_hint = ""
+        """What to do about that, in words for the error."""
         self.raises_timeouts = False
         """Whether a 504 is raised at once, for who sent many requests to have fewer in flight. Attempts that are under
         way keep what they began with."""
@@ -63,9 +67,9 @@ class Retries:
 
     def limit(self, *, busy: bool) -> float | None:
         """Seconds since a request's first failure; None where attempts are counted instead."""
-        if self.retry_for is None or self.grace is None or busy:
+        if self.retry_for is None or busy:
             return self.retry_for
-        return min(self.grace, self.retry_for)
+        return min(limit for limit in (self.grace, self.first_contact, self.retry_for) if limit is not None)
 
     def begin_waiting(self, attempts: "Attempts", seconds: float, reason: str, *, busy: bool) -> None:
         """A request is going to wait. Said once for all that wait, and not for a first, short pause."""
@@ -104,6 +108,8 @@ class Attempts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._retries.first_contact = None
         if self._num_failures:
             self._retries.end_waiting(self, answered=kind is None)
 
@@ -114,6 +120,8 @@ class Attempts:
             APIStatusError: trying again would not help, or was tried often or long enough.
         """
         error = status_error(response.status_code, response.content, response.request.url.path)
+        if response.status_code < INTERNAL_ERROR:
+            self._retries.first_contact = None
         if response.status_code == TIMED_OUT and self._raises_timeouts:
             self._retries.num_failures += 1
             raise error
@@ -159,6 +167,8 @@ class Attempts:
         else:
             longest = self._first_failure + limit - now
             is_over = longest <= 0
+        if is_over and isinstance(error, TransportError) and limit == self._retries.first_contact is not None:
+            raise TransportError(f"{error}; is a server started there?{self._retries.first_contact_hint}") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         wait = min(self._next_backoff(), longest) if asked_wait is None else asked_wait

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from scoremode import kld_report, report
-from scoremode._options import parse_options
+from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
 from scoremode._output import Output
 from scoremode._printable import printable
 from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with lines_on_stderr():
             if options.command in ("perplexity", "kld") and options.output is not None:
-                output = Output(options.output, resume=options.resume)
+                output = Output(options.output, resume=options.resume, force=options.force)
             match options.command:
                 case "perplexity":
                     _measure_perplexity(options, output)
@@ -213,9 +213,14 @@ async def _clients(options: argparse.Namespace, stack: AsyncExitStack) -> list[A
 
 
 def _client(options: argparse.Namespace, url: str) -> AsyncScoreClient:
-    return AsyncScoreClient(
-        url, model=options.model, api_key=options.api_key, timeout=options.timeout, retry_for=options.retry_for
+    retry_for = DEFAULT_RETRY_FOR if options.retry_for is None else options.retry_for
+    client = AsyncScoreClient(
+        url, model=options.model, api_key=options.api_key, timeout=options.timeout, retry_for=retry_for
     )
+    if options.retry_for is None:
+        client.retries.first_contact = FIRST_CONTACT_SECONDS
+        client.retries.first_contact_hint = " --retry-for waits longer for it"
+    return client
 
 
 if __name__ == "__main__":

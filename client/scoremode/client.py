@@ -239,6 +239,7 @@ class ScoreClient(_Client):
         max_tokens: int | None = None,
         add_special_tokens: bool | None = None,
         corpus: CorpusInfo | None = None,
+        return_ranks: bool = False,
         on_window: OnWindow | None = None,
         model: str | None = None,
     ) -> Reference:
@@ -254,6 +255,7 @@ class ScoreClient(_Client):
             max_tokens: Take no more than these tokens of the text.
             add_special_tokens: Let the tokenizer add its special tokens.
             corpus: Where the text is from, kept with the reference.
+            return_ranks: Have the logprobs and ranks of its targets in each window.
             on_window: Called with each window as it is recorded, and the running perplexity.
             model: In place of the client's.
 
@@ -274,6 +276,7 @@ class ScoreClient(_Client):
                 max_tokens=max_tokens,
                 add_special_tokens=add_special_tokens,
                 corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
+                return_ranks=return_ranks or None,
             )
         )
 
@@ -469,6 +472,7 @@ class AsyncScoreClient(_Client):
         max_tokens: int | None = None,
         add_special_tokens: bool | None = None,
         corpus: CorpusInfo | None = None,
+        return_ranks: bool = False,
         on_window: OnWindow | None = None,
         model: str | None = None,
     ) -> Reference:
@@ -486,6 +490,7 @@ class AsyncScoreClient(_Client):
                 max_tokens=max_tokens,
                 add_special_tokens=add_special_tokens,
                 corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
+                return_ranks=return_ranks or None,
             )
         )
 

@@ -166,7 +166,8 @@ async def make_plan(
         offset += len(document)
     if not windows:
         raise WindowError(
-            f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}",
+            f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}; "
+            "give a smaller context_length (--context-length) or a longer text",
             "context_length",
         )
     return Plan(

@@ -302,6 +302,9 @@ class PerplexityWindow(BaseModel):
     nll_sum: float
     total_scored: int
     perplexity: Figure
+    logprobs: list[float] | None = None
+    """Of the targets, in order, as are their ranks; of a recording with `return_ranks`."""
+    ranks: list[int] | None = None
 
 
 class PerplexityResponse(BaseModel):
@@ -367,6 +370,9 @@ class ReferenceRequest(PerplexityRequest):
 
     name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
     corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
+    return_ranks: bool = Field(
+        False, description="With `stream`, each window's event has the logprobs and ranks of its targets."
+    )
 
 
 class NoiseFloor(BaseModel):

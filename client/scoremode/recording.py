@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from scoremode.client import AsyncScoreClient
+from scoremode.client import AsyncScoreClient, OnWindow
 from scoremode.corpora import Corpus
 from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
@@ -42,6 +42,7 @@ async def record_reference(
     max_tokens: int | None = None,
     add_special_tokens: bool | None = None,
     on_progress: OnProgress | None = None,
+    on_window: OnWindow | None = None,
 ) -> Recording:
     """Record the served model's distributions over a corpus, for `measure_kld` to compare other models with.
 
@@ -58,6 +59,7 @@ async def record_reference(
         max_tokens: Take at most this many tokens of the text.
         add_special_tokens: Let the tokenizer add its special tokens.
         on_progress: Called for each window.
+        on_window: Called with each window too, which then has logprobs and ranks, unless the server is too old.
 
     Raises:
         ScoremodeError: the server fails and records nothing more when it is asked again, refuses the windows, or has
@@ -65,6 +67,7 @@ async def record_reference(
     """
     num_resumed = await _num_recorded(client, name)
     info: CorpusInfo | None = corpus.info
+    return_ranks = on_window is not None
     num_new = tokens_before = 0
 
     def take(window: PerplexityWindow) -> None:
@@ -72,6 +75,8 @@ async def record_reference(
         if not num_new:
             tokens_before = window.total_scored - window.num_scored
         num_new += 1
+        if on_window is not None:
+            on_window(window)
         if on_progress is not None:
             done = min(num_resumed + num_new, window.num_windows)
             mean = math.log(window.perplexity)
@@ -85,6 +90,7 @@ async def record_reference(
                 name,
                 **corpus.prompt,
                 corpus=info,
+                return_ranks=return_ranks,
                 method=method,
                 context_length=context_length,
                 stride=stride,
@@ -97,10 +103,10 @@ async def record_reference(
             if num_new == num_before:
                 raise
         except BadRequestError as error:
-            if info is None or error.param != "corpus":
+            if error.param not in ("corpus", "return_ranks") or (info is None and not return_ranks):
                 raise
             _log.warning("%s is too old to keep where a reference's text is from", client.address)
-            info = None
+            info, return_ranks = None, False
         else:
             return Recording(corpus, reference, num_resumed, time.perf_counter() - started)
 

@@ -1,10 +1,17 @@
 """`scoremode serve MODEL [any vllm serve flag]`: vLLM's own server with Scoremode's routes on it."""
 
+import argparse
 import importlib.metadata
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, keep_references
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+USAGE = "scoremode serve MODEL [any option of vllm serve]"
 
 SHUTDOWN_TIMEOUT = 30
 """Seconds in which requests may finish after SIGTERM; vLLM's own default is none."""
@@ -34,7 +41,6 @@ def serve(arguments: list[str]) -> None:
     # vLLM's command-line module needs distribution metadata that the CPU build lacks; the subcommand itself does not.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
         from vllm.entrypoints.common.startup import cli_env_setup
@@ -43,18 +49,8 @@ def serve(arguments: list[str]) -> None:
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
-    parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
     command = ServeSubcommand()
-    subparser = command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
-    # lm-eval's remote tokenizer asks for it; `--no-enable-tokenizer-info-endpoint` turns it off.
-    subparser.set_defaults(
-        enable_tokenizer_info_endpoint=True,
-        shutdown_timeout=SHUTDOWN_TIMEOUT,
-        renderer_num_workers=tokenizer_threads(),
-    )
-    add_arguments(subparser)
-    subparser.usage = "scoremode serve [model_tag] [any option of vllm serve]"
-    namespace = parser.parse_args(["serve", *arguments])
+    namespace = parse(command, arguments)
     keep_references(namespace)
     configure_logging_from_args(namespace)
     command.validate(namespace)
@@ -64,6 +60,35 @@ def serve(arguments: list[str]) -> None:
 
     if engine_has_died():
         raise SystemExit("scoremode: the engine has died")
+
+
+def parse(command: "ServeSubcommand", arguments: list[str]) -> argparse.Namespace:
+    """What vLLM's command is to run with.
+
+    Raises:
+        SystemExit: the arguments are wrong, or name no model. vLLM would serve one of its own choice.
+    """
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
+    subparser = command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+    # lm-eval's remote tokenizer asks for it; `--no-enable-tokenizer-info-endpoint` turns it off.
+    subparser.set_defaults(
+        enable_tokenizer_info_endpoint=True,
+        shutdown_timeout=SHUTDOWN_TIMEOUT,
+        renderer_num_workers=tokenizer_threads(),
+        model=None,
+    )
+    add_arguments(subparser)
+    subparser.usage = USAGE
+    try:
+        namespace: argparse.Namespace = parser.parse_args(["serve", *arguments])
+    except (OSError, ValueError) as error:  # Of the file of `--config`.
+        subparser.error(str(error))
+    namespace.model = namespace.model_tag or namespace.model
+    if namespace.model is None:
+        subparser.error("no model is named, neither here nor in a file of --config")
+    return namespace
 
 
 def tokenizer_threads() -> int:
@@ -89,12 +114,12 @@ def keep_tensors_off_the_heap() -> None:
 def main() -> None:
     """Entry point `scoremode`."""
     match sys.argv[1:]:
-        case ["serve", *arguments]:
-            serve(arguments)
+        case ["serve", first, *others]:
+            serve([first, *others])
         case ["--version" | "-V"]:
             print(importlib.metadata.version("scoremode"))
         case ["--help" | "-h"]:
-            print("usage: scoremode serve MODEL [any option of vllm serve]\n       scoremode --version")
+            print(f"usage: {USAGE}\n       scoremode --version")
         case _:
-            print("usage: scoremode serve MODEL [any option of vllm serve]", file=sys.stderr)
+            print(f"usage: {USAGE}", file=sys.stderr)
             raise SystemExit(2)

@@ -21,7 +21,9 @@ NUM_WINDOWS = 5
 def compared(server: str, folder: Path, *more: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """What a comparison printed, its record and its arrays."""
     output = folder / "run.json"
-    printed = ppl_client("kld", "--url", server, "--reference", NAME, "--output", str(output), "--quiet", *more)
+    printed = ppl_client(
+        "kld", "--url", server, "--reference", NAME, "--output", str(output), "--force", "--quiet", *more
+    )
     return printed, json.loads(output.read_text()), load_file(output.with_suffix(".safetensors"))
 
 

@@ -13,7 +13,7 @@ from tests.texts import WIKITEXT
 
 def result_of(server: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     output = tmp_path / "result.json"
-    ppl_client("--url", server, "--output", str(output), *arguments)
+    ppl_client("--url", server, "--output", str(output), "--force", *arguments)
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 

@@ -72,7 +72,7 @@ def test_figures_are_those_of_ppl_client_by_hand(runs, server, tmp_path):
     # Each run has other batches, and float32 sums depend on them.
     oracle.assert_close(found["kld"], expected["kld"])
     oracle.assert_close(found["logprobs"], expected["logprobs"])
-    ppl_client("--url", server, *TEXT, "--output", str(output), "--quiet")
+    ppl_client("--url", server, *TEXT, "--output", str(output), "--force", "--quiet")
     assert json.loads(output.read_text())["perplexity"] == pytest.approx(swept["statistics"]["ppl_q"], rel=1e-5)
 
 

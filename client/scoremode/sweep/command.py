@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from scoremode._printable import printable
 from scoremode.comparison import RunFile, compare, load_run
 from scoremode.comparison.pairing import check_comparable
 from scoremode.comparison.plots import write_plots
@@ -51,7 +52,7 @@ async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:
 
 def _report_failures(result: SweepResult) -> None:
     for name, message in result.failures.items():
-        print(f"ppl-client: {name} failed: {message}", file=sys.stderr)
+        print(f"ppl-client: {printable(f'{name} failed: {message}')}", file=sys.stderr)
 
 
 def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:

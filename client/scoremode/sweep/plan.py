@@ -170,6 +170,28 @@ class SweepPlan(_Part):
         return self
 
 
+def check_local_models(plan: SweepPlan, folder: Path) -> None:
+    """See that models which can only be local paths are there, before hours are spent on those before them.
+
+    Raises:
+        PlanError: which are not.
+    """
+    missing = [
+        f"{entry.name}: there is no {folder / entry.model}"
+        for entry in plan.models
+        if entry.url is None and entry.model and _is_local(entry.model) and not (folder / entry.model).exists()
+    ]
+    if missing:
+        raise PlanError("; ".join(missing))
+
+
+def _is_local(model: str) -> bool:
+    """Whether it cannot be a name on the hub, which is ORGANIZATION/NAME, or ORGANIZATION/NAME/FILE.gguf."""
+    if model.startswith(("/", "./", "../")):
+        return True
+    return model.count("/") > 1 and "://" not in model and not model.endswith(".gguf")
+
+
 def read_plan(path: Path) -> SweepPlan:
     """Read a plan.
 

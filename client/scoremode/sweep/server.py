@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,15 +21,17 @@ from scoremode.errors import ScoremodeError
 STOP_SECONDS = 60.0
 """Until a server is killed that was asked to end: its own `--shutdown-timeout` is 30."""
 _POLL_SECONDS = 0.5
-LOG_END = "; the end of "
-"""What the last lines of a log begin with in the message of an error."""
-_TAIL_LINES = 20
+_TAIL_LINES = 200
+"""Of a log, in which an error is looked for."""
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception|Exit)\b: .+")
+_SUMMARY_OF_VLLM = "Engine core initialization failed"
+"""Of an error that only says that there is another."""
 
 Result = TypeVar("Result")
 
 
 class ServerProcessError(ScoremodeError):
-    """A server did not come up, or ended while it was needed; the message ends with the end of its log."""
+    """A server did not come up, or ended while it was needed; the message ends with the error in its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ async def _wait_until_ready(server: ModelServer, seconds: float) -> None:
         async with asyncio.timeout(seconds), httpx.AsyncClient(base_url=server.url, timeout=5, trust_env=False) as http:
             await server.while_it_runs(_healthy(http))
     except TimeoutError:
-        raise ServerProcessError(f"the server was not ready after {seconds:.0f} s{_log_end(server.log)}") from None
+        raise ServerProcessError(f"the server was not ready after {seconds:.0f} s{_reason(server.log)}") from None
 
 
 async def _healthy(http: httpx.AsyncClient) -> None:
@@ -167,9 +170,11 @@ async def _stop(process: Process) -> None:
 
 
 def _ended(process: Process, log: Path) -> ServerProcessError:
-    return ServerProcessError(f"the server ended with status {process.returncode}{_log_end(log)}")
+    return ServerProcessError(f"the server ended with status {process.returncode}{_reason(log)}")
 
 
-def _log_end(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n    ".join([f"{LOG_END}{log}:", *lines])
+def _reason(log: Path) -> str:
+    """The last error in a log, or else its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-_TAIL_LINES:]
+    errors = [found[0] for line in lines if (found := _ERROR.search(line)) and _SUMMARY_OF_VLLM not in line]
+    return f" (log {log}): {(errors or lines or ['it printed nothing'])[-1]}"

@@ -1,6 +1,7 @@
 """A sweep: each model of a plan in turn is served, measured, and stopped."""
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import httpx
 from numpy.typing import NDArray
 
 from scoremode import kld_report, report
-from scoremode._options import DEFAULT_RETRY_FOR
+from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS
 from scoremode._output import Output
 from scoremode._progress import progress_bar
 from scoremode.client import AsyncScoreClient
@@ -19,6 +20,9 @@ from scoremode.corpora import Corpus
 from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.evaluate import evaluate
+from scoremode.journal import Journal
+from scoremode.plan import Plan, WindowNlls
+from scoremode.protocol import PerplexityWindow
 from scoremode.recording import record_reference
 from scoremode.run import OnProgress
 from scoremode.sweep.kept import (
@@ -33,8 +37,8 @@ from scoremode.sweep.kept import (
     served_marks,
     text_marks,
 )
-from scoremode.sweep.plan import ModelEntry, SweepPlan
-from scoremode.sweep.server import LOG_END, model_server
+from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
+from scoremode.sweep.server import model_server
 from scoremode.windows import WindowError
 
 _log = logging.getLogger(__name__)
@@ -52,7 +56,7 @@ class SweepResult:
     measured: list[str] = field(default_factory=list)
     """Names of the models that were measured now."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Why there is no run, by the models' names; with the end of a server's log where it failed."""
+    """Why there is no run, by the models' names; with the error in a server's log where it failed."""
 
 
 async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None, quiet: bool = True) -> SweepResult:
@@ -69,9 +73,11 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
         quiet: Without a progress bar.
 
     Raises:
+        PlanError: a model that is a local path is not there.
         CorpusError: the text cannot be read.
         OutputError: the folder for runs cannot be made.
     """
+    check_local_models(plan, folder)
     sweep = _Sweep(plan, folder, plan.text.load(folder), api_key=api_key, quiet=quiet)
     for entry in plan.models:
         try:
@@ -93,6 +99,11 @@ class _Sweep:
         self._references = self._output / "references"
         self._reference: str | None = None
         """Name of the first model's, once it is known."""
+        self._recorded: list[PerplexityWindow] = []
+        """Of the first model, those of this time."""
+        self._recording_seconds = 0.0
+        self._seconds: list[float] = []
+        """That each model took which was measured now."""
         try:
             self._references.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,15 +111,18 @@ class _Sweep:
 
     async def measure(self, entry: ModelEntry) -> None:
         """See that there is the run of a model."""
+        started = time.monotonic()
         if entry.url is None:
             await self._measure_served(entry)
         else:
             await self._measure_running(entry, entry.url)
+        if entry.name in self.result.measured:
+            self._seconds.append(time.monotonic() - started)
 
     def fail(self, entry: ModelEntry, error: Exception) -> None:
         """Note that there is no run of a model."""
         self.result.failures[entry.name] = str(error)
-        _log.error("%s: failed: %s", entry.name, str(error).partition(LOG_END)[0])
+        _log.error("%s: failed: %s", entry.name, error)
 
     async def _measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, served_marks(self._plan, entry, self._folder))
@@ -118,7 +132,7 @@ class _Sweep:
         log = self._output / "logs" / f"{entry.name}.log"
         command = entry.command or self._plan.command
         assert entry.model is not None
-        _log.info("%s: starting `%s %s`, log %s", entry.name, " ".join(command), entry.model, log)
+        self._announce(entry, f"loading `{' '.join(command)} {entry.model}`, log {log}")
         async with (
             model_server(
                 command,
@@ -141,7 +155,13 @@ class _Sweep:
             if self._is_kept(entry, marks, await self._reference_at(client, entry)):
                 self._keep(entry)
             else:
+                self._announce(entry, f"served at {client.address}")
                 await self._measure(entry, client, marks)
+
+    def _announce(self, entry: ModelEntry, doing: str) -> None:
+        models = self._plan.models
+        place = f"model {models.index(entry) + 1} of {len(models)}"
+        _log.info("%s, %s: %s%s", place, entry.name, doing, self._time_left(entry))
 
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self._plan.models[0]
@@ -149,9 +169,11 @@ class _Sweep:
     def _client(
         self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> AsyncScoreClient:
-        return AsyncScoreClient(
+        client = AsyncScoreClient(
             url, model=model, api_key=self._api_key, retry_for=DEFAULT_RETRY_FOR, transport=transport
         )
+        client.retries.first_contact = FIRST_CONTACT_SECONDS
+        return client
 
     def _path(self, entry: ModelEntry) -> Path:
         return self._output / f"{entry.name}.json"
@@ -182,15 +204,22 @@ class _Sweep:
         assert self._reference is not None
         if is_complete(self._references / self._reference):
             return False
-        return any(
-            entry.url is not None
-            or changes(
-                self._path(entry),
-                {**self._marks(entry, served_marks(self._plan, entry, self._folder)), "reference": self._reference},
-            )
-            != ""
-            for entry in self._plan.models[1:]
-        )
+        return any(map(self._will_be_measured, self._plan.models[1:]))
+
+    def _will_be_measured(self, entry: ModelEntry) -> bool:
+        """Whether a model after the first has no run yet, as far as is known before its server is asked."""
+        if entry.url is not None:
+            return True
+        marks = {**self._marks(entry, served_marks(self._plan, entry, self._folder)), "reference": self._reference}
+        return changes(self._path(entry), marks) != ""
+
+    def _time_left(self, entry: ModelEntry) -> str:
+        """In words, once a model was measured: as if the others took as long."""
+        if not self._seconds:
+            return ""
+        later = self._plan.models[self._plan.models.index(entry) + 1 :]
+        seconds = sum(self._seconds) / len(self._seconds) * (1 + sum(map(self._will_be_measured, later)))
+        return f", about {seconds / 60:.0f} min left" if seconds >= 60 else f", about {seconds:.0f} s left"
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
         """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
@@ -211,7 +240,7 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=goes_on(path, all_marks))
+        output = Output(path, resume=goes_on(path, all_marks), force=True)
         try:
             if reference is None or self._is_first(entry):
                 record, arrays, figure = await self._perplexity(client, entry, output)
@@ -229,14 +258,34 @@ class _Sweep:
         _log.info("%s: recording the reference %s", entry.name, reference)
         with self._progress("ppl") as on_progress:
             recorded = await record_reference(
-                client, self._corpus, reference, **self._windows(), on_progress=on_progress
+                client,
+                self._corpus,
+                reference,
+                **self._windows(),
+                on_progress=on_progress,
+                on_window=self._recorded.append,
             )
+        self._recording_seconds = recorded.seconds
         if self._plan.floor and recorded.reference.noise_floor is None:
             _log.info("%s: measuring the noise floor", entry.name)
             with self._progress("kld") as on_progress:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
+        def start_journal(plan: Plan) -> Journal[WindowNlls]:
+            """With the windows that the recording has scored, which are not scored again."""
+            journal = output.start_journal(plan)
+            if not self._is_first(entry):
+                return journal
+            journal.seconds += self._recording_seconds
+            for window in self._recorded:
+                if window.logprobs is not None and window.index not in journal.windows:
+                    nlls = [-logprob for logprob in window.logprobs]
+                    scored = WindowNlls(window.index, window.num_scored, window.nll_sum, nlls, window.ranks)
+                    journal.windows[window.index] = plan.from_line(plan.to_line(scored))
+                    journal.add(scored, journal.seconds)
+            return journal
+
         _log.info("%s: measuring perplexity", entry.name)
         with self._progress("ppl") as on_progress:
             evaluation = await evaluate(
@@ -245,7 +294,7 @@ class _Sweep:
                 **self._windows(),
                 return_ranks=True,
                 return_token_texts=True,
-                start_journal=output.start_journal,
+                start_journal=start_journal,
                 on_progress=on_progress,
             )
         figure = f"perplexity {evaluation.result.perplexity:.4f}"

@@ -252,7 +252,7 @@ async def _contents(job: Job, state: ScoremodeState, queue: RequestQueue) -> Asy
     progress = Progress(job.num_windows)
     async with aclosing(_scored_windows(job, state, queue)) as windows:
         async for nlls in windows:
-            yield progress.add(nlls).model_dump()
+            yield progress.add(nlls).model_dump(exclude={"logprobs", "ranks"})
     yield (await asyncio.to_thread(_response, job)).model_dump()
 
 

@@ -85,7 +85,8 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         reference = await references.recorder.begin(request.name, plan, text, request.corpus)
     accepted = state.admission.request("/v1/references", job.request_id)
     if request.stream:
-        return EventStream(accepted, partial(_contents, job, state, reference), job.request_id)
+        contents = partial(_contents, job, state, reference, return_ranks=request.return_ranks)
+        return EventStream(accepted, contents, job.request_id)
     async with accepted as queue, aclosing(_recorded_windows(job, state, reference, queue)) as windows:
         async for _ in windows:
             pass
@@ -122,16 +123,17 @@ async def _recorded_windows(
         async for window in windows:
             job.nlls.append(window.nlls)
             so_far = progress.add(window.nlls)
-            if window.is_new:
+            if window.ranks is not None:
+                so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
                 yield so_far
     await recorder.finish(reference, job.nlls)
 
 
 async def _contents(
-    job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue
+    job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue, *, return_ranks: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the reference."""
     async with aclosing(_recorded_windows(job, state, reference, queue)) as windows:
         async for window in windows:
-            yield window.model_dump()
+            yield window.model_dump(exclude=None if return_ranks else {"logprobs", "ranks"})
     yield (await references_of(state).stored.describe(reference.name)).model_dump()

@@ -14,22 +14,23 @@ const COLUMNS = { sumLogprob: "sum of logprobs", perToken: "per token", perByte:
 export function continuationsOf(lines, prompt, spaces) {
   const isSeparate = !spaces || /\s$/.test(prompt);
   const given = lines.split("\n").filter((line) => line.trim());
-  if (!given.length) throw new ShownError("There is no continuation to compare: type in one a line.");
+  if (!given.length) throw new ShownError("There is no continuation to compare: type in one per line.");
   return given.map((line) => (isSeparate || /^\s/.test(line) ? line : ` ${line}`));
 }
 
-/** Ask a server for scores of continuations: the figures of each. */
+/** Ask a server for scores of continuations: its model, and the figures of each. */
 export async function scoreContinuations(server, prompt, continuations, signal) {
   const text = await server.score({ prompt, continuations }, signal);
   const answer = server.scoresOfContinuations(text, continuations.length);
   // As lm-eval joins them: white space that ends the prompt goes to the continuation.
   const moved = prompt.slice(prompt.trimEnd().length);
-  return answer.data.map((result, index) => continuationFigures(result, moved + continuations[index]));
+  const figures = answer.data.map((result, index) => continuationFigures(result, moved + continuations[index]));
+  return { model: answer.model, figures };
 }
 
-/** Fill a table with the figures of each continuation, and return in words which one is preferred. */
-export function showPreference(table, continuations, figures) {
-  const best = Object.keys(COLUMNS).map((column) => indexOfLargest(figures.map((each) => each[column])));
+/** A table with the figures of each continuation on one server; `name` is null where there is no other. */
+export function continuationsTable(name, continuations, figures) {
+  const best = bestOf(figures);
   const rows = figures.map((each, index) => {
     const preferences = Object.keys(COLUMNS).map((column) => formatNumber(each[column]));
     const cells = [...preferences, each.tokens, each.isGreedy ? "yes" : "no"];
@@ -37,19 +38,28 @@ export function showPreference(table, continuations, figures) {
     best.forEach((preferred, column) => made.cells[column + 1].classList.toggle("best", preferred === index));
     return made;
   });
-  const head = element("thead", {}, row("continuation", [...Object.values(COLUMNS), "tokens", "greedy"], "th"));
-  table.replaceChildren(head, element("tbody", {}, ...rows));
+  const columns = [...Object.values(COLUMNS), "tokens", "greedy"];
+  const head = element("thead", {}, row(name ?? "continuation", columns, "th"));
+  return element("table", {}, head, element("tbody", {}, ...rows));
+}
+
+/** Which continuation a model prefers, in words. */
+export function preference(name, continuations, figures) {
+  const best = bestOf(figures);
+  const subject = name ?? "The model";
   // Where all are impossible none is better than another.
-  if (best.includes(-1)) return "The model finds each of them impossible.";
-  return inWords(best.map((index) => `“${continuations[index].trim()}”`));
+  if (best.includes(-1)) return `${subject} finds each of them impossible.`;
+  const [bySum, byToken, byByte] = best.map((index) => `“${continuations[index].trim()}”`);
+  if (bySum === byToken && bySum === byByte) return `${subject} prefers ${bySum}.`;
+  return `${subject} prefers ${bySum} by the sum of logprobs, ${byToken} per token, ${byByte} per byte.`;
+}
+
+/** The index of the best continuation by each column. */
+function bestOf(figures) {
+  return Object.keys(COLUMNS).map((column) => indexOfLargest(figures.map((each) => each[column])));
 }
 
 /** The index of the largest value, -1 where all are minus infinity. */
 function indexOfLargest(values) {
   return values.findIndex((value) => value > -Infinity && value === Math.max(...values));
-}
-
-function inWords([bySum, byToken, byByte]) {
-  if (bySum === byToken && bySum === byByte) return `The model prefers ${bySum}.`;
-  return `The model prefers ${bySum} by the sum of logprobs, ${byToken} per token, ${byByte} per byte.`;
 }

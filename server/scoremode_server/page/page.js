@@ -2,21 +2,33 @@
 
 import { align } from "./alignment.js";
 import { fillCard, placeCard } from "./card.js";
-import { continuationsOf, scoreContinuations, showPreference } from "./continuations.js";
+import { continuationsOf, continuationsTable, preference, scoreContinuations } from "./continuations.js";
 import { element, row } from "./dom.js";
-import { formatCount, formatNumber, textFigures } from "./figures.js";
+import { countBytes, formatCount, formatNumber, textFigures } from "./figures.js";
 import { legend } from "./legend.js";
+import { shortNames } from "./names.js";
 import { SAMPLES } from "./samples.js";
 import { Server, ShownError, serverUrl } from "./server.js";
+import { asCsv, asJson, copy, linked, linkTo } from "./sharing.js";
 import { TokenView } from "./tokens.js";
+import { scoreInWindows, slidingWindows } from "./windows.js";
 
 const OWN_BASE = new URL(".", document.baseURI).href;
 /* The URL below which this server's routes are. Servers below other paths share its origin, and so its storage. */
 
 const at = (id) => document.getElementById(id);
 
+const MOST_ADDED_TOKENS = 8;
+/* That a tokenizer puts before and after a text. A text of fewer bytes than the context has tokens fits into it. */
+
 let shown = null;
-/* What is scored and shown: text, pieces, results and the names of their servers. */
+/* What is scored and shown: text, pieces, windows if it was scored in any, and of each server its result and model. */
+
+let compared = null;
+/* What continuations are shown of, as `askedOf` has it. */
+
+let wanted = "surprise";
+/* What to colour by. A difference waits until there is one. */
 
 let asking = new AbortController();
 let scoring = new AbortController();
@@ -25,7 +37,7 @@ let comparing = new AbortController();
 const view = new TokenView(at("tokens"), (index) => {
   at("card").hidden = index === null;
   if (index === null) return;
-  fillCard(at("card"), index, view.tokensOfCharacter(index), shown.pieces, shown.names, shown.results);
+  fillCard(at("card"), index, view.tokensOfCharacter(index), shown.pieces, shortNames(shown.models), shown.results);
   placeCard(at("card"), view.chosenElement, at("tokens"));
 });
 
@@ -39,6 +51,30 @@ function secondServer() {
   return typed ? new Server("The second server", serverUrl(typed), at("second-key").value) : null;
 }
 
+/** What is asked of the servers: what is shown of anything else is stale. */
+function askedOf(...ids) {
+  return JSON.stringify(["second-url", ...ids].map((id) => [at(id).value, at(id).checked]));
+}
+
+const SCORED_OF = ["text"];
+const COMPARED_OF = ["text", "continuations", "space"];
+
+function showStaleness() {
+  const staleness = {
+    "scored-stale": shown !== null && shown.asked !== askedOf(...SCORED_OF),
+    "answers-stale": compared !== null && compared !== askedOf(...COMPARED_OF),
+  };
+  for (const [id, isStale] of Object.entries(staleness)) {
+    at(id).hidden = !isStale;
+    at(id).parentElement.classList.toggle("stale", isStale);
+  }
+}
+
+/** Short names of models for a table, with the whole one for a pointer at rest. */
+function headings(models) {
+  return shortNames(models).map((name, index) => element("span", { title: models[index] }, name));
+}
+
 async function showServed() {
   asking.abort();
   asking = new AbortController();
@@ -46,7 +82,8 @@ async function showServed() {
     const info = await firstServer().info(asking.signal);
     at("alternatives").max = info.max_top_logprobs;
     at("alternatives").value = Math.min(at("alternatives").value, info.max_top_logprobs);
-    const parts = [info.model, `context ${formatCount(info.max_model_len)}`, info.dtype, info.quantization];
+    at("served").title = info.model;
+    const parts = [...shortNames([info.model]), `context ${formatCount(info.max_model_len)}`, info.dtype, info.quantization];
     at("served").textContent = parts.filter(Boolean).join(" · ");
     at("key").removeAttribute("aria-invalid");
   } catch (error) {
@@ -81,27 +118,59 @@ async function scoreText() {
   scoring = new AbortController();
   const { signal } = scoring;
   at("score-status").textContent = "Scoring …";
+  showStaleness();
   try {
     await orShowError(at("score-error"), () => scoreOnServers(signal));
   } finally {
-    if (!signal.aborted) at("score-status").textContent = "";
+    if (!signal.aborted) endProgress();
   }
 }
 
+function endProgress() {
+  at("score-status").textContent = "";
+  at("progress").hidden = at("stop").hidden = true;
+  showStaleness();
+}
+
 async function scoreOnServers(signal) {
-  const text = at("text").value;
+  const [text, asked] = [at("text").value, askedOf(...SCORED_OF)];
+  if (!text) throw new ShownError("There is no text to score: paste one, or pick a sample.");
   const k = Math.max(0, Math.min(at("alternatives").valueAsNumber || 0, at("alternatives").max));
-  const body = { prompt: text, return_tokens: true, return_ranks: true, top_logprobs: k };
-  const second = secondServer();
-  const secondAnswer = second?.score(body, signal);
+  const options = { return_tokens: true, return_ranks: true, top_logprobs: k };
+  const [first, second] = [firstServer(), secondServer()];
+  const { tokens, windows } = await windowsOf(text, first, signal);
+  const score = windows ? progressOf(windows, second ? 2 : 1) : null;
+  const ask = async (server) => {
+    if (windows) return scoreInWindows(server, tokens, windows, options, signal, score);
+    const answer = await server.score({ prompt: text, ...options }, signal);
+    if (server === first) performance.mark("scoremode-answer");
+    return server.scoresOfTokens(answer);
+  };
+  const secondAnswer = second && ask(second);
   // It is waited for below, unless the first one fails.
   secondAnswer?.catch(() => {});
-  const first = firstServer();
-  const answer = await first.score(body, signal);
-  performance.mark("scoremode-answer");
-  showScored(text, first.scoresOfTokens(answer));
-  measureColours();
-  if (second) showComparison(second.scoresOfTokens(await secondAnswer));
+  const answer = await ask(first);
+  showScored(text, asked, windows, answer);
+  if (!windows) measureColours();
+  if (second) showComparison(await secondAnswer);
+}
+
+/** The tokens of a text and the windows to score them in; none where it fits into the server's context. */
+async function windowsOf(text, server, signal) {
+  const { max_model_len: context } = await server.info(signal);
+  if (countBytes(text) + MOST_ADDED_TOKENS <= context) return {};
+  const tokens = await server.tokenize(text, signal);
+  return tokens.length <= context ? {} : { tokens, windows: slidingWindows(tokens.length, context) };
+}
+
+/** Show how many windows are scored, on all servers; returns what is to be called after each. */
+function progressOf(windows, numServers) {
+  const [count, size] = [windows.list.length, formatCount(windows.context)];
+  at("score-status").textContent = `Scoring ${formatCount(count)} windows of ${size} tokens …`;
+  at("progress").hidden = at("stop").hidden = false;
+  at("progress").max = count * numServers;
+  at("progress").value = 0;
+  return () => (at("progress").value += 1);
 }
 
 /** How long it took from the first server's answer until colours were painted, as a measure of the performance API. */
@@ -109,10 +178,11 @@ function measureColours() {
   requestAnimationFrame(() => setTimeout(() => performance.measure("scoremode-colours", "scoremode-answer")));
 }
 
-function showScored(text, answer) {
+function showScored(text, asked, windows, answer) {
   const [result] = answer.data;
-  shown = { text, pieces: align(text, result.tokens), results: [result], names: [answer.model] };
+  shown = { text, asked, windows, pieces: align(text, result.tokens), results: [result], models: [answer.model] };
   at("scored").hidden = false;
+  at("copied").textContent = "";
   view.draw(shown.pieces, shown.results, mode());
   const isFirstUnscored = result.logprobs[0] === null;
   at("first-token").textContent = isFirstUnscored
@@ -129,28 +199,33 @@ function showComparison(answer) {
   if (!isSame("token_ids") || !isSame("tokens")) {
     throw new ShownError(
       "The second server cuts the text into other tokens, so there is no difference token by token to show: " +
-        `${formatCount(result.tokens.length)} of ${answer.model}, ${formatCount(first.tokens.length)} of ${shown.names[0]}.`,
+        `${formatCount(result.tokens.length)} of ${answer.model}, ${formatCount(first.tokens.length)} of ${shown.models[0]}.`,
     );
   }
   shown.results.push(result);
-  shown.names.push(answer.model === shown.names[0] ? `${answer.model} (second server)` : answer.model);
+  shown.models.push(answer.model);
   view.paint(shown.results, mode());
   showFiguresAndLegend();
 }
 
-/** What tokens are coloured by. A difference that is chosen waits until there is one. */
+/** What tokens are coloured by. */
 function mode() {
-  const chosen = document.querySelector("input[name=mode]:checked").value;
-  return chosen === "difference" && shown.results.length < 2 ? "surprise" : chosen;
+  return wanted === "difference" && shown.results.length < 2 ? "surprise" : wanted;
 }
 
-function chooseMode() {
+function chooseMode(chosen) {
+  wanted = chosen;
+  if (!shown) return;
   view.paint(shown.results, mode());
   showLegend();
+  if (linked().text !== null) history.replaceState(null, "", linkTo(linked().text, mode()));
 }
 
+/** The legend, and the choice that is shown: a difference that is not there cannot be chosen. */
 function showLegend() {
   at("legend").replaceChildren(...legend(mode(), shown.results[0]));
+  for (const each of document.querySelectorAll("input[name=mode]")) each.checked = each.value === mode();
+  document.querySelector("input[value=difference]").disabled = shown.results.length < 2;
 }
 
 function showFiguresAndLegend() {
@@ -162,7 +237,13 @@ function showFiguresAndLegend() {
     row("Bits per byte", figures.map((each) => formatNumber(each.bitsPerByte, 4))),
     row("Tokens scored", figures.map((each) => `${formatCount(each.scored)} of ${formatCount(each.tokens)}`)),
   ];
-  const head = element("thead", {}, row("", shown.names, "th"));
+  if (shown.windows) {
+    const { list, context, stride } = shown.windows;
+    const words = `${formatCount(list.length)} of ${formatCount(context)}, stride ${formatCount(stride)}`;
+    rows.push(row("Windows", [words]));
+    rows.at(-1).cells[1].colSpan = figures.length;
+  }
+  const head = element("thead", {}, row("", headings(shown.models), "th"));
   at("figures").replaceChildren(head, element("tbody", {}, ...rows));
 }
 
@@ -171,18 +252,57 @@ async function compareContinuations() {
   comparing = new AbortController();
   const { signal } = comparing;
   at("answers").hidden = true;
+  compared = null;
   at("preferred").textContent = "Scoring …";
   try {
     await orShowError(at("compare-error"), async () => {
-      const prompt = at("text").value;
+      const [prompt, asked] = [at("text").value, askedOf(...COMPARED_OF)];
+      if (!prompt) throw new ShownError("There is no text to continue: paste one, or pick a sample.");
       const continuations = continuationsOf(at("continuations").value, prompt, at("space").checked);
-      const figures = await scoreContinuations(firstServer(), prompt, continuations, signal);
-      at("preferred").textContent = showPreference(at("answers"), continuations, figures);
-      at("answers").hidden = false;
+      const servers = [firstServer(), secondServer()].filter(Boolean);
+      const asking = servers.map((server) => scoreContinuations(server, prompt, continuations, signal));
+      const answers = await Promise.allSettled(asking);
+      const answered = answers.filter((each) => each.status === "fulfilled").map((each) => each.value);
+      if (!signal.aborted && answered.length) showAnswers(asked, continuations, answered);
+      for (const each of answers) if (each.status === "rejected") throw each.reason;
     });
   } finally {
     if (!signal.aborted && at("answers").hidden) at("preferred").textContent = "";
+    showStaleness();
   }
+}
+
+function showAnswers(asked, continuations, answers) {
+  const names = answers.length > 1 ? shortNames(answers.map((each) => each.model)) : [null];
+  const tables = answers.map(({ figures }, index) => continuationsTable(names[index], continuations, figures));
+  at("answers").replaceChildren(...tables);
+  const sentences = answers.map(({ figures }, index) => preference(names[index], continuations, figures));
+  at("preferred").textContent = sentences.join(" ");
+  at("answers").hidden = false;
+  compared = asked;
+}
+
+/** Have a text copied, and say so or why not. */
+async function share(what, makeText) {
+  at("copied").textContent = "";
+  await orShowError(at("copied"), () => copy(makeText()));
+  at("copied").textContent ||= `Copied ${what}.`;
+}
+
+/** The link is shown in the address bar too, where it can be copied by hand. */
+function link() {
+  const url = linkTo(shown.text, mode());
+  history.replaceState(null, "", url);
+  return url;
+}
+
+/** Score the text that the page's URL has, if it has one. */
+function openLink() {
+  const { text, mode: chosen } = linked();
+  if (chosen) chooseMode(chosen);
+  if (text === null) return;
+  at("text").value = text;
+  scoreText();
 }
 
 function offerSamples() {
@@ -190,17 +310,15 @@ function offerSamples() {
   at("sample").addEventListener("change", () => {
     const text = SAMPLES[at("sample").value];
     if (text) at("text").value = text;
+    showStaleness();
   });
 }
 
-/** There is a difference to choose where there is a second server, and whoever adds one wants to see it. */
+/** Whoever adds a second server wants to see the difference; without one there is none. */
 function offerDifference() {
-  const before = shown && mode();
-  const difference = document.querySelector("input[value=difference]");
-  const surprise = document.querySelector("input[value=surprise]");
-  difference.disabled = !at("second-url").value.trim();
-  (difference.disabled ? surprise : difference).checked = true;
-  if (shown && mode() !== before) chooseMode();
+  const isTyped = Boolean(at("second-url").value.trim());
+  if (isTyped || wanted === "difference") chooseMode(isTyped ? "difference" : "surprise");
+  showStaleness();
 }
 
 function keptKey(base) {
@@ -256,8 +374,20 @@ at("compare").addEventListener("click", compareContinuations);
 onCtrlEnter("text", scoreText);
 onCtrlEnter("continuations", compareContinuations);
 at("key").addEventListener("change", showServed);
-for (const each of document.querySelectorAll("input[name=mode]")) each.addEventListener("change", chooseMode);
+at("stop").addEventListener("click", () => {
+  scoring.abort();
+  endProgress();
+});
+at("copy-link").addEventListener("click", () => share("the link", link));
+at("copy-json").addEventListener("click", () => share("the JSON", () => asJson(shown)));
+at("copy-csv").addEventListener("click", () => share("the CSV", () => asCsv(shown)));
+for (const id of ["text", "continuations", "space", "second-url"]) at(id).addEventListener("input", showStaleness);
+for (const each of document.querySelectorAll("input[name=mode]")) {
+  each.addEventListener("change", () => chooseMode(each.value));
+}
 const followToken = () => view.chosenElement && placeCard(at("card"), view.chosenElement, at("tokens"));
 addEventListener("scroll", followToken, { capture: true, passive: true });
 addEventListener("resize", followToken);
+addEventListener("hashchange", openLink);
 await showServed();
+openLink();

@@ -1,6 +1,6 @@
 // Requests to a server of Scoremode, and what can go wrong with them.
 
-const LOWEST_LOGPROB = -9999;
+export const LOWEST_LOGPROB = -9999;
 /* What stands for minus infinity in JSON. */
 
 /** Why there is no answer, in words for whoever uses the page; `status` is that of a server's refusal. */
@@ -23,6 +23,12 @@ export class Server {
   async info(signal) {
     const isRight = (info) => [info.max_model_len, info.max_top_logprobs].every(Number.isFinite);
     return this.#read(await this.#ask({ signal }), isRight);
+  }
+
+  /** The token ids of a text. */
+  async tokenize(prompt, signal) {
+    const text = await this.#ask({ method: "POST", body: JSON.stringify({ prompt }), signal }, "tokenize");
+    return this.#read(text, ({ tokens }) => Array.isArray(tokens)).tokens;
   }
 
   /** The answer to `POST /v1/score`, as JSON that is not parsed yet. */
@@ -55,28 +61,39 @@ export class Server {
     throw new ShownError(`${this.name} did not answer like Scoremode.`);
   }
 
-  async #ask(options) {
+  async #ask(options, path = "v1/score") {
     const headers = { "Content-Type": "application/json" };
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
     let response, text;
     try {
-      response = await fetch(new URL("v1/score", this.base), { ...options, headers, credentials: "omit" });
+      response = await fetch(new URL(path, this.base), { ...options, headers, credentials: "omit" });
       text = await response.text();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ShownError(this.#unreachable(error));
+      throw new ShownError(this.#unreachable());
     }
-    if (!response.ok) {
-      throw new ShownError(`${this.name}: ${reason(response, text)}`, response.status);
-    }
+    if (!response.ok) throw new ShownError(this.#refusal(response, text), response.status);
     return text;
   }
 
-  #unreachable(error) {
+  /** Why there is no answer; the server's own words where the page has none. */
+  #refusal(response, text) {
+    const known = {
+      401: this.key ? "does not accept the API key." : "needs an API key: type it in above.",
+      404: "has no Scoremode at this address.",
+      429: "is busy. Try again in a moment.",
+      502: "is not ready. Try again in a moment.",
+      503: "is not ready. Try again in a moment.",
+      504: "took too long. Try again, or a shorter text.",
+    }[response.status];
+    return known ? `${this.name} ${known}` : `${this.name}: ${reason(response, text)}`;
+  }
+
+  #unreachable() {
     const isElsewhere = new URL(this.base).origin !== location.origin;
     const origins = `--allowed-origins '["${location.origin}"]'`;
     const allowed = isElsewhere ? ` If it runs, it may have to be started with ${origins}.` : "";
-    return `${this.name} cannot be reached (${error.message}).${allowed}`;
+    return `${this.name} cannot be reached.${allowed}`;
   }
 }
 
@@ -100,14 +117,18 @@ function withInfinities(answer) {
   return answer;
 }
 
-/** What a server says is wrong, in OpenAI's shape; a proxy may answer in another. */
+/** What a server says is wrong, in OpenAI's shape, with the page's names of things; a proxy may answer in another. */
 function reason(response, text) {
+  let message;
   try {
-    const { message, param } = JSON.parse(text).error;
-    return param ? `${message} (${param})` : message;
+    ({ message } = JSON.parse(text).error);
   } catch {
     return `answered with status ${response.status} ${response.statusText}`;
   }
+  return String(message)
+    .replace(/continuations\[(\d+)\]( after prompt\[0\])?/g, (_, index) => `continuation ${Number(index) + 1}`)
+    .replace(/prompt(\[0\])?/g, "the text")
+    .replace(/top_logprobs/g, "Alternatives");
 }
 
 /**

@@ -35,6 +35,8 @@ from scoremode_server.references.tensor_files import BrokenFileError, partial_pa
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
+_MOST_NAMED = 20
+"""References that a message about an unknown one lists."""
 _ABANDONED_SECONDS = 60
 """Since a file was written last, after which nobody is going to move it to its place."""
 
@@ -254,7 +256,7 @@ class ReferenceDirectory:
         try:
             text = (path / _MANIFEST).read_text()
         except (FileNotFoundError, NotADirectoryError):
-            raise NoReferenceError(f"there is no reference {name!r}") from None
+            raise self._unknown(name) from None
         except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST} cannot be read: {error}") from None
         try:
@@ -323,7 +325,7 @@ class ReferenceDirectory:
             # Whoever opens it from now on finds nothing, not a half of it.
             path.rename(trash)
         except FileNotFoundError:
-            raise NoReferenceError(f"there is no reference {name!r}") from None
+            raise self._unknown(name) from None
         # Those too that were not removed to their end: a process was killed, or a file was written meanwhile.
         for each in self.root.glob(f"{_DELETED}*"):
             if each.is_dir() and not each.is_symlink():
@@ -351,6 +353,13 @@ class ReferenceDirectory:
         if head is None or head.vocab_size != vocab_size or reference.head_path.stat().st_size < head.num_bytes:
             return 0
         return head.num_bytes
+
+    def _unknown(self, name: str) -> NoReferenceError:
+        names = self.names()
+        named = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
+        return NoReferenceError(
+            f"there is no reference {name!r}" + (f"; there are {', '.join(named)}" if named else "")
+        )
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(REFERENCE_NAME, name):

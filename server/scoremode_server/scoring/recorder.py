@@ -47,8 +47,8 @@ class RecordedWindow:
 
     nlls: np.ndarray
     """[scored] float64, in nats."""
-    is_new: bool
-    """Whether it was not there before this request."""
+    ranks: np.ndarray | None
+    """[scored]; None of a window that was there before this request."""
 
 
 class Recorder:
@@ -172,16 +172,16 @@ class Recorder:
             await self._remove(reference, reference.shard(index))
             window = MarkedWindow(*mark_window("record", reference, text, index), settings)
             return await self._recorded(reference, window)
-        return RecordedWindow(-json_logprobs(logprobs.numpy()), is_new=False)
+        return RecordedWindow(-json_logprobs(logprobs.numpy()), None)
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
-        _, columns, _ = await self._engine.prompt_columns(window.request(window.mark))
+        _, columns, ranks = await self._engine.prompt_columns(window.request(window.mark))
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states took memory.
         window.done()
         await self._turns.take()
-        return RecordedWindow(-json_logprobs(columns[:, 0]), is_new=True)
+        return RecordedWindow(-json_logprobs(columns[:, 0]), ranks)
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window, or the LM head.

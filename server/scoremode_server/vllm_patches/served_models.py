@@ -40,7 +40,9 @@ class ServedModels(BaseServing):
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
             shorten_name(failure, name)
-            raise RequestError(failure.error.message, "model", HTTPStatus(failure.error.code))
+            # vLLM's message lists the names of the served model, and no adapters.
+            adapters = f" Adapters: {', '.join(self.models.lora_requests)}." if self.models.lora_requests else ""
+            raise RequestError(f"{failure.error.message}{adapters}", "model", HTTPStatus(failure.error.code))
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
 

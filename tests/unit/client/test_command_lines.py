@@ -138,7 +138,7 @@ def references(made) -> dict[str, Any]:
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
         ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, "error: the engine died (HTTP 500)", ""),
         ("SERVER TEXT --context-length 100 --output new.json", 1, "at most 64", ""),
-        ("SERVER TEXT --method sliding --stride 65 --output old.json", 1, "stride 65 is larger", ""),
+        ("SERVER TEXT --method sliding --stride 65 --output new.json", 1, "stride 65 is larger", ""),
         ("kld SERVER --reference none", 1, "there is no reference 'none' (HTTP 404)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),

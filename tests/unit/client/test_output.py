@@ -73,7 +73,7 @@ def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file
     assert not journal_file.exists(), "the output has all"
 
 
-@pytest.mark.parametrize("more", [[], ["--resume"]], ids=str)
+@pytest.mark.parametrize("more", [["--force"], ["--resume"]], ids=str)
 def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unbroken, more, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "remove", lambda self: self._file.close())
@@ -124,7 +124,7 @@ def test_room_for_all_files_is_checked_before_scoring(output, monkeypatch, capsy
     num_scored, files = server.num_scored, [output, output.with_suffix(".safetensors")]
     written = sizes[0] + sum(path.stat().st_size for path in files)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=written))
-    assert run(output, *options, server=server) == 1
+    assert run(output, *options, "--force", server=server) == 1
     assert f"no room in {output.parent}" in capsys.readouterr().err
     assert server.num_scored == num_scored
     assert set(output.parent.iterdir()) == set(files)

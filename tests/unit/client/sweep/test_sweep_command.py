@@ -35,7 +35,7 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         assert main(["sweep", write_plan(tmp_path, *models, broken), "--quiet"]) == 1
         printed = capsys.readouterr()
         assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, False]
-        assert printed.err.splitlines()[-1] == "    out of memory"
+        assert printed.err.splitlines()[-1].endswith(f" (log {runs}/logs/broken.log): out of memory")
         assert list((runs / "plots").glob("*.svg"))
         written = (runs / "report.html").stat().st_mtime_ns
         near = runs / "near.json"

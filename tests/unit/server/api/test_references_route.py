@@ -117,7 +117,11 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
     assert (await client.get(BASE)).json() == second
     assert (await client.delete(BASE)).json() == {"object": "reference.deleted", "name": "base", "deleted": True}
     for method in ("GET", "DELETE"):
-        assert error_of(await client.request(method, BASE)) == (404, "name", "there is no reference 'base'")
+        assert error_of(await client.request(method, BASE)) == (
+            404,
+            "name",
+            "there is no reference 'base'; there are a",
+        )
     assert (await client.get(REFERENCES)).json()["data"] == [first]
     assert os.listdir(engine.directory.root) == ["a"]
 
