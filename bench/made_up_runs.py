@@ -167,7 +167,7 @@ def write_kld_run(
         token_texts=dict(texts or {}),
     )
     record = kld_report.as_json(measurement, ["http://localhost:8000"])
-    Output(path, resume=False).write(record, kld_report.as_arrays(measurement))
+    Output(path, resume=False, force=True).write(record, kld_report.as_arrays(measurement))
     return path
 
 

@@ -48,7 +48,9 @@ def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TE
         "seconds": 1.0,
     }
     evaluation = Evaluation(**{**made_up, **fields})
-    Output(path, resume=False).write(report.as_json(evaluation, ["http://host"]), report.as_arrays(evaluation))
+    Output(path, resume=False, force=True).write(
+        report.as_json(evaluation, ["http://host"]), report.as_arrays(evaluation)
+    )
     return path
 
 
