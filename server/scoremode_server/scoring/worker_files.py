@@ -370,7 +370,8 @@ class WorkerFiles:
         self._admission = admission
         self._holder = secrets.token_hex(8)
         self._engines: list[_Engine] = []
-        self._written: dict[str, _File] = {}
+        self._written: dict[_File, str] = {}
+        """Tickets of what is waited for; two recordings of one reference wait for the same LM head."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -434,13 +435,14 @@ class WorkerFiles:
             TimeoutError: it was not within this time.
             RequestError: the engine has died (503).
         """
-        file = self._written[ticket] = _File.begin()
+        file = _File.begin()
+        self._written[file] = ticket
         self._call_workers()
         try:
             async with asyncio.timeout(seconds):
                 failure = await file.outcome
         finally:
-            self._written.pop(ticket, None)
+            del self._written[file]
         if failure is None:
             return None
         error = failure()
@@ -475,7 +477,7 @@ class WorkerFiles:
                 self._wake.clear()
                 orders = {first + rank: asdict(engine.next_orders()) for rank, engine in enumerate(engines)}
                 for each in orders.values():
-                    each["files"] += self._written
+                    each["files"] += set(self._written.values())
                 answers = await self._answers(orders)
                 news = [self._learn(engine, each) for engine, each in zip(engines, answers, strict=True)]
                 pause = POLL_SECONDS if is_asked or any(news) else min(2 * pause, MAX_POLL_SECONDS)
@@ -500,16 +502,16 @@ class WorkerFiles:
         answered = [answer for answer in answers if answer is not None]
         news = engine.learn(answered)
         for answer in answered:
-            for ticket, outcome in answer["files"].items():
-                if ticket in self._written and outcome is not None:
-                    self._written[ticket].settle(partial(UnreadableFileError, outcome) if outcome else None)
+            for file, ticket in self._written.items():
+                if (outcome := answer["files"].get(ticket)) is not None:
+                    file.settle(partial(UnreadableFileError, outcome) if outcome else None)
                     news = True
         return news
 
     def _end(self, failure: Failure) -> None:
         for engine in self._engines:
             engine.end(failure)
-        for file in self._written.values():
+        for file in self._written:
             file.settle(failure)
 
 
