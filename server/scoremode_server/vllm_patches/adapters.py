@@ -7,16 +7,21 @@ would add them to the rows of other requests.
 
 from typing import Any
 
+import torch
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
 
 def patch() -> None:
     """Refuse adapters with weights for the LM head when they are loaded."""
-    LogitsProcessorWithLoRA.set_lora = _refuse
+    set_lora = LogitsProcessorWithLoRA.set_lora
 
+    def set_lora_of_zeros(self: Any, index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+        # vLLM warms up with adapters of zeros for every layer.
+        if lora_b.any():
+            raise ValueError(
+                "this adapter has weights for the LM head, with which vLLM would make prompt logprobs of other "
+                "adapters' logits; merge it into the model, or serve it without Scoremode"
+            )
+        set_lora(self, index, lora_a, lora_b)
 
-def _refuse(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-    raise ValueError(
-        "this adapter has weights for the LM head, with which vLLM would make prompt logprobs of other adapters' "
-        "logits; merge it into the model, or serve it without Scoremode"
-    )
+    LogitsProcessorWithLoRA.set_lora = set_lora_of_zeros
