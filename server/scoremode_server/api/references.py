@@ -112,7 +112,7 @@ def _plan(job: Job) -> tuple[StoredText, TextPlan]:
 
 
 async def _recorded_windows(
-    job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue
+    job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue, *, return_ranks: bool = False
 ) -> AsyncGenerator[PerplexityWindow, None]:
     """Progress with each window that was not there before. At the end the reference has its perplexity. The files of a
     complete one are read too, so that asking again mends what was damaged."""
@@ -124,7 +124,8 @@ async def _recorded_windows(
             job.nlls.append(window.nlls)
             so_far = progress.add(window.nlls)
             if window.ranks is not None:
-                so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
+                if return_ranks:
+                    so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
                 yield so_far
     await recorder.finish(reference, job.nlls)
 
@@ -133,7 +134,8 @@ async def _contents(
     job: Job, state: ScoremodeState, reference: StoredReference, queue: RequestQueue, *, return_ranks: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Each window, in order; then the reference."""
-    async with aclosing(_recorded_windows(job, state, reference, queue)) as windows:
+    recorded = _recorded_windows(job, state, reference, queue, return_ranks=return_ranks)
+    async with aclosing(recorded) as windows:
         async for window in windows:
             yield window.model_dump(exclude=None if return_ranks else {"logprobs", "ranks"})
     yield (await references_of(state).stored.describe(reference.name)).model_dump()
