@@ -13,6 +13,7 @@ from scoremode._sweep_options import add_sweep_options
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
+from scoremode.kld_result import NUM_TOP
 from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
@@ -156,6 +157,9 @@ def _kld_parser() -> argparse.ArgumentParser:
     _add_server(parser, _SEVERAL_SERVERS)
     output = parser.add_argument_group("output")
     _add_output(output, "write the result as JSON, and the values of every token beside it as safetensors")
+    output.add_argument(
+        "--top-logprobs", type=int, default=NUM_TOP, metavar="N", help="top tokens in --output; default: %(default)s"
+    )
     output.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
 
