@@ -71,20 +71,6 @@ def _set_windows(options: argparse.Namespace) -> None:
         vars(options).update(window_settings(options.preset, options.context_length))
 
 
-def _perplexity_contradiction(options: argparse.Namespace) -> str | None:
-    if not options.server_side:
-        return None
-    if options.resume:
-        return "--resume does not work with --server-side: the server keeps the NLLs, so there is no journal"
-    if options.preset == "lm-eval":
-        return "--server-side does not work with --preset lm-eval: the server does not know the words that are counted"
-    if len(options.urls) > 1:
-        return "--server-side takes one --url: that server scores all windows"
-    if options.concurrency is not None:
-        return "--concurrency does not work with --server-side: the server decides"
-    return None
-
-
 def _record_contradiction(options: argparse.Namespace) -> str | None:
     if len(options.urls) > 1:
         return "record takes one --url: that server records all windows"
@@ -116,7 +102,6 @@ def _perplexity_parser() -> argparse.ArgumentParser:
     _add_text(parser)
     measure = parser.add_argument_group("measurement")
     _add_windows(measure)
-    measure.add_argument("--server-side", action="store_true", help="let the server cut the windows (/v1/perplexity)")
     _add_concurrency(measure)
     _add_server(parser, _SEVERAL_SERVERS)
     output = parser.add_argument_group("output")
@@ -208,7 +193,7 @@ def _corpus_parser() -> argparse.ArgumentParser:
 
 
 _COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], str | None]]] = {
-    "perplexity": (_perplexity_parser, _perplexity_contradiction),
+    "perplexity": (_perplexity_parser, lambda options: None),
     "record": (_record_parser, _record_contradiction),
     "kld": (_kld_parser, _kld_contradiction),
     "compare": (_compare_parser, compare_contradiction),

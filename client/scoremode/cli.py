@@ -5,7 +5,6 @@ import asyncio
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any
 
 from rich.console import Console
 
@@ -19,9 +18,9 @@ from scoremode.corpora import Corpus, load_corpus
 from scoremode.corpus import CorpusProgress, corpus_report, score_corpus
 from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
-from scoremode.evaluate import Evaluation, evaluate, evaluate_on_server
+from scoremode.evaluate import Evaluation, evaluate
 from scoremode.recording import Recording, record_reference
-from scoremode.windows import WindowError
+from scoremode.windows import WindowError, WindowSettings
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -85,8 +84,6 @@ async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output 
     async with AsyncExitStack() as stack:
         clients = await _clients(options, stack)
         on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
-        if options.server_side:
-            return await evaluate_on_server(clients[0], corpus, **_window_settings(options), on_progress=on_progress)
         return await evaluate(
             clients,
             corpus,
@@ -198,7 +195,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
     )
 
 
-def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
+def _window_settings(options: argparse.Namespace) -> WindowSettings:
     return {
         "method": options.method,
         "context_length": options.context_length,

@@ -78,6 +78,12 @@ class Window:
         return Window(self.start + offset, self.end + offset, self.first_target + offset, self.head)
 
 
+def adds_special_tokens(method: Method) -> bool:
+    """Whether the tokenizer adds its special tokens to a text if a request does not say; as in lm-eval, not for
+    `rolling`."""
+    return method != "rolling"
+
+
 def sequence_length(method: Method, context_length: int) -> int:
     """Tokens in the longest sequence that `method` asks a server to score; must fit the model.
 
