@@ -104,10 +104,10 @@ async def _score_window(plan: Plan, client: AsyncScoreClient, index: int) -> Win
     scores = await client.score([sequence], return_ranks=plan.return_ranks)
     if len(scores) != 1 or scores[0].token_ids != sequence:
         raise ResponseError("the server did not score the tokens that it was sent")
-    targets = scores[0].logprobs[window.first_scored :]
-    nlls = [-logprob for logprob in targets if logprob is not None]
-    if len(nlls) != window.num_scored:
-        raise ResponseError(f"the server gave {len(nlls)} logprobs for the {window.num_scored} targets of a window")
+    nlls: list[float] = (-scores[0].logprob_array[window.first_scored :]).tolist()
+    if num_missing := sum(map(math.isnan, nlls)):
+        given = window.num_scored - num_missing
+        raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
     ranks = _ranks(scores[0], window) if plan.return_ranks else None
     return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks)
 

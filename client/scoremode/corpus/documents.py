@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from scoremode._retries import INTERNAL_ERROR, TIMED_OUT
 from scoremode._tasks import together
 from scoremode.client import AsyncScoreClient
-from scoremode.corpus.answers import Answer, score_sequences, score_texts
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.pool import Pool, Result
+from scoremode.score import Score
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 
 _log = logging.getLogger(__name__)
@@ -182,12 +182,12 @@ class DocumentScorer:
             return await _in_halves(self._score_texts, documents)
         return await together(map(self._take, documents, answers))
 
-    async def _take(self, document: Document, answer: Answer) -> Scored | Unscored:
+    async def _take(self, document: Document, answer: Score) -> Scored | Unscored:
         if len(answer.token_ids) > self.context_length:
             return await self._score_tokens(answer.token_ids, document.num_bytes)
         if answer.num_scored != len(answer.token_ids):
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
-        kept = (answer.token_ids, answer.logprobs()) if self._per_token else (None, None)
+        kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
         return Scored(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
 
     async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
@@ -224,7 +224,7 @@ class DocumentScorer:
             return await _in_halves(score, windows)
         if [answer.token_ids for answer in answers] != sequences:
             raise ResponseError("the server did not score the tokens that it was sent")
-        targets = [answer.logprobs()[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
+        targets = [answer.logprob_array[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
         if any(np.isnan(logprobs).any() for logprobs in targets):
             raise ResponseError("the server gave no logprob for a target of a window")
         return targets
@@ -235,11 +235,14 @@ class DocumentScorer:
             _log.warning("a document is left without figures, and any other like it: %s", error)
         return Unscored(str(error))
 
-    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Answer]:
-        return await _answer(client, client.send(score_texts(client.model, texts, self.prefix_token_id)), len(texts))
+    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
+        scores = await _answer(client, client.score([[self.prefix_token_id]], texts), len(texts))
+        if len(scores) != len(texts):
+            raise ResponseError(f"the server gave {len(scores)} scores for {len(texts)} texts")
+        return scores
 
-    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Answer]:
-        return await _answer(client, client.send(score_sequences(client.model, sequences)), len(sequences))
+    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Score]:
+        return await _answer(client, client.score(sequences), len(sequences))
 
     async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
         return await _answer(client, client.tokenize(text, add_special_tokens=False), 1)
