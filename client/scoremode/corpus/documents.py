@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode._retries import INTERNAL_ERROR, TIMED_OUT
-from scoremode._tasks import together
+from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
@@ -137,7 +137,7 @@ class DocumentScorer:
         """
         asked = [document for document in documents if isinstance(document, Document)]
         limit = self._likely_context_bytes()
-        short, long = await together(
+        short, long = await joined(
             [
                 self._score_texts([document for document in asked if document.num_bytes <= limit]),
                 self._score_long([document for document in asked if document.num_bytes > limit]),
@@ -163,7 +163,7 @@ class DocumentScorer:
         self._num_tokens += sum(result.num_tokens for result in scored)
 
     async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
-        return await together(map(self._tokenize_and_score, documents))
+        return await joined(map(self._tokenize_and_score, documents))
 
     async def _score_texts(self, documents: Sequence[Document]) -> list[Scored | Unscored]:
         if not documents:
@@ -180,7 +180,7 @@ class DocumentScorer:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
             return await _in_halves(self._score_texts, documents)
-        return await together(map(self._take, documents, answers))
+        return await joined(map(self._take, documents, answers))
 
     async def _take(self, document: Document, answer: Score) -> Scored | Unscored:
         if len(answer.token_ids) > self.context_length:
@@ -201,7 +201,7 @@ class DocumentScorer:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
         try:
-            parts = await together(
+            parts = await joined(
                 self._score_windows(tokens, windows[first : first + in_request])
                 for first in range(0, len(windows), in_request)
             )
@@ -260,7 +260,7 @@ async def _in_halves(
     score: Callable[[Sequence[Part]], Coroutine[Any, Any, list[Result]]], parts: Sequence[Part]
 ) -> list[Result]:
     half = len(parts) // 2
-    first, second = await together(map(score, (parts[:half], parts[half:])))
+    first, second = await joined(map(score, (parts[:half], parts[half:])))
     return first + second
 
 
