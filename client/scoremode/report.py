@@ -1,4 +1,4 @@
-"""A finished evaluation as a table for people and as JSON for the record."""
+"""A finished evaluation as text for people, and as JSON and arrays for the record."""
 
 import dataclasses
 import math
@@ -9,10 +9,8 @@ from typing import Any
 import httpx
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
-from rich.text import Text
 
-from scoremode._printable import printable
+from scoremode._printable import two_columns
 from scoremode._version import __version__
 from scoremode.evaluate import Evaluation
 from scoremode.presets import comparable_with
@@ -22,13 +20,10 @@ RECORD_VERSION = 1
 """Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""
 
 
-def as_table(evaluation: Evaluation) -> Table:
-    """Two columns that fit in 80."""
+def as_text(evaluation: Evaluation) -> str:
+    """What was measured, in two columns."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     server, corpus = plan.server, plan.corpus.info
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
     rows = [
         ("model", plan.model),
         ("weights", f"{server.quantization or 'not quantized'}, {server.dtype}"),
@@ -46,9 +41,7 @@ def as_table(evaluation: Evaluation) -> Table:
         ("word perplexity", f"{text.word_perplexity:,.4f}"),
         ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
     ]
-    for name, value in rows:
-        table.add_row(name, Text(printable(value)), style="bold" if name == "perplexity" else None)
-    return table
+    return two_columns(rows)
 
 
 def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
@@ -82,11 +75,11 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
         "num_tokens": len(plan.tokens),
         "num_bytes": plan.num_bytes,
         "num_words": plan.num_words,
-        **_finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
+        **finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
         "seconds": evaluation.seconds,
         "tokens_per_second": evaluation.tokens_per_second,
         # Under the names that a comparison with a reference has for the served model.
-        "statistics": _finite_or_none(
+        "statistics": finite_or_none(
             {
                 "num_scored": result.num_scored,
                 "num_windows": len(evaluation.windows),
@@ -143,5 +136,8 @@ def _with_error(value: float, stderr: float | None, digits: int) -> str:
     return f"{value:,.{digits}f}" + ("" if stderr is None else f" ± {stderr:,.{digits}f}")
 
 
-def _finite_or_none(figures: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}
+def finite_or_none(value: Any) -> Any:
+    """What JSON can have of a figure, or of several: infinity becomes null."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
