@@ -58,7 +58,7 @@ def _all_computed(runs: Sequence[RunFile]) -> Iterator[tuple[str, str | None, Co
     """Label, quantization and what computed it, of runs and of their references, where that is known."""
     for run in runs:
         if run.server.computed_by is not None:
-            yield run.label, run.quantization, run.server.computed_by
+            yield run.label, run.server.quantization, run.server.computed_by
     for run in runs:
         reference = run.reference
         if reference is not None and reference.computed_by is not None:

@@ -93,5 +93,4 @@ class Comparison:
     @property
     def corpus_names(self) -> list[str]:
         """What the runs call their text, each name once; none where no run names it."""
-        names = dict.fromkeys(figures.run.corpus_name for figures in self.runs)
-        return [name for name in names if name is not None]
+        return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))
