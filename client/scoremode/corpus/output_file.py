@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from scoremode._output import sync_folder
 from scoremode.corpus.figures_journal import HEADER_KEY, FiguresJournal
 from scoremode.errors import OutputError
-from scoremode.plan import obstacles
+from scoremode.journal import check_same_run
 
 _ROW_GROUP_BYTES = 64 << 20
 _ROW_GROUP_ROWS = 65_536
@@ -132,10 +132,7 @@ def check_finished(path: Path, header: Mapping[str, object]) -> None:
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise OutputError(f"{path} is there, and is not of ppl-client corpus: choose another folder") from error
     # The journal has the checksum of its input; a finished file is trusted by its name and size.
-    if differing := obstacles(path, found, {"input_sha256": found.get("input_sha256"), **header}):
-        raise OutputError(
-            f"{path} is of another run: {differing}; give the options of that run, or choose another folder"
-        )
+    check_same_run(path, found, {"input_sha256": found.get("input_sha256"), **header}, "choose another folder")
     journal_of(path).unlink(missing_ok=True)
 
 

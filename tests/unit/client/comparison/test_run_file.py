@@ -41,7 +41,11 @@ def test_a_run_of_perplexity_is_read_back(perplexity_file):
     assert (run.method, run.context_length, run.stride) == ("sliding", 128, 100)
     assert (run.num_windows, run.num_scored, run.num_tokens, run.num_bytes) == (30, 3000, 3001, 12004)
     assert (run.corpus.name, run.text_identity) == ("text", Corpus("text", TEXT, "", 1).fingerprint)
-    assert (run.server.dtype, run.server.quantization, run.versions) == ("float32", None, "scoremode 9.9.9, vLLM 0.32.0")
+    assert (run.server.dtype, run.server.quantization, run.versions) == (
+        "float32",
+        None,
+        "scoremode 9.9.9, vLLM 0.32.0",
+    )
     assert {run.kld is None, run.same_top is None, run.reference is None, run.noise_floor is None} == {True}
     assert run.token_texts == {}
 
