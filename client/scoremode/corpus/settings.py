@@ -1,10 +1,11 @@
-"""What decides the rows of an output and their figures, and what is told of a run."""
+"""What decides the rows of an output and their figures, and the progress and the figures of a run."""
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from scoremode._printable import two_columns
 from scoremode.corpus.inputs import InputFile
 from scoremode.metrics import exp
 from scoremode.plan import server_header
@@ -79,3 +80,23 @@ class CorpusProgress:
 
 
 OnCorpusProgress = Callable[[CorpusProgress], object]
+
+
+def figures_as_text(done: CorpusProgress) -> str:
+    """The figures of a finished run, one per line."""
+    files = f"{done.files_done:,}"
+    if done.num_finished_before:
+        files += f", {done.num_finished_before:,} of them finished before"
+    documents = f"{done.num_documents:,}"
+    if done.num_resumed:
+        documents += f", {done.num_resumed:,} of them scored before"
+    lines = {"files": files, "documents": documents, "kept": f"{done.num_kept:,}"}
+    if done.num_unscored:
+        reason = "" if done.first_error is None else f", the first because {done.first_error}"
+        lines["without figures"] = f"{done.num_unscored:,}{reason}"
+    lines["tokens"] = f"{done.num_tokens:,}"
+    if done.perplexity is not None:
+        lines["perplexity"] = f"{done.perplexity:.4f}"
+    rate = (done.num_tokens - done.num_tokens_resumed) / done.seconds if done.seconds else 0
+    lines["time"] = f"{done.seconds:.1f} s, {rate:,.0f} tokens/s"
+    return two_columns(list(lines.items()))

@@ -2,11 +2,10 @@
 
 import argparse
 import asyncio
-import json
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from scoremode._printable import printable
@@ -67,7 +66,7 @@ def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
             result.failures[label] = str(error)
     if not runs:
         return
-    _warn_of_versions({run.label: run.path for run in runs})
+    _warn_of_versions(runs)
     comparison = compare(runs)
     output = folder / plan.output
     if plan.compare.plots is not None:
@@ -78,13 +77,11 @@ def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
     sys.stdout.write(as_text(comparison))
 
 
-def _warn_of_versions(runs: Mapping[str, Path]) -> None:
-    """Runs are kept when vLLM is updated; what they differ by may then be its doing."""
+def _warn_of_versions(runs: Sequence[RunFile]) -> None:
+    """Runs are kept when vLLM is updated, which may then explain their differences."""
     versions: dict[str, list[str]] = {}
-    for label, path in runs.items():
-        server = json.loads(path.read_text())["server"]
-        version = f"scoremode {server['scoremode_version']} on vLLM {server['vllm_version']}"
-        versions.setdefault(version, []).append(label)
+    for run in runs:
+        versions.setdefault(run.versions.replace(", ", " on "), []).append(run.label)
     if len(versions) > 1:
         found = "; ".join(f"{version}: {', '.join(labels)}" for version, labels in versions.items())
         _log.warning("the runs are of different versions, delete the older ones to measure them again: %s", found)
