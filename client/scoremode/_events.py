@@ -82,11 +82,7 @@ class EventReader(Generic[Window, Answer]):
                 self._take(data)
 
     def finish(self) -> Answer:
-        """The result, once the stream has ended.
-
-        Raises:
-            ResponseError: it ended too early.
-        """
+        """The result, once the stream has ended."""
         if self._result is None:
             raise ResponseError("the server's stream ended without a result")
         return self._result

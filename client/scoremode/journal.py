@@ -114,11 +114,7 @@ class Journal(AppendedFile, Generic[Result]):
         self._plan = plan
 
     def add(self, window: Result, seconds: float) -> None:
-        """Write down a finished window, and the scoring time until then over all sessions.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Write down a finished window, and the scoring time until then over all sessions."""
         self._append_line({**self._plan.to_line(window), "seconds": seconds})
         self.num_done += 1
 
@@ -154,11 +150,7 @@ class Journal(AppendedFile, Generic[Result]):
 
 
 def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
-    """Open the journal of a run: the one that is there, or a new one.
-
-    Raises:
-        OutputError: it is of another run, damaged, in use, no journal, or cannot be written.
-    """
+    """Open the journal of a run: the one that is there, or a new one."""
     file = open_locked(path)
     try:
         journal = Journal(path, file, plan)
@@ -178,21 +170,13 @@ def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
 
 
 def check_same_run(path: Path, found: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
-    """Refuse a file of finished work whose header is that of another run.
-
-    Raises:
-        OutputError: what differs, and what to do.
-    """
+    """Refuse a file of finished work whose header is that of another run."""
     if differing := obstacles(path, found, wanted):
         raise OutputError(f"{path} is of another run: {differing}; give the options of that run, or {other_way}")
 
 
 def count_windows(path: Path) -> tuple[int, int]:
-    """The windows that a locked journal has, and those of its whole run; both 0 for one that was killed at its header.
-
-    Raises:
-        OutputError: it is no journal.
-    """
+    """The windows that a locked journal has, and those of its whole run; both 0 if it was killed at its header."""
     header = _read_header(path)
     if header is None:
         return 0, 0
@@ -229,9 +213,6 @@ def open_locked(path: Path) -> FileIO:
     """Open a file for appending, without a buffer, and lock it against every other `ppl-client` until it is closed.
 
     Delete such a file before it is closed.
-
-    Raises:
-        OutputError: it cannot be written, is in use or is not a file.
     """
     while not _is_at(path, file := _open_locked(path)):
         # Its owner deleted it after it was opened and before it was locked.

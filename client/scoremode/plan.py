@@ -114,11 +114,7 @@ class Plan:
         return asdict(window)
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        """The window that a line of a journal has.
-
-        Raises:
-            ValueError: it has none of this run.
-        """
+        """The window that a line of a journal has."""
         found = _Line.model_validate(line)
         expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
         num_ranks = None if found.ranks is None else len(found.ranks)
@@ -141,12 +137,7 @@ async def make_plan(
     add_special_tokens: bool | None = None,
     return_ranks: bool = False,
 ) -> Plan:
-    """Tokenize a corpus on the server and cut it into windows.
-
-    Raises:
-        WindowError: windows that cannot be cut, or a text too short for one.
-        ScoremodeError: the server fails.
-    """
+    """Tokenize a corpus on the server and cut it into windows."""
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
     if add_special_tokens is None:

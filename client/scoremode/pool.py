@@ -73,10 +73,6 @@ class Pool:
         """Ask every server what it serves.
 
         `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at once.
-
-        Raises:
-            ServersDifferError: they do not serve the same.
-            ScoremodeError: a server fails.
         """
         return cls(clients, [await client.info() for client in clients], concurrency)
 

@@ -17,16 +17,7 @@ HEADER_KEY = b"scoremode"
 
 
 class FiguresJournal(AppendedFile):
-    """The journal of one output file: the figures of earlier sessions, and a place for those of this one.
-
-    Args:
-        path: The file's.
-        header: Everything that decides the figures.
-        schema: Of the figures.
-
-    Raises:
-        OutputError: it is of another run, damaged, in use, or cannot be written.
-    """
+    """The journal of one output file: the figures of earlier sessions, and a place for those of this one."""
 
     def __init__(self, path: Path, header: Mapping[str, object], schema: pa.Schema) -> None:
         super().__init__(path, open_locked(path))
@@ -46,11 +37,7 @@ class FiguresJournal(AppendedFile):
         return _Rows(self._batches() if self.num_resumed else iter(()), self._schema)
 
     def add(self, figures: pa.RecordBatch) -> None:
-        """Write down the figures of the next rows.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Write down the figures of the next rows."""
         self._append(figures.serialize())
         self.num_done += figures.num_rows
 

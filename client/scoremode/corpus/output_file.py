@@ -33,9 +33,6 @@ class OutputFile:
         rows: Schema of the rows as they are read.
         added: Schema of the added columns.
         condition: Of the rows that are kept; all when left out.
-
-    Raises:
-        OutputError: the file's journal is of another run, damaged or in use, or nothing can be written there.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class OutputFile:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> int:
-        """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new."""
         if is_new:
             self._journal.add(figures)
         columns = [*rows.columns, *figures.columns]
@@ -86,11 +79,7 @@ class OutputFile:
         return int(table.num_rows)
 
     def finish(self) -> None:
-        """Put the file in its place, and delete the journal.
-
-        Raises:
-            OutputError: it cannot be written. The journal stays.
-        """
+        """Put the file in its place, and delete the journal."""
         self._write_waiting()
         try:
             self._writer.close()
@@ -121,11 +110,7 @@ class OutputFile:
 
 
 def check_finished(path: Path, header: Mapping[str, object]) -> None:
-    """Refuse to take a finished file for that of a run.
-
-    Raises:
-        OutputError: it is of another run, or of none.
-    """
+    """Refuse to take a finished file for that of a run."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         found = json.loads(metadata[_header_key(header)])

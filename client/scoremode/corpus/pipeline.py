@@ -43,21 +43,7 @@ class _Piece:
 
 
 class Pipeline:
-    """One run over files.
-
-    Args:
-        files: In order.
-        folder: Of the outputs.
-        settings: What is asked for.
-        pool: The servers.
-        scorer: Of documents, on this pool.
-        resume: Whether to go on with what is in the folder.
-        on_progress: Called after each piece and each file.
-
-    Raises:
-        CorpusError: the filter is no condition.
-        OutputError: outputs are in the folder, and `resume` is false.
-    """
+    """One run over files."""
 
     def __init__(
         self,

@@ -14,11 +14,7 @@ _BATCH_ROWS = 256
 
 
 class ParquetRows:
-    """The rows of a parquet file.
-
-    Raises:
-        CorpusError: it cannot be read.
-    """
+    """The rows of a parquet file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -22,16 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def run_plan(options: argparse.Namespace) -> bool:
-    """Measure the models of the plan that the options name, and compare them: the table on stdout last.
-
-    Returns:
-        Whether every model was measured.
-
-    Raises:
-        ScoremodeError: the plan or its text cannot be read, or there is no folder for the runs.
-        OSError: a file of the comparison cannot be written.
-        asyncio.CancelledError: SIGTERM came. Servers are stopped, as after Ctrl-C.
-    """
+    """Measure the models of the plan that the options name, and compare them, with the table on stdout last; returns
+    whether every model was measured. SIGTERM stops servers as Ctrl-C does."""
     plan = read_plan(options.plan)
     result = asyncio.run(_measure(plan, options))
     try:
