@@ -53,7 +53,7 @@ def plots(comparison: Comparison) -> list[Plot]:
 
 
 def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; returns the files."""
+    """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; return the files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
