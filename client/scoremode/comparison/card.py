@@ -11,7 +11,7 @@ import yaml
 
 from scoremode._printable import printable
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.labels import model_name
+from scoremode.comparison.pairing import model_name
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES

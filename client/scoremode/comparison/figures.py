@@ -38,10 +38,10 @@ class RunFigures:
     kld_p99: float | None
     kld_p999: float | None
     kld_max: float | None
-    same_top_p: Figure | None
-    """Share of positions with the reference's likeliest token."""
     delta_p_rms: Figure | None
     """Root mean square of the change in the probability of the text's tokens."""
+    same_top_p: Figure | None
+    """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None
     """Mean KL divergence over that of the reference's own model beside itself."""
 

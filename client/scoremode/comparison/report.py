@@ -14,14 +14,13 @@ from markupsafe import Markup
 
 from scoremode._printable import printable
 from scoremode.comparison.card import card
-from scoremode.comparison.computed_by import computed_differently, in_words
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
 from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile
-from scoremode.comparison.summary import summary
+from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.report import weights_in_words
 
 MAX_BYTES = 30_000_000

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
@@ -210,18 +210,7 @@ def _run_values(figures: RunFigures) -> dict[str, Figure | float | None]:
         "weight_bytes": figures.run.server.weight_bytes,
         "num_parameters": figures.run.server.num_parameters,
         "bits_per_weight": figures.run.bits_per_weight,
-        "nll": figures.nll,
-        "perplexity": figures.perplexity,
-        "bits_per_byte": figures.bits_per_byte,
-        "kld": figures.kld,
-        "kld_median": figures.kld_median,
-        "kld_p95": figures.kld_p95,
-        "kld_p99": figures.kld_p99,
-        "kld_p999": figures.kld_p999,
-        "kld_max": figures.kld_max,
-        "delta_p_rms": figures.delta_p_rms,
-        "same_top_p": figures.same_top_p,
-        "kld_over_noise_floor": figures.kld_over_noise_floor,
+        **{field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "run"},
     }
 
 

@@ -18,10 +18,9 @@ from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
 from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
-from scoremode.corpus.inputs import InputFile
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import Rows, open_rows
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, checksum_of
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress, checksum_of
 from scoremode.errors import OutputError, ScoremodeError
 from scoremode.pool import Pool
 
