@@ -6,7 +6,7 @@ or undefined is None, because JSON has neither. Errors of paired figures are tho
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Self
 
@@ -57,19 +57,8 @@ class KldPositions:
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in POSITION_DTYPES})
 
 
-POSITION_DTYPES = {
-    "token_ids": "<i4",
-    "kld": "<f4",
-    "reverse_kld": "<f4",
-    "acceptance": "<f4",
-    "logprobs": "<f4",
-    "reference_logprobs": "<f4",
-    "ranks": "<i4",
-    "reference_ranks": "<i4",
-    "top_token_ids": "<i4",
-    "reference_top_token_ids": "<i4",
-    "reference_confidence": "<f4",
-}
+_INTEGERS = ("token_ids", "ranks", "reference_ranks", "top_token_ids", "reference_top_token_ids")
+POSITION_DTYPES = {each.name: "<i4" if each.name in _INTEGERS else "<f4" for each in fields(KldPositions)}
 """Of every field of `KldPositions`, its type on the wire and on disk: little-endian int32 or float32."""
 
 
