@@ -1,4 +1,4 @@
-"""The file that a run writes its result to, and the journal beside it while the run lasts."""
+"""The file that a run writes its result to, and the journal next to it while the run lasts."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ class OutputPlan(JournalPlan[Result], Protocol[Result]):
 class Output:
     """A result's file, which appears whole or not at all: until then an earlier file of the name stays as it is.
 
-    The arrays of a result are in a second file beside it, `run.safetensors` for `run.json`.
+    The arrays of a result are in a second file next to it, `run.safetensors` for `run.json`.
 
     Raises:
         OutputError: no file can be written there, there is the journal of an unfinished run and `resume` is false, or
@@ -72,7 +72,7 @@ class Output:
         journal = open_journal(self._journal_path, plan)
         self._journal = journal
         if journal.num_done:
-            _log.info("going on with %s: it has %s", self._journal_path, _progress(journal))
+            _log.info("resuming %s: it has %s", self._journal_path, _progress(journal))
         self._check_room(plan, journal)
         return journal
 
@@ -89,21 +89,21 @@ class Output:
             self._journal.remove()
             self._journal = None
 
-    def give_up(self) -> str:
-        """Close the journal of a run that failed; says how to go on, or nothing where no window was kept."""
+    def abort(self) -> str:
+        """Close the journal of a run that failed; returns how to resume it, or nothing where no window was kept."""
         if self._journal is None:
             return ""
         self._journal.close()
         if not self._journal.num_done:
             return ""
-        return f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume goes on"
+        return f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume resumes it"
 
     def _check_writable(self) -> None:
         if self.path == self._arrays_path:
             raise OutputError(f"cannot write {self.path}: the values of single tokens go to a file of that name")
         for path in (self.path, self._arrays_path):
             if path.exists() and not path.is_file():
-                raise OutputError(f"cannot write {path}: it is no file")
+                raise OutputError(f"cannot write {path}: it is not a file")
         try:
             TemporaryFile(dir=self.path.parent).close()
         except OSError as error:
@@ -122,7 +122,7 @@ class Output:
             if num_done and not (num_done == num_windows and self._is_newer_than_journal()):
                 raise OutputError(
                     f"{self._journal_path} has {num_done} of {num_windows} windows of an unfinished run: "
-                    "go on with it by --resume, or delete it to start afresh"
+                    "resume it with --resume, or delete it to start afresh"
                 )
             self._journal_path.unlink()
 

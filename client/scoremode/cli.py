@@ -27,12 +27,12 @@ OnStep = TypeVar("OnStep")
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 
-_GOES_ON = {
-    "record": ": the same command goes on",
-    "corpus": ": the same command with --resume goes on",
-    "sweep": ", servers are stopped: the same command goes on",
+_HOW_TO_RESUME = {
+    "record": ": the same command resumes it",
+    "corpus": ": the same command with --resume resumes it",
+    "sweep": ", servers are stopped: the same command resumes it",
 }
-"""Of commands that keep what is done in a way of their own, what is said when they are interrupted."""
+"""What commands that keep their finished work without `Output` say when they are interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,19 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case "corpus":
                     asyncio.run(_score_corpus(options))
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
-        print(f"ppl-client: interrupted{_GOES_ON.get(options.command) or _way_on(output)}", file=sys.stderr)
+        print(f"ppl-client: interrupted{_HOW_TO_RESUME.get(options.command) or _resume_hint(output)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
         # YAML's complaint about a plan has a mark below the line that it is about.
         lines = str(error).split("\n") if options.command == "sweep" else [" ".join(str(error).split())]
         message = "\n".join(map(printable, lines))
-        print(f"ppl-client: error: {message}{_way_on(output)}", file=sys.stderr)
+        print(f"ppl-client: error: {message}{_resume_hint(output)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
 
 
-def _way_on(output: Output | None) -> str:
-    return "" if output is None else printable(output.give_up())
+def _resume_hint(output: Output | None) -> str:
+    return "" if output is None else printable(output.abort())
 
 
 async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:

@@ -90,7 +90,7 @@ StartKldJournal = Callable[[KldPlan], Journal[KldWindowValues]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldMeasurement:
-    """A served model beside a reference, over all windows of the reference."""
+    """A served model compared with a reference, over all its windows."""
 
     server: ServerInfo
     model: str
@@ -106,7 +106,7 @@ class KldMeasurement:
     statistics: KldStatistics
     most_divergent: list[DivergentToken]
     seconds: float
-    """From the first request for a window to the last answer; of a run in several sittings, the sum."""
+    """From the first request for a window to the last answer; of a run in several sessions, the sum."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """Of every token id in `positions`, where they were asked for and a server gave them."""
 
@@ -136,7 +136,7 @@ async def measure_kld(
     Args:
         clients: One, or one for each server; all must have the reference.
         name: Of a complete reference.
-        return_token_texts: Keep the text of every token that is a target or the likeliest of either; as for `evaluate`.
+        return_token_texts: Keep the text of every token that is a target or the top token of either; as for `evaluate`.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
         start_journal: As for `evaluate`.
         on_progress: Called for the windows of the journal together, and then for each that was compared.

@@ -34,7 +34,7 @@ class _Seconds(BaseModel):
 
 
 class WindowResult(Protocol):
-    """What one window came to."""
+    """The values of one window."""
 
     @property
     def index(self) -> int: ...
@@ -198,7 +198,7 @@ def _read_header(path: Path) -> dict[str, Any] | None:
     except ValueError:
         header = None
     if not isinstance(header, dict) or not _KIND.items() <= header.items():
-        raise OutputError(f"{path} is no journal of this version of ppl-client; move it away")
+        raise OutputError(f"{path} is not a journal of this version of ppl-client; move it away")
     return header
 
 

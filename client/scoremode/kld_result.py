@@ -19,7 +19,7 @@ _RESPONSE = TypeAdapter(KldResponse)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldWindowValues:
-    """One window of a reference beside the served model."""
+    """One window of a reference, compared with the served model."""
 
     index: int
     """Of the window in the reference, from 0."""
@@ -36,7 +36,7 @@ class KldWindowValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldResult:
-    """Some windows of a reference beside the served model."""
+    """Some windows of a reference, compared with the served model."""
 
     model: str
     reference: str

@@ -1,4 +1,4 @@
-"""What an evaluation is to score, worked out before the first window is scored, and what a window comes to."""
+"""The windows of an evaluation, cut before the first one is scored, and the values of a window."""
 
 import hashlib
 import logging
@@ -40,7 +40,7 @@ class WindowNlls:
     nlls: list[float]
     """NLL of each target, in order."""
     ranks: list[int] | None = None
-    """Rank of each target in the vocabulary, 1 for the likeliest; None where they were not asked for."""
+    """Rank of each target in the vocabulary, 1 for the most likely; None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Plan:
     JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 34
     """Upper estimate of what a scored token takes in the journal."""
     OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 46
-    """Upper estimate of what a scored token takes in the output and the arrays beside it."""
+    """Upper estimate of what a scored token takes in the output and the arrays next to it."""
 
     corpus: Corpus
     server: ServerInfo

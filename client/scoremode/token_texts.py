@@ -48,11 +48,11 @@ class DivergentToken:
     """Of the text's token."""
     probability: float
     reference_top_token_id: int
-    """The likeliest token of the reference."""
+    """The top token of the reference."""
     reference_confidence: float
     """The reference's probability of it."""
     top_token_id: int
-    """The likeliest token of the served model."""
+    """The top token of the served model."""
     text_before: str | None
     """Of the targets before it, sixteen at most."""
     token: str | None

@@ -40,7 +40,7 @@ class Theme:
     """Of ticks, of lines that are no run's."""
     grid: str
     runs: tuple[str, ...]
-    """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of colour vision."""
+    """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""
 
     def run(self, index: int) -> str:
         """Of the run with this place; colours come again after the last, with other markers and dashes."""
@@ -124,7 +124,7 @@ def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
 
 @dataclass(slots=True)
 class Labels:
-    """Texts beside points, each put where it covers no other text, no point and no error bar."""
+    """Texts next to points, each put where it covers no other text, no point and no error bar."""
 
     axes: Axes
     theme: Theme

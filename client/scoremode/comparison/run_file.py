@@ -1,4 +1,4 @@
-"""A run as `ppl-client` wrote it: the JSON, and the values of every token beside it."""
+"""A run as `ppl-client` wrote it: the JSON, and the values of every token next to it."""
 
 import hashlib
 import json
@@ -100,15 +100,15 @@ class RunFile:
     nlls: NDArray[np.float64]
     """[n], nats."""
     ranks: NDArray[np.int32] | None
-    """[n], 1 for the likeliest."""
+    """[n], 1 for the most likely."""
     kld: NDArray[np.float64] | None
     """[n], nats, from the reference; this and the next four are there for kind `kld` alone."""
     reference_nlls: NDArray[np.float64] | None
     top_token_ids: NDArray[np.int32] | None
-    """[n], the likeliest token."""
+    """[n], the most likely token."""
     reference_top_token_ids: NDArray[np.int32] | None
     reference_confidence: NDArray[np.float64] | None
-    """[n], the reference's probability of its likeliest token."""
+    """[n], the reference's probability of its top token."""
     token_texts: Mapping[int, str]
     """The text of every token id that occurs in the arrays; empty for a run that has none."""
 
@@ -159,7 +159,7 @@ class RunFile:
 
     @property
     def same_top(self) -> NDArray[np.bool_] | None:
-        """[n], whether the likeliest token is the reference's; None for kind `perplexity`."""
+        """[n], whether the top token is the reference's; None for kind `perplexity`."""
         if self.top_token_ids is None or self.reference_top_token_ids is None:
             return None
         return np.equal(self.top_token_ids, self.reference_top_token_ids)
@@ -174,7 +174,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     """Read what `ppl-client --output` or `ppl-client kld --output` wrote.
 
     Args:
-        path: The JSON; the arrays are in the file beside it that it names, or that has its own name.
+        path: The JSON; the arrays are in the file next to it that it names, or that has its own name.
         label: What the run is called; the model's name when left out.
 
     Raises:
@@ -226,12 +226,12 @@ def _read_record(path: Path) -> _PerplexityRecord | _KldRecord:
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise RunError(f"{path} is no JSON: {error}") from error
+        raise RunError(f"{path} is not JSON: {error}") from error
     except RecursionError as error:
         raise RunError(f"{path} is nested too deeply for a result of ppl-client") from error
     kind, version = (record.get("kind"), record.get("version")) if isinstance(record, dict) else (None, None)
     if not isinstance(kind, str) or kind not in _SHAPES:
-        raise RunError(f"{path} is no result of `ppl-client --output` or `ppl-client kld --output`")
+        raise RunError(f"{path} is not a result of `ppl-client --output` or `ppl-client kld --output`")
     if version != RECORD_VERSION:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
     record["token_texts"] = content.get("token_texts")
@@ -272,7 +272,7 @@ def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
                 return load(content)
             except (SafetensorError, KeyError, ValueError) as error:
                 raise RunError(f"cannot read {candidate}: {type(error).__name__}: {error}") from error
-    raise RunError(f"{path}: the values of its tokens, {described.file}, are missing beside it or of another run")
+    raise RunError(f"{path}: the values of its tokens, {described.file}, are missing next to it or of another run")
 
 
 def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What a comparison comes to, in a few sentences, and what computed its runs besides their weights."""
+"""A comparison in a few sentences, and what computed its runs besides their weights."""
 
 from collections.abc import Iterator, Sequence
 

@@ -85,7 +85,7 @@ def _percent(share: float) -> str:
 
 
 def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
-    """Mean KL divergence of the tokens where the reference was so sure of its likeliest one."""
+    """Mean KL divergence of the tokens where the reference was so sure of its top token."""
     drawing, axes = new_axes(theme)
     edges = CONFIDENCE_EDGES
     means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)

@@ -28,9 +28,9 @@ async def score_corpus(
 ) -> CorpusProgress:
     """Score every document of parquet and jsonl files, and write its row with its figures.
 
-    A row has these columns beside its own: `num_tokens`; `nll`, the sum over all tokens in nats; `perplexity`, exp of
-    NLL / tokens; `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They are those of `/v1/perplexity` with method `rolling`
-    for the document alone, and null where there is no text, or a server refuses it.
+    Each row gets `num_tokens`; `nll`, the sum over all tokens in nats; `perplexity`, exp of NLL / tokens; and
+    `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They are those of `/v1/perplexity` with method `rolling` for the
+    document alone, and null where there is no text, or a server refuses it.
 
     Args:
         clients: One, or one for each server; all serve the same.
@@ -42,16 +42,16 @@ async def score_corpus(
         filter: Keep the rows for which this condition on columns is true, such as `bits_per_byte < 1.2`.
         context_length: Tokens a window; as many as the model takes when left out.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
-        resume: Go on with an earlier run: finished files stay as they are, others go on after their last whole request.
+        resume: Resume an earlier run: finished files stay as they are, others continue after their last whole request.
         on_progress: Called as requests and files are done.
 
     Returns:
-        What the run came to.
+        The figures of the run.
 
     Raises:
         WindowError: the model takes no such windows, or has no token to put before a text.
         ScoremodeError: the last server failed, the servers differ, a file cannot be read or written, or the output is
-            of other settings or another model. What is finished stays, and so does what is needed to go on.
+            of other settings or another model. What is finished stays, and so does what is needed to resume.
     """
     try:
         from scoremode.corpus.pipeline import Pipeline

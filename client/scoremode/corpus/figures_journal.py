@@ -52,7 +52,7 @@ class FiguresJournal(AppendedFile):
                 # Torn within the header, or no journal; one that is killed there has no more than that.
                 if self.path.stat().st_size <= len(self._schema.serialize()):
                     return 0
-                raise OutputError(f"{self.path} is no journal of this version of ppl-client; move it away") from None
+                raise OutputError(f"{self.path} is not a journal of this version of ppl-client; move it away") from None
             of_file = json.loads((found.metadata or {}).get(HEADER_KEY, b"{}"))
             check_same_run(self.path, of_file, header, "delete it to start afresh")
             end = int(source.tell())

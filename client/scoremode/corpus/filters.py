@@ -43,9 +43,9 @@ def parse_filter(text: str) -> pc.Expression:
     try:
         expression = _expression(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, pa.ArrowException) as error:
-        raise CorpusError(f"--filter {text!r} is no condition: {error}") from error
+        raise CorpusError(f"--filter {text!r} is not a condition: {error}") from error
     if not isinstance(expression, pc.Expression):
-        raise CorpusError(f"--filter {text!r} is no condition")
+        raise CorpusError(f"--filter {text!r} is not a condition")
     return expression
 
 

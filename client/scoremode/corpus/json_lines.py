@@ -2,7 +2,7 @@
 
 pyarrow parses them and infers their types, a block of whole lines at a time. What it infers of one block may not fit
 the next: a column may be missing there, or have other numbers. So the file is read twice, first for the types that fit
-all of its lines, and then with these. That costs little beside scoring, and nothing is lost unsaid.
+all of its lines, and then with these. That costs little compared with scoring.
 """
 
 import re

@@ -47,7 +47,7 @@ class OutputFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._journal = FiguresJournal(journal_of(path), header, added)
         self.num_resumed = self._journal.num_resumed
-        """Rows whose figures an earlier sitting left."""
+        """Rows whose figures an earlier session left."""
         self.earlier = self._journal.earlier()
         metadata = {**(rows.metadata or {}), _header_key(header): json.dumps(header)}
         self._schema = pa.schema([*rows, *added], metadata=metadata)
@@ -91,8 +91,8 @@ class OutputFile:
             raise OutputError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._journal.remove()
 
-    def give_up(self) -> None:
-        """Close what is open. The journal stays, for a run that goes on."""
+    def abort(self) -> None:
+        """Close what is open. The journal stays, for a run that resumes."""
         with suppress(OSError):
             self._writer.close()
         self._temporary.unlink(missing_ok=True)

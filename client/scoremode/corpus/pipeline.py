@@ -1,6 +1,6 @@
 """From input files to output files: rows are read, scored and written at the same time, and stay in order.
 
-A reader cuts the files into pieces of about one request, and goes on to the next file while pieces of the last are
+A reader cuts the files into pieces of about one request, and reads the next file while pieces of the last are
 scored. A writer takes the pieces in their order. The reader waits while there are many pieces between the two, so
 memory does not grow with the files.
 """
@@ -32,7 +32,7 @@ _HELD_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows, and their figures: of an earlier sitting, or still being scored."""
+    """Some rows, and their figures: of an earlier session, or still being scored."""
 
     output: OutputFile
     rows: pa.RecordBatch
@@ -86,14 +86,14 @@ class Pipeline:
         finally:
             await self._cancel_scoring()
             for output in self._open:
-                output.give_up()
+                output.abort()
         return self.progress
 
     def _check_nothing_is_there(self) -> None:
         for file in self._files:
             path = self._folder / file.output_name
             if path.exists() or journal_of(path).exists():
-                raise OutputError(f"{path} is there, or was begun: go on by --resume, or choose another folder")
+                raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
 
     async def _read(self) -> None:
         try:

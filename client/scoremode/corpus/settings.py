@@ -47,7 +47,7 @@ def find_inputs(paths: Sequence[Path], output: Path) -> list[InputFile]:
 def _files_of(path: Path, output: Path) -> list[InputFile]:
     if path.is_dir():
         if output.resolve().is_relative_to(path.resolve()):
-            raise CorpusError(f"--output {output} is in {path}, which is read: choose a folder beside it")
+            raise CorpusError(f"--output {output} is in {path}, which is read: choose a folder next to it")
         files = [
             InputFile(file, file.relative_to(path).as_posix())
             for file in sorted(path.rglob("*"))
@@ -111,28 +111,28 @@ def checksum_of(path: Path) -> str:
 
 @dataclass(slots=True)
 class CorpusProgress:
-    """How far a run is; at the end of it, what it came to."""
+    """The progress of a run, and in the end its figures."""
 
     num_files: int
     files_done: int = 0
     num_finished_before: int = 0
-    """Files among them that an earlier sitting had finished; their documents do not count below."""
+    """Files among them that an earlier session had finished; their documents do not count below."""
     num_documents: int = 0
     num_resumed: int = 0
-    """Documents among them that an earlier sitting had scored."""
+    """Documents among them that an earlier session had scored."""
     num_unscored: int = 0
     """Documents without figures."""
     num_kept: int = 0
     """Documents that the filter let pass; all without one."""
     num_tokens: int = 0
     num_tokens_resumed: int = 0
-    """Tokens among them that an earlier sitting scored."""
+    """Tokens among them that an earlier session scored."""
     nll: float = 0.0
     """Nats, summed over these tokens."""
     seconds: float = 0.0
-    """Since this sitting began."""
+    """Since this session began."""
     first_error: str | None = None
-    """Why the first document of this sitting that has no figures has none."""
+    """Why the first document of this session that has no figures has none."""
 
     @property
     def perplexity(self) -> float | None:

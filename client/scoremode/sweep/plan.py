@@ -151,7 +151,7 @@ class SweepPlan(_Part):
     serve: Flags = []
     """Flags for each model, before its own."""
     env: Environment = {}
-    """For each server, beside its own."""
+    """For each server, in addition to its own."""
     start_timeout: PositiveInt = 3600
     """Seconds until a server is given up that does not come up."""
     floor: bool = False
@@ -197,7 +197,7 @@ def read_plan(path: Path) -> SweepPlan:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise PlanError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"{path} is no plan: it should have output, text and models")
+        raise PlanError(f"{path} is not a plan: it should have output, text and models")
     try:
         return SweepPlan.model_validate(content)
     except ValidationError as error:

@@ -104,7 +104,7 @@ async def model_server(
 
 
 def _found(command: Sequence[str], folder: Path) -> list[str]:
-    """The command by its path: one from `folder`, one beside this Python, as in a virtual environment that is not
+    """The command by its path: one from `folder`, one next to this Python, as in a virtual environment that is not
     activated, or one on PATH."""
     name, *rest = command
     if "/" in name:

@@ -27,9 +27,9 @@ from scoremode.run import OnProgress
 from scoremode.sweep.kept import (
     FIELD,
     Marks,
+    can_resume,
     changes,
     finish,
-    goes_on,
     is_complete,
     reference_name,
     running_marks,
@@ -48,7 +48,7 @@ _Measured = tuple[dict[str, object], dict[str, NDArray[Any]], str]
 
 @dataclass(slots=True)
 class SweepResult:
-    """What a sweep came to."""
+    """The runs and failures of a sweep."""
 
     runs: dict[str, Path] = field(default_factory=dict)
     """The files of all runs, measured now or before, by the models' names in the order of the plan."""
@@ -63,7 +63,7 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
 
     The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
     which has its perplexity too; or one of perplexity, where its server has not the reference. A model that fails is
-    in the result, and the others go on.
+    in the result, and the others are still measured.
 
     Args:
         plan: What to measure.
@@ -187,7 +187,7 @@ class _Sweep:
         """Whether the run is there already."""
         wanted = {**marks, "reference": reference}
         if reference is None or self._plan.models[0].name in self.result.failures:
-            # What was measured beside the first is not thrown away because that is not at hand today.
+            # What was compared with the first is not thrown away because that is not at hand today.
             del wanted["reference"]
         changed = changes(self._path(entry), wanted)
         if changed:
@@ -239,7 +239,7 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=goes_on(path, all_marks), force=True)
+        output = Output(path, resume=can_resume(path, all_marks), force=True)
         try:
             if reference is None or self._is_first(entry):
                 record, arrays, figure = await self._perplexity(client, entry, output)
@@ -248,7 +248,7 @@ class _Sweep:
             output.write({**record, FIELD: all_marks}, arrays)
             finish(path)
         finally:
-            output.give_up()
+            output.abort()
         self.result.runs[entry.name] = path
         self.result.measured.append(entry.name)
         _log.info("%s: %s, %s", entry.name, figure, path)

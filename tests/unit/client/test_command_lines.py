@@ -294,14 +294,14 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     [
         ("SERVER TEXT --concurrency 1", ""),
         ("SERVER TEXT --concurrency 1 --output new.json", "; FOLDER/new.json.journal has 2 of 20 windows: WITH_RESUME"),
-        ("record SERVER --reference new TEXT", ": the same command goes on"),
+        ("record SERVER --reference new TEXT", ": the same command resumes it"),
         ("corpus SERVER a.parquet --output out", ": WITH_RESUME"),
     ],
 )
 def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
     server, over, num_before = Server(), threading.Event(), 2 * ("TEXT --concurrency" in command)
     how_to_resume = how_to_resume.replace("FOLDER", str(folder))
-    how_to_resume = how_to_resume.replace("WITH_RESUME", "the same command with --resume goes on")
+    how_to_resume = how_to_resume.replace("WITH_RESUME", "the same command with --resume resumes it")
 
     def slow(request: httpx.Request) -> httpx.Response | None:
         is_scored = request.method == "POST" and request.url.path in ("/v1/score", "/v1/references")
