@@ -119,15 +119,13 @@ class Output:
         """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""
         with open_locked(self._journal_path):
             num_done, num_windows = count_windows(self._journal_path)
-            if num_done and not (num_done == num_windows and self._is_newer_than_journal()):
+            has_output = self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns
+            if num_done and not (num_done == num_windows and has_output):
                 raise OutputError(
                     f"{self._journal_path} has {num_done} of {num_windows} windows of an unfinished run: "
                     "resume it with --resume, or delete it to start afresh"
                 )
             self._journal_path.unlink()
-
-    def _is_newer_than_journal(self) -> bool:
-        return self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns
 
     def _check_room(self, plan: OutputPlan[Result], journal: Journal[Result]) -> None:
         num_kept = sum(window.num_scored for window in journal.windows.values())

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case "compare":
                     _compare_runs(options)
                 case "sweep":
-                    return 0 if _sweep(options) else EXIT_FAILURE
+                    with _report_extra():
+                        from scoremode.sweep.command import run_plan
+                    return 0 if run_plan(options) else EXIT_FAILURE
                 case "corpus":
                     asyncio.run(_score_corpus(options))
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
@@ -148,12 +150,6 @@ def _compare_runs(options: argparse.Namespace) -> None:
         finally:
             as_table = card if options.card else as_markdown if options.markdown else as_csv if options.csv else as_text
             sys.stdout.write(as_table(comparison))
-
-
-def _sweep(options: argparse.Namespace) -> bool:
-    with _report_extra():
-        from scoremode.sweep.command import run_plan
-    return run_plan(options)
 
 
 @contextmanager

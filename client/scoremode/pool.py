@@ -53,7 +53,11 @@ class Pool:
         for client, info in zip(clients, infos, strict=True):
             self._check_identity(info, f"{client.address} does not serve the same as {clients[0].address}")
         self._servers = [
-            _Server(client, concurrency or _concurrency(info), client.retries.num_failures)
+            _Server(
+                client,
+                concurrency or min(info.max_num_seqs or DEFAULT_CONCURRENCY, MAX_CONCURRENCY),
+                client.retries.num_failures,
+            )
             for client, info in zip(clients, infos, strict=True)
         ]
         self.concurrency = sum(server.concurrency for server in self._servers)
@@ -188,7 +192,3 @@ class Pool:
                 _log.warning(
                     "%s: GPUs or kernels differ, and the run mixes what both compute: %s", complaint, differing
                 )
-
-
-def _concurrency(info: ServerInfo) -> int:
-    return DEFAULT_CONCURRENCY if info.max_num_seqs is None else min(info.max_num_seqs, MAX_CONCURRENCY)

@@ -75,15 +75,12 @@ def as_lines(rows: Sequence[str]) -> str:
 def lm_eval_pages(text: str) -> list[str]:
     """The articles of WikiText-2's file, as the dataset of lm-eval's task `wikitext` has them."""
     lines = text.split("\n")
-    starts = [0, *(number for number, line in enumerate(lines) if _is_title(line)), len(lines)]
+    # A title is ` = Title = `, and that of a section has more signs.
+    stripped = [line.replace("= = =", "===").replace("= =", "==").strip() for line in lines]
+    titles = [at for at, line in enumerate(stripped) if line.startswith("= ") and line.endswith(" =")]
+    starts = [0, *titles, len(lines)]
     pages = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
     return [page for page in pages if page.strip()]
-
-
-def _is_title(line: str) -> bool:
-    """Whether it is ` = Title = `, and not that of a section."""
-    line = line.replace("= = =", "===").replace("= =", "==").strip()
-    return line.startswith("= ") and line.endswith(" =")
 
 
 def detokenized(page: str) -> str:

@@ -80,8 +80,9 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:
     labels = [model_name(run.model) for run in runs]
+    numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
     # Each is longer than the one before, and the last is another for every file.
-    for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], _numbered(runs)):
+    for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):
         counts = Counter(labels)
         labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
     return labels
@@ -90,7 +91,3 @@ def _labels(runs: Sequence[RunFile]) -> list[str]:
 def model_name(model: str) -> str:
     """The folder's where the model is served under its path."""
     return Path(model).name if Path(model).is_absolute() else model
-
-
-def _numbered(runs: Sequence[RunFile]) -> list[str]:
-    return [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]

@@ -129,10 +129,11 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
         return None
     size, _ = size_plots.size_axis(comparison)
     floor = noise_floor(comparison)
+    names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
     return Plot(
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
-        f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
+        f"Mean KL divergence from the reference, {', '.join(names)}{_front(size)}. "
         f"{_not_drawn('it is exactly 0 at every token', _without_kld(comparison))}"
         f"{_not_drawn('it is infinite', infinite)}{_floor(floor)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
@@ -213,11 +214,6 @@ def _not_drawn(reason: str, runs: Sequence[RunFile]) -> str:
     return f"Not drawn, because {reason}: {', '.join(run.label for run in runs)}. " if runs else ""
 
 
-def _reference_names(comparison: Comparison) -> str:
-    names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
-    return ", ".join(names)
-
-
 def _front(size: str | None) -> str:
     if size is None:
         return " of each run"
@@ -232,13 +228,10 @@ def _floor(floor: float | None) -> str:
 
 def common_caption(comparison: Comparison) -> str:
     """What belongs below all plots together: how intervals were made, and what was measured."""
-    return f"{_intervals(comparison)} {measured(comparison)}"
-
-
-def _intervals(comparison: Comparison) -> str:
+    intervals = f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
     if comparison.blocks.startswith("no intervals"):
-        return f"{comparison.blocks.capitalize()}."
-    return f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
+        intervals = f"{comparison.blocks.capitalize()}."
+    return f"{intervals} {measured(comparison)}"
 
 
 def measured(comparison: Comparison) -> str:

@@ -131,14 +131,18 @@ class DocumentScorer:
             ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
         """
         asked = [document for document in documents if isinstance(document, Document)]
-        limit = self._likely_context_bytes()
+        # Bytes of a text that likely fits the context.
+        so_far = self._num_bytes / self._num_tokens if self._num_tokens else 0
+        limit = self.context_length * max(_FEWEST_BYTES, _MARGIN * so_far)
         short, long = await joined(
             [
                 self._score_texts([document for document in asked if document.num_bytes <= limit]),
-                self._score_long([document for document in asked if document.num_bytes > limit]),
+                joined(self._tokenize_and_score(document) for document in asked if document.num_bytes > limit),
             ]
         )
-        self._count(short + long)
+        scored = [result for result in short + long if isinstance(result, Scored)]
+        self._num_bytes += sum(result.num_bytes for result in scored)
+        self._num_tokens += sum(result.num_tokens for result in scored)
         next_short, next_long = iter(short), iter(long)
         return [
             document
@@ -146,19 +150,6 @@ class DocumentScorer:
             else next(next_long if document.num_bytes > limit else next_short)
             for document in documents
         ]
-
-    def _likely_context_bytes(self) -> float:
-        """Bytes of a text that likely fits the context."""
-        so_far = self._num_bytes / self._num_tokens if self._num_tokens else 0
-        return self.context_length * max(_FEWEST_BYTES, _MARGIN * so_far)
-
-    def _count(self, results: Sequence[Scored | Unscored]) -> None:
-        scored = [result for result in results if isinstance(result, Scored)]
-        self._num_bytes += sum(result.num_bytes for result in scored)
-        self._num_tokens += sum(result.num_tokens for result in scored)
-
-    async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
-        return await joined(map(self._tokenize_and_score, documents))
 
     async def _score_texts(self, documents: Sequence[Document]) -> list[Scored | Unscored]:
         if not documents:

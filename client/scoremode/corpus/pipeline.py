@@ -84,7 +84,9 @@ class Pipeline:
         try:
             await joined([self._read(), self._write()])
         finally:
-            await self._cancel_scoring()
+            for scoring in self._scoring:
+                scoring.cancel()
+            await asyncio.gather(*self._scoring, return_exceptions=True)
             for output in self._open:
                 output.abort()
         return self.progress
@@ -177,19 +179,11 @@ class Pipeline:
             results = await piece.scoring
             self._scoring.remove(piece.scoring)
             figures = added_columns(results, self._added)
-            self._note_error(results)
+            if self.progress.first_error is None:
+                errors = (result.error for result in results if isinstance(result, Unscored))
+                self.progress.first_error = next(errors, None)
         kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
         self._count(figures, kept, is_new=piece.scoring is not None)
-
-    async def _cancel_scoring(self) -> None:
-        for scoring in self._scoring:
-            scoring.cancel()
-        await asyncio.gather(*self._scoring, return_exceptions=True)
-
-    def _note_error(self, results: Sequence[Scored | Unscored]) -> None:
-        if self.progress.first_error is None:
-            errors = (result.error for result in results if isinstance(result, Unscored))
-            self.progress.first_error = next(errors, None)
 
     def _count(self, figures: pa.RecordBatch | pa.Table, kept: int, *, is_new: bool) -> None:
         num_tokens, nll = (figures.column(place).to_pylist() for place in (0, 1))

@@ -51,7 +51,9 @@ def _files_of(path: Path, output: Path) -> list[InputFile]:
         files = [
             InputFile(file, file.relative_to(path).as_posix())
             for file in sorted(path.rglob("*"))
-            if file.is_file() and _suffix(file.name) and not _is_hidden(file.relative_to(path))
+            if file.is_file()
+            and _suffix(file.name)
+            and not any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
         ]
         if not files:
             raise CorpusError(f"no file in {path} ends in one of {', '.join(SUFFIXES)}")
@@ -67,10 +69,6 @@ def _files_of(path: Path, output: Path) -> list[InputFile]:
 
 def _suffix(name: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 @dataclass(frozen=True, slots=True)

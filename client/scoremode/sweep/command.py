@@ -29,7 +29,8 @@ def run_plan(options: argparse.Namespace) -> bool:
     try:
         _compare(plan, options.plan.parent, result)
     finally:
-        _report_failures(result)
+        for name, message in result.failures.items():
+            print(f"ppl-client: {printable(f'{name} failed: {message}')}", file=sys.stderr)
     return not result.failures
 
 
@@ -39,11 +40,6 @@ async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:
     assert measuring is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, measuring.cancel)
     return await run_sweep(plan, options.plan.parent, api_key=options.api_key, quiet=options.quiet)
-
-
-def _report_failures(result: SweepResult) -> None:
-    for name, message in result.failures.items():
-        print(f"ppl-client: {printable(f'{name} failed: {message}')}", file=sys.stderr)
 
 
 def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:

@@ -53,7 +53,7 @@ class ModelServer:
             for each in (working, ending):
                 each.cancel()
             await asyncio.gather(working, ending, return_exceptions=True)
-        raise _ended(self.process, self.log)
+        raise ServerProcessError(f"the server ended with status {self.process.returncode}{_reason(self.log)}")
 
 
 @asynccontextmanager
@@ -163,10 +163,6 @@ async def _stop(process: Process) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-def _ended(process: Process, log: Path) -> ServerProcessError:
-    return ServerProcessError(f"the server ended with status {process.returncode}{_reason(log)}")
 
 
 def _reason(log: Path) -> str:
