@@ -153,21 +153,19 @@ class WholeBody(Generic[Answer]):
             raise protocol_error(error) from error
 
 
-class KldReader(EventReader[KldWindowValues, KldResult]):
-    """Puts the windows of the stream into the result."""
+def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventReader[KldWindowValues, KldResult]:
+    """Reads a stream of compared windows, and puts them into the result."""
+    windows: list[KldWindowValues] = []
 
-    def __init__(self, on_window: Callable[[KldWindowValues], object] | None) -> None:
-        super().__init__(EventKind("kld.window", window_of_event), EventKind("kld", result_of_event), self._collect)
-        self._windows: list[KldWindowValues] = []
-        self._report = on_window
+    def collect(window: KldWindowValues) -> None:
+        windows.append(window)
+        if on_window is not None:
+            on_window(window)
 
-    def finish(self) -> KldResult:
-        return replace(super().finish(), data=sorted(self._windows, key=lambda window: window.index))
+    def result(event: object) -> KldResult:
+        return replace(result_of_event(event), data=sorted(windows, key=lambda window: window.index))
 
-    def _collect(self, window: KldWindowValues) -> None:
-        self._windows.append(window)
-        if self._report is not None:
-            self._report(window)
+    return EventReader(EventKind("kld.window", window_of_event), EventKind("kld", result), collect)
 
 
 @dataclass(frozen=True, slots=True)

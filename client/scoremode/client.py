@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from scoremode._calls import Call, EventKind, EventReader, KldReader, call, stream
+from scoremode._calls import Call, EventKind, EventReader, call, kld_reader, stream
 from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
@@ -325,7 +325,7 @@ class _Client(Generic[Transport]):
             "encoding_format": "base64",
         }
         if on_window is not None or as_noise_floor:
-            return stream("/v1/kld", lambda: KldReader(on_window), **fields)
+            return stream("/v1/kld", lambda: kld_reader(on_window), **fields)
         return call("POST", "/v1/kld", parse_result, **fields, stream=False)
 
     @_Method

@@ -17,9 +17,8 @@ from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
 from scoremode.plan import Plan, WindowNlls, make_plan
 from scoremode.pool import Pool
 from scoremode.run import OnProgress, Run
-from scoremode.score import Score
 from scoremode.token_texts import texts_of_occurring
-from scoremode.windows import Window, WindowSettings
+from scoremode.windows import WindowSettings
 
 StartJournal = Callable[[Plan], Journal[WindowNlls]]
 
@@ -107,13 +106,7 @@ async def _score_window(plan: Plan, client: AsyncScoreClient, index: int) -> Win
     if num_missing := sum(map(math.isnan, nlls)):
         given = window.num_scored - num_missing
         raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
-    ranks = _ranks(scores[0], window) if plan.return_ranks else None
-    return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks)
-
-
-def _ranks(score: Score, window: Window) -> list[int]:
-    targets = (score.ranks or [])[window.first_scored :]
-    ranks = [rank for rank in targets if rank is not None]
-    if len(ranks) != window.num_scored:
+    ranks = [rank for rank in (scores[0].ranks or [])[window.first_scored :] if rank is not None]
+    if plan.return_ranks and len(ranks) != window.num_scored:
         raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
-    return ranks
+    return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if plan.return_ranks else None)

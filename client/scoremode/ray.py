@@ -88,7 +88,8 @@ class ScoreBatch:
             AsyncScoreClient(url, model=model, api_key=api_key, timeout=timeout, retry_for=retry_for) for url in urls
         ]
         try:
-            self._pool = self._runner.run(self._connect())
+            self._pool = self._runner.run(Pool.connect(self._clients, self._concurrency))
+            self._scorer = self._scorer_on(self._pool)
         except BaseException:
             self.close()
             raise
@@ -114,11 +115,6 @@ class ScoreBatch:
         """Close all connections."""
         self._runner.run(self._close())
         self._runner.close()
-
-    async def _connect(self) -> Pool:
-        pool = await Pool.connect(self._clients, self._concurrency)
-        self._scorer = self._scorer_on(pool)
-        return pool
 
     def _scorer_on(self, pool: Pool) -> DocumentScorer:
         return DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
