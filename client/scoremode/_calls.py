@@ -14,7 +14,7 @@ from scoremode.errors import ResponseError
 from scoremode.kld_result import KldResult, KldWindowValues, result_of_event, window_of_event
 
 Content = TypeVar("Content")
-Window = TypeVar("Window")
+Event = TypeVar("Event")
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
 
@@ -50,7 +50,7 @@ class EventKind(Generic[Content]):
     parse: Callable[[object], Content]
 
 
-class EventReader(Generic[Window, Answer]):
+class EventReader(Generic[Event, Answer]):
     """Reads a stream of windows and a result: hands each window to `on_window`, and keeps the result.
 
     `repeatable` says that a second request does not report the windows of the first again.
@@ -58,9 +58,9 @@ class EventReader(Generic[Window, Answer]):
 
     def __init__(
         self,
-        window: EventKind[Window],
+        window: EventKind[Event],
         result: EventKind[Answer],
-        on_window: Callable[[Window], object] | None,
+        on_window: Callable[[Event], object] | None,
         *,
         repeatable: bool = False,
     ) -> None:

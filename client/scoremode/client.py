@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from scoremode._calls import Call, EventKind, EventReader, call, kld_reader, stream
+from scoremode._calls import Answer, Call, EventKind, EventReader, call, kld_reader, stream
 from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
@@ -46,7 +46,6 @@ _LONGEST_CONNECT = 10.0
 _LARGEST_PORT = 65535
 _PERPLEXITY_WINDOW = EventKind("perplexity.window", PerplexityWindow.model_validate)
 
-Answer = TypeVar("Answer")
 Arguments = ParamSpec("Arguments")
 Transport = TypeVar("Transport")
 OnWindow = Callable[[PerplexityWindow], object]
