@@ -15,19 +15,19 @@ from scoremode.protocol import TopLogprobArrays
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
-    """The k likeliest tokens of n positions, likeliest first: arrays of shape [n, k], log-probabilities in nats. The
-    first position of a text has no context: its token ids are -1, its log-probabilities NaN."""
+    """The k most likely tokens of n positions, the most likely first: arrays of shape [n, k], log-probabilities in
+    nats. The first position of a text has no context: its token ids are -1, its log-probabilities NaN."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
 
-def decode_top_logprobs(arrays: TopLogprobArrays) -> TopLogprobs:
-    """The arrays of an answer.
-
-    Raises:
-        ResponseError: they are not what the protocol says.
-    """
+def decode_top_logprobs(arrays: TopLogprobArrays | list[Any] | None) -> TopLogprobs | None:
+    """The arrays of an answer; None where there are none."""
+    if arrays is None:
+        return None
+    if isinstance(arrays, list):
+        raise ResponseError("the server's top_logprobs are not in base64")
     return TopLogprobs(
         decode_array("top_logprobs", arrays["token_ids"], "<i4", arrays["shape"]),
         decode_array("top_logprobs", arrays["logprobs"], "<f4", arrays["shape"]),
@@ -40,18 +40,16 @@ def encode_top_logprobs(top: TopLogprobs) -> TopLogprobArrays:
     return {"shape": list(top.token_ids.shape), "token_ids": token_ids, "logprobs": logprobs}
 
 
-def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] = (-1,)) -> NDArray[Any]:
-    """An array of an answer; `name` is its field.
-
-    Raises:
-        ResponseError: it is not base64, or not of that shape and dtype.
-    """
+def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | None = None) -> NDArray[Any]:
+    """An array of an answer; `name` is its field."""
     if not isinstance(encoded, str):
         raise ResponseError(f"the server's {name} are not in base64")
     try:
         values = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
     except (binascii.Error, ValueError) as error:
         raise ResponseError(f"the server's {name} are not {np.dtype(dtype).name} in base64: {error}") from error
+    if shape is None:
+        return values
     try:
         return values.reshape(shape)
     except ValueError as error:

@@ -1,28 +1,127 @@
-"""The requests of the API and how their answers are read, apart from the sending, which is sync or async."""
+"""Requests of the API, and how their answers are read, chunk by chunk as the network cuts them: JSON and streams of
+server-sent events. They are sent by `client`, synchronously or not."""
 
-from collections.abc import Callable, Collection, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
-from urllib.parse import quote
+from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from scoremode._events import EventKind, EventReader
-from scoremode._failures import protocol_error
+from scoremode._failures import event_error, protocol_error
 from scoremode.errors import ResponseError
-from scoremode.kld_result import KldResult, KldWindowValues, parse_result, result_of_event, window_of_event
-from scoremode.protocol import (
-    PerplexityResponse,
-    PerplexityWindow,
-    Reference,
-    ReferenceDeleted,
-    ReferenceList,
-    ServerInfo,
-)
-from scoremode.score import Score, parse_scores
+from scoremode.kld_result import KldResult, KldWindowValues, result_of_event, window_of_event
 
+Content = TypeVar("Content")
+Event = TypeVar("Event")
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
+
+# A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
+# str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?=[\s\S])")
+_DONE = b"[DONE]"
+
+
+class EventParser:
+    """Collects chunks of a server-sent event stream into the `data` of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The data of each event that `chunk` completes."""
+        *lines, self._rest = _LINE_END.split(self._rest + chunk)
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line.removeprefix(b"data:").removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+@dataclass(frozen=True, slots=True)
+class EventKind(Generic[Content]):
+    """Events of one kind: their `object`, and how they are read."""
+
+    name: str
+    parse: Callable[[object], Content]
+
+
+class EventReader(Generic[Event, Answer]):
+    """Reads a stream of windows and a result: hands each window to `on_window`, and keeps the result.
+
+    `repeatable` says that a second request does not report the windows of the first again.
+    """
+
+    def __init__(
+        self,
+        window: EventKind[Event],
+        result: EventKind[Answer],
+        on_window: Callable[[Event], object] | None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        self._parser = EventParser()
+        self._window_kind = window
+        self._result_kind = result
+        self._on_window = on_window
+        self._repeatable = repeatable
+        self._result: Answer | None = None
+        self.can_restart = True
+        """Until a window was reported: a second run would report it again."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes of the stream.
+
+        Raises:
+            APIStatusError: the server reports an error.
+            ResponseError: an event that is none of the protocol's.
+        """
+        for data in self._parser.feed(chunk):
+            if data != _DONE:
+                self._take(data)
+
+    def finish(self) -> Answer:
+        """The result, once the stream has ended."""
+        if self._result is None:
+            raise ResponseError("the server's stream ended without a result")
+        return self._result
+
+    def _take(self, data: bytes) -> None:
+        event = _event(data)
+        kind = event.get("object")
+        try:
+            if kind == self._result_kind.name:
+                self._result = self._result_kind.parse(event)
+                return
+            if kind == self._window_kind.name:
+                window = self._window_kind.parse(event)
+                self.can_restart = self._repeatable
+                if self._on_window is not None:
+                    self._on_window(window)
+                return
+        except ValidationError as error:
+            raise protocol_error(error) from error
+        raise _unknown(data)
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise _unknown(data)
+    if "error" in event:
+        raise event_error(event["error"])
+    return event
+
+
+def _unknown(data: bytes) -> ResponseError:
+    return ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
 
 
 class Reader(Protocol[Answer_co]):
@@ -54,6 +153,21 @@ class WholeBody(Generic[Answer]):
             raise protocol_error(error) from error
 
 
+def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventReader[KldWindowValues, KldResult]:
+    """Reads a stream of compared windows, and puts them into the result."""
+    windows: list[KldWindowValues] = []
+
+    def collect(window: KldWindowValues) -> None:
+        windows.append(window)
+        if on_window is not None:
+            on_window(window)
+
+    def result(event: object) -> KldResult:
+        return replace(result_of_event(event), data=sorted(windows, key=lambda window: window.index))
+
+    return EventReader(EventKind("kld.window", window_of_event), EventKind("kld", result), collect)
+
+
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Answer]):
     """One request: where it goes, what it says, and how its answer is read. Each attempt takes a new reader."""
@@ -64,117 +178,14 @@ class Call(Generic[Answer]):
     body: dict[str, object] | None = None
 
 
-_PERPLEXITY_WINDOW = EventKind("perplexity.window", PerplexityWindow.model_validate)
+def call(method: str, path: str, parse: Callable[[bytes], Answer], **fields: object) -> Call[Answer]:
+    """A request whose answer is one JSON document. Fields that are None are left out."""
+    return Call(method, path, lambda: WholeBody(parse), _without_none(fields) if fields else None)
 
 
-class _Tokens(BaseModel):
-    tokens: list[int]
-
-
-class _Prompt(BaseModel):
-    prompt: str
-
-
-class _TokenTexts(BaseModel):
-    tokens: list[str]
-
-
-def info(model: str | None) -> Call[ServerInfo]:
-    """`GET /v1/score`, of the served model or an adapter."""
-    query = "" if model is None else f"?model={quote(model, safe='')}"
-    return Call("GET", f"/v1/score{query}", lambda: WholeBody(ServerInfo.model_validate_json))
-
-
-def score(**fields: object) -> Call[list[Score]]:
-    """`POST /v1/score`; `fields` are those of `protocol.ScoreRequest`."""
-    body = _without_none({**fields, "encoding_format": "base64"})
-    return Call("POST", "/v1/score", lambda: WholeBody(parse_scores), body)
-
-
-def perplexity(on_window: Callable[[PerplexityWindow], object] | None, **fields: object) -> Call[PerplexityResponse]:
-    """`POST /v1/perplexity`, streamed; `fields` are those of `protocol.PerplexityRequest`."""
-    body = _without_none({**fields, "stream": True})
-    result = EventKind("perplexity", PerplexityResponse.model_validate)
-    return Call("POST", "/v1/perplexity", lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window), body)
-
-
-def record_reference(on_window: Callable[[PerplexityWindow], object] | None, **fields: object) -> Call[Reference]:
-    """`POST /v1/references`, streamed; `fields` are those of `protocol.ReferenceRequest`."""
-    body = _without_none({**fields, "stream": True})
-    result = EventKind("reference", Reference.model_validate)
-    # The server goes on where it was: sent again, it reports the windows that were missing.
-    return Call(
-        "POST", "/v1/references", lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window, repeatable=True), body
-    )
-
-
-def references() -> Call[list[Reference]]:
-    """`GET /v1/references`."""
-    return Call("GET", "/v1/references", lambda: WholeBody(lambda data: ReferenceList.model_validate_json(data).data))
-
-
-def reference(name: str) -> Call[Reference]:
-    """`GET /v1/references/{name}`."""
-    return Call("GET", _path_of(name), lambda: WholeBody(Reference.model_validate_json))
-
-
-def delete_reference(name: str) -> Call[ReferenceDeleted]:
-    """`DELETE /v1/references/{name}`."""
-    return Call("DELETE", _path_of(name), lambda: WholeBody(ReferenceDeleted.model_validate_json))
-
-
-def kld(on_window: Callable[[KldWindowValues], object] | None, *, stream: bool, **fields: object) -> Call[KldResult]:
-    """`POST /v1/kld`; `fields` are those of `protocol.KldRequest`."""
-    body = _without_none({**fields, "encoding_format": "base64", "stream": stream})
-    if stream:
-        return Call("POST", "/v1/kld", lambda: _KldReader(on_window), body)
-    return Call("POST", "/v1/kld", lambda: WholeBody(parse_result), body)
-
-
-class _KldReader(EventReader[KldWindowValues, KldResult]):
-    """Puts the windows of the stream into the result."""
-
-    def __init__(self, on_window: Callable[[KldWindowValues], object] | None) -> None:
-        super().__init__(EventKind("kld.window", window_of_event), EventKind("kld", result_of_event), self._collect)
-        self._windows: list[KldWindowValues] = []
-        self._report = on_window
-
-    def finish(self) -> KldResult:
-        return replace(super().finish(), data=sorted(self._windows, key=lambda window: window.index))
-
-    def _collect(self, window: KldWindowValues) -> None:
-        self._windows.append(window)
-        if self._report is not None:
-            self._report(window)
-
-
-def tokenize(text: str, add_special_tokens: bool, model: str | None) -> Call[list[int]]:
-    """vLLM's `POST /tokenize`."""
-    body = _without_none({"model": model, "prompt": text, "add_special_tokens": add_special_tokens})
-    return Call("POST", "/tokenize", lambda: WholeBody(lambda data: _Tokens.model_validate_json(data).tokens), body)
-
-
-def detokenize(token_ids: Sequence[int], model: str | None) -> Call[str]:
-    """vLLM's `POST /detokenize`."""
-    body = _without_none({"model": model, "tokens": list(token_ids)})
-    return Call("POST", "/detokenize", lambda: WholeBody(lambda data: _Prompt.model_validate_json(data).prompt), body)
-
-
-def token_texts(token_ids: Collection[int], model: str | None) -> Call[dict[int, str]]:
-    """`POST /v1/tokens`."""
-    wanted = sorted(set(token_ids))
-
-    def parse(data: bytes) -> dict[int, str]:
-        texts = _TokenTexts.model_validate_json(data).tokens
-        if len(texts) != len(wanted):
-            raise ResponseError(f"the server gave {len(texts)} texts for {len(wanted)} tokens")
-        return dict(zip(wanted, texts, strict=True))
-
-    return Call("POST", "/v1/tokens", lambda: WholeBody(parse), _without_none({"model": model, "token_ids": wanted}))
-
-
-def _path_of(name: str) -> str:
-    return f"/v1/references/{quote(name, safe='')}"
+def stream(path: str, new_reader: Callable[[], Reader[Answer]], **fields: object) -> Call[Answer]:
+    """A POST that is answered by a stream of events. Fields that are None are left out."""
+    return Call("POST", path, new_reader, _without_none({**fields, "stream": True}))
 
 
 def _without_none(fields: dict[str, object]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The file that a run writes its result to, and the journal beside it while the run lasts."""
+"""The file that a run writes its result to, and the journal next to it while the run lasts."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ class OutputPlan(JournalPlan[Result], Protocol[Result]):
 class Output:
     """A result's file, which appears whole or not at all: until then an earlier file of the name stays as it is.
 
-    The arrays of a result are in a second file beside it, `run.safetensors` for `run.json`.
+    The arrays of a result are in a second file next to it, `run.safetensors` for `run.json`.
 
     Raises:
         OutputError: no file can be written there, there is the journal of an unfinished run and `resume` is false, or
@@ -68,54 +68,42 @@ class Output:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: OutputPlan[Result]) -> Journal[Result]:
-        """Open the run's journal, once there is room for all that is to be written.
-
-        Raises:
-            OutputError: there is not, or the journal is of another run, damaged or in use.
-        """
+        """Open the run's journal, once there is room for all that is to be written."""
         journal = open_journal(self._journal_path, plan)
         self._journal = journal
         if journal.num_done:
-            _log.info("going on with %s: it has %s", self._journal_path, _progress(journal))
+            _log.info("resuming %s: it has %s", self._journal_path, _progress(journal))
         self._check_room(plan, journal)
         return journal
 
-    def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]] | None) -> None:
+    def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Put the result and its arrays in their places, and delete the journal.
 
         The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
-
-        Raises:
-            OutputError: they cannot be written. The journal stays.
         """
-        contents: dict[Path, bytes] = {}
-        described = None
-        if arrays is not None:
-            content = save(dict(arrays))
-            contents[self._arrays_path] = content
-            described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
+        content = save(dict(arrays))
+        described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
         text = json.dumps({**record, "arrays": described}, indent=2, allow_nan=False) + "\n"
-        contents[self.path] = text.encode()
-        _write_together(contents)
+        _write_together({self._arrays_path: content, self.path: text.encode()})
         if self._journal is not None:
             self._journal.remove()
             self._journal = None
 
-    def give_up(self) -> str:
-        """Close the journal of a run that failed; says how to go on, or nothing where no window was kept."""
+    def abort(self) -> str:
+        """Close the journal of a run that failed; returns how to resume it, or nothing where no window was kept."""
         if self._journal is None:
             return ""
         self._journal.close()
         if not self._journal.num_done:
             return ""
-        return f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume goes on"
+        return f"; {self._journal.path} has {_progress(self._journal)}: the same command with --resume resumes it"
 
     def _check_writable(self) -> None:
         if self.path == self._arrays_path:
             raise OutputError(f"cannot write {self.path}: the values of single tokens go to a file of that name")
         for path in (self.path, self._arrays_path):
             if path.exists() and not path.is_file():
-                raise OutputError(f"cannot write {path}: it is no file")
+                raise OutputError(f"cannot write {path}: it is not a file")
         try:
             TemporaryFile(dir=self.path.parent).close()
         except OSError as error:
@@ -131,15 +119,13 @@ class Output:
         """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""
         with open_locked(self._journal_path):
             num_done, num_windows = count_windows(self._journal_path)
-            if num_done and not (num_done == num_windows and self._is_newer_than_journal()):
+            has_output = self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns
+            if num_done and not (num_done == num_windows and has_output):
                 raise OutputError(
                     f"{self._journal_path} has {num_done} of {num_windows} windows of an unfinished run: "
-                    "go on with it by --resume, or delete it to start afresh"
+                    "resume it with --resume, or delete it to start afresh"
                 )
             self._journal_path.unlink()
-
-    def _is_newer_than_journal(self) -> bool:
-        return self.path.exists() and self.path.stat().st_mtime_ns >= self._journal_path.stat().st_mtime_ns
 
     def _check_room(self, plan: OutputPlan[Result], journal: Journal[Result]) -> None:
         num_kept = sum(window.num_scored for window in journal.windows.values())

@@ -1,13 +1,20 @@
-"""What `ppl-client` says while it works, on stderr: a progress bar, and a line where something happens."""
+"""What `ppl-client` prints on stderr while it works: a progress bar, and one line per event."""
 
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as ProgressBar
 
 from scoremode._printable import printable
@@ -24,7 +31,7 @@ class _LinesOnStderr(logging.Handler):
 
 @contextmanager
 def lines_on_stderr() -> Iterator[None]:
-    """Print what the package logs: servers that are waited for or dropped, journals that are gone on with."""
+    """Print what the package logs: waiting for servers, servers that are dropped, journals that are resumed."""
     logger = logging.getLogger("scoremode")
     handler, level = _LinesOnStderr(), logger.level
     logger.addHandler(handler)
@@ -38,57 +45,60 @@ def lines_on_stderr() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnProgress]:
-    """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives what is to be told of
-    every step."""
-    bar = ProgressBar(
-        TextColumn("windows"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]} tok/s"),
-        TimeRemainingColumn(),
-        TextColumn(f"{figure} {{task.fields[figure]}}"),
-        console=Console(stderr=True),
-        disable=quiet,
-    )
-    with _shown(bar):
-        yield _advance(bar, figure)
+    """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives the function that advances
+    it."""
+    bar = _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, quiet=quiet)
 
-
-@contextmanager
-def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
-    """Show a bar of files, with the documents and the perplexity so far, unless `quiet`; gives what is to be told of
-    every step."""
-    bar = ProgressBar(
-        TextColumn("files"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[documents]} documents, {task.fields[rate]} tok/s"),
-        TimeElapsedColumn(),
-        TextColumn("ppl {task.fields[figure]}"),
-        console=Console(stderr=True),
-        disable=quiet,
-    )
-    task = bar.add_task("", total=None, documents="0", rate="-", figure="-")
-
-    def advance(progress: CorpusProgress) -> None:
-        elapsed = bar.tasks[0].elapsed
-        num_tokens = progress.num_tokens - progress.num_tokens_resumed
-        bar.update(
-            task,
-            total=progress.num_files,
-            completed=progress.files_done,
-            documents=f"{progress.num_documents:,}",
-            rate=f"{num_tokens / elapsed:,.0f}" if elapsed else "-",
-            figure="-" if progress.perplexity is None else f"{progress.perplexity:.4f}",
-        )
+    def advance(progress: Progress) -> None:
+        so_far = f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}"
+        num_new = progress.num_scored - progress.num_resumed
+        _update(bar, progress.num_windows, progress.windows_done, num_new, figure=so_far)
 
     with _shown(bar):
         yield advance
 
 
 @contextmanager
+def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
+    """Show a bar of files, with the documents and the perplexity so far, unless `quiet`; gives the function that
+    advances it."""
+    middle = "{task.fields[documents]} documents, {task.fields[rate]} tok/s"
+    bar = _bar("files", middle, TimeElapsedColumn(), "ppl", quiet=quiet)
+
+    def advance(progress: CorpusProgress) -> None:
+        so_far = "-" if progress.perplexity is None else f"{progress.perplexity:.4f}"
+        num_new = progress.num_tokens - progress.num_tokens_resumed
+        documents = f"{progress.num_documents:,}"
+        _update(bar, progress.num_files, progress.files_done, num_new, figure=so_far, documents=documents)
+
+    with _shown(bar):
+        yield advance
+
+
+def _bar(counted: str, middle: str, time: ProgressColumn, figure: str, *, quiet: bool) -> ProgressBar:
+    bar = ProgressBar(
+        TextColumn(counted),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn(middle),
+        time,
+        TextColumn(f"{figure} {{task.fields[figure]}}"),
+        console=Console(stderr=True),
+        disable=quiet,
+    )
+    bar.add_task("", total=None, documents="0", rate="-", figure="-")
+    return bar
+
+
+def _update(bar: ProgressBar, total: int, completed: int, num_tokens: int, **fields: Any) -> None:
+    [task] = bar.tasks
+    rate = f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-"
+    bar.update(task.id, total=total, completed=completed, rate=rate, **fields)
+
+
+@contextmanager
 def _shown(bar: ProgressBar) -> Iterator[None]:
-    """While it is shown. One that never had a figure is not left above an error."""
+    """Show it. One that never had a figure is not left above an error."""
     bar.start()
     try:
         yield
@@ -101,20 +111,3 @@ def _shown(bar: ProgressBar) -> Iterator[None]:
             bar.stop()
         raise
     bar.stop()
-
-
-def _advance(bar: ProgressBar, figure: Literal["ppl", "kld"]) -> OnProgress:
-    task = bar.add_task("", total=None, rate="-", figure="-")
-
-    def advance(progress: Progress) -> None:
-        elapsed = bar.tasks[0].elapsed
-        num_scored = progress.num_scored - progress.num_resumed
-        bar.update(
-            task,
-            total=progress.num_windows,
-            completed=progress.windows_done,
-            rate=f"{num_scored / elapsed:,.0f}" if elapsed else "-",
-            figure=f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}",
-        )
-
-    return advance

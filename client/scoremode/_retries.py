@@ -1,6 +1,6 @@
 """When a request is sent again, and how long to wait before: shared by the synchronous and the asynchronous client.
 
-Sending a request twice is harmless: scoring changes nothing on the server, a recording goes on where it was, and what
+Sending a request twice is harmless: scoring changes nothing on the server, a recording resumes, and what
 was deleted stays so, even if the second answer is then that it is not found.
 """
 

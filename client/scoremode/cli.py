@@ -3,11 +3,9 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
-from typing import Any
-
-from rich.console import Console
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from typing import TypeVar
 
 from scoremode import kld_report, report
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
@@ -16,22 +14,25 @@ from scoremode._printable import printable
 from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
-from scoremode.corpus import CorpusProgress, corpus_report, score_corpus
-from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
+from scoremode.corpus import score_corpus
+from scoremode.corpus.settings import figures_as_text
+from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
-from scoremode.evaluate import Evaluation, evaluate, evaluate_on_server
-from scoremode.recording import Recording, record_reference
-from scoremode.windows import WindowError
+from scoremode.evaluate import evaluate
+from scoremode.recording import record_reference
+from scoremode.windows import WindowError, WindowSettings
+
+OnStep = TypeVar("OnStep")
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 
-_GOES_ON = {
-    "record": ": the same command goes on",
-    "corpus": ": the same command with --resume goes on",
-    "sweep": ", servers are stopped: the same command goes on",
+_HOW_TO_RESUME = {
+    "record": ": the same command resumes it",
+    "corpus": ": the same command with --resume resumes it",
+    "sweep": ", servers are stopped: the same command resumes it",
 }
-"""Of commands that keep what is done in a way of their own, what is said when they are interrupted."""
+"""What commands that keep their finished work without `Output` say when they are interrupted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,50 +45,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 output = Output(options.output, resume=options.resume, force=options.force)
             match options.command:
                 case "perplexity":
-                    _measure_perplexity(options, output)
+                    asyncio.run(_measure_perplexity(options, output))
                 case "record":
-                    _record(options)
+                    asyncio.run(_record(options))
                 case "kld":
-                    _measure_kld(options, output)
+                    asyncio.run(_measure_kld(options, output))
                 case "compare":
                     _compare_runs(options)
                 case "sweep":
-                    return 0 if _sweep(options) else EXIT_FAILURE
+                    with _report_extra():
+                        from scoremode.sweep.command import run_plan
+                    return 0 if run_plan(options) else EXIT_FAILURE
                 case "corpus":
-                    _score_corpus(options)
+                    asyncio.run(_score_corpus(options))
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
-        print(f"ppl-client: interrupted{_GOES_ON.get(options.command) or _way_on(output)}", file=sys.stderr)
+        print(f"ppl-client: interrupted{_HOW_TO_RESUME.get(options.command) or _resume_hint(output)}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (ScoremodeError, WindowError, OSError) as error:
         # YAML's complaint about a plan has a mark below the line that it is about.
         lines = str(error).split("\n") if options.command == "sweep" else [" ".join(str(error).split())]
         message = "\n".join(map(printable, lines))
-        print(f"ppl-client: error: {message}{_way_on(output)}", file=sys.stderr)
+        print(f"ppl-client: error: {message}{_resume_hint(output)}", file=sys.stderr)
         return EXIT_FAILURE
     return 0
 
 
-def _way_on(output: Output | None) -> str:
-    return "" if output is None else printable(output.give_up())
+def _resume_hint(output: Output | None) -> str:
+    return "" if output is None else printable(output.abort())
 
 
-def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
-    evaluation = asyncio.run(_evaluate(options, _corpus(options), output))
-    try:
-        if output is not None:
-            output.write(report.as_json(evaluation, options.urls), report.as_arrays(evaluation))
-    finally:
-        # A number that took hours is shown even where it cannot be written.
-        Console().print(report.as_table(evaluation))
-
-
-async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output | None) -> Evaluation:
-    async with AsyncExitStack() as stack:
-        clients = await _clients(options, stack)
-        on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
-        if options.server_side:
-            return await evaluate_on_server(clients[0], corpus, **_window_settings(options), on_progress=on_progress)
-        return await evaluate(
+async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
+    corpus = _corpus(options)
+    async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
+        evaluation = await evaluate(
             clients,
             corpus,
             **_window_settings(options),
@@ -97,23 +87,39 @@ async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output 
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
+    try:
+        if output is not None:
+            output.write(report.as_json(evaluation, options.urls), report.as_arrays(evaluation))
+    finally:
+        # A number that took hours is shown even where it cannot be written.
+        print(report.as_text(evaluation))
 
 
-def _record(options: argparse.Namespace) -> None:
-    print(kld_report.recording_as_text(asyncio.run(_record_reference(options, _corpus(options)))))
-
-
-async def _record_reference(options: argparse.Namespace, corpus: Corpus) -> Recording:
-    async with AsyncExitStack() as stack:
-        clients = await _clients(options, stack)
-        on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
-        return await record_reference(
+async def _record(options: argparse.Namespace) -> None:
+    corpus = _corpus(options)
+    async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
+        recording = await record_reference(
             clients[0], corpus, options.reference, **_window_settings(options), on_progress=on_progress
         )
+    print(kld_report.recording_as_text(recording))
 
 
-def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
-    measurement = asyncio.run(_compare(options, output))
+async def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
+    async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
+        if options.floor:
+            measurement = await measure_noise_floor(
+                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
+            )
+        else:
+            measurement = await measure_kld(
+                clients,
+                options.reference,
+                return_token_texts=output is not None,
+                top_logprobs=0 if output is None else options.top_logprobs,
+                concurrency=options.concurrency,
+                start_journal=None if output is None else output.start_journal,
+                on_progress=on_progress,
+            )
     try:
         if output is not None:
             output.write(kld_report.as_json(measurement, options.urls), kld_report.as_arrays(measurement))
@@ -121,36 +127,30 @@ def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
         print(kld_report.as_text(measurement))
 
 
-async def _compare(options: argparse.Namespace, output: Output | None) -> KldMeasurement:
-    async with AsyncExitStack() as stack:
-        clients = await _clients(options, stack)
-        on_progress = stack.enter_context(progress_bar("kld", quiet=options.quiet))
-        if options.floor:
-            return await measure_noise_floor(
-                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
-            )
-        return await measure_kld(
-            clients,
-            options.reference,
-            return_token_texts=output is not None,
-            top_logprobs=0 if output is None else options.top_logprobs,
-            concurrency=options.concurrency,
-            start_journal=None if output is None else output.start_journal,
-            on_progress=on_progress,
-        )
-
-
 def _compare_runs(options: argparse.Namespace) -> None:
     with _report_extra():
-        from scoremode.comparison.command import run_compare
+        from scoremode.comparison import compare, load_runs
+        from scoremode.comparison.card import card
+        from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
-        run_compare(options)
+        comparison = compare(
+            load_runs([options.base, *options.others], options.labels),
+            num_resamples=options.resamples,
+            seed=options.seed,
+        )
+        try:
+            # Each takes a second to import, and is not always asked for.
+            if options.plots is not None:
+                from scoremode.comparison.plots import write_plots
 
+                write_plots(comparison, options.plots)
+            if options.html is not None:
+                from scoremode.comparison.report import write_report
 
-def _sweep(options: argparse.Namespace) -> bool:
-    with _report_extra():
-        from scoremode.sweep.command import run_plan
-    return run_plan(options)
+                write_report(comparison, options.html)
+        finally:
+            as_table = card if options.card else as_markdown if options.markdown else as_csv if options.csv else as_text
+            sys.stdout.write(as_table(comparison))
 
 
 @contextmanager
@@ -165,14 +165,10 @@ def _report_extra() -> Iterator[None]:
         raise ScoremodeError(f'{package} is missing: pip install "scoremode[report]"') from error
 
 
-def _score_corpus(options: argparse.Namespace) -> None:
-    print(corpus_report.as_text(asyncio.run(_score_documents(options))))
-
-
-async def _score_documents(options: argparse.Namespace) -> CorpusProgress:
-    async with AsyncExitStack() as stack:
-        return await score_corpus(
-            await _clients(options, stack),
+async def _score_corpus(options: argparse.Namespace) -> None:
+    async with _connected(options, corpus_bar(quiet=options.quiet)) as (clients, on_progress):
+        done = await score_corpus(
+            clients,
             options.inputs,
             options.output,
             text_column=options.text_column,
@@ -182,8 +178,9 @@ async def _score_documents(options: argparse.Namespace) -> CorpusProgress:
             context_length=options.context_length,
             concurrency=options.concurrency,
             resume=options.resume,
-            on_progress=stack.enter_context(corpus_bar(quiet=options.quiet)),
+            on_progress=on_progress,
         )
+    print(figures_as_text(done))
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
@@ -199,7 +196,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
     )
 
 
-def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
+def _window_settings(options: argparse.Namespace) -> WindowSettings:
     return {
         "method": options.method,
         "context_length": options.context_length,
@@ -209,8 +206,14 @@ def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _clients(options: argparse.Namespace, stack: AsyncExitStack) -> list[AsyncScoreClient]:
-    return [await stack.enter_async_context(_client(options, url)) for url in options.urls]
+@asynccontextmanager
+async def _connected(
+    options: argparse.Namespace, bar: AbstractContextManager[OnStep]
+) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
+    """A client for each server, and the progress bar to be advanced."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_client(options, url)) for url in options.urls]
+        yield clients, stack.enter_context(bar)
 
 
 def _client(options: argparse.Namespace, url: str) -> AsyncScoreClient:

@@ -148,18 +148,15 @@ def _joined(found: _Rows, num_samples: int | None, preset: Preset | None) -> Cor
 
 def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _Rows:
     if dataset == PYDOC:
-        return _Rows(PYDOC, f"pydoc_data.topics of Python {platform.python_version()}", _pydoc_topics())
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        source = f"pydoc_data.topics of Python {platform.python_version()}"
+        return _Rows(PYDOC, source, [topics[name] for name in sorted(topics)])
     path = Path(dataset).expanduser()
     if dataset not in HUB_ALIASES and path.exists():
         return _load_local(path, config, split, column)
     if path.suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
         raise CorpusError(f"no such file or folder: {dataset}")
     return _load_from_hub(dataset, config, split, column)
-
-
-def _pydoc_topics() -> list[str]:
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    return [topics[name] for name in sorted(topics)]
 
 
 def _load_local(path: Path, config: str | None, split: str, column: str) -> _Rows:

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode._arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.client import AsyncScoreClient
-from scoremode.divergent_tokens import DivergentToken, divergent_tokens
 from scoremode.errors import ResponseError, ServersDifferError
 from scoremode.journal import Journal
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
@@ -18,7 +17,7 @@ from scoremode.plan import differences, server_header
 from scoremode.pool import Pool
 from scoremode.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
 from scoremode.run import OnProgress, Run
-from scoremode.token_texts import texts_of_occurring
+from scoremode.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""
@@ -99,7 +98,7 @@ StartKldJournal = Callable[[KldPlan], Journal[KldWindowValues]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldMeasurement:
-    """A served model beside a reference, over all windows of the reference."""
+    """A served model compared with a reference, over all its windows."""
 
     server: ServerInfo
     model: str
@@ -115,7 +114,7 @@ class KldMeasurement:
     statistics: KldStatistics
     most_divergent: list[DivergentToken]
     seconds: float
-    """From the first request for a window to the last answer; of a run in several sittings, the sum."""
+    """From the first request for a window to the last answer; of a run in several sessions, the sum."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
     top_tokens: TopTokens | None = None
@@ -147,7 +146,7 @@ async def measure_kld(
     Args:
         clients: One, or one for each server; all must have the reference.
         name: Of a complete reference.
-        return_token_texts: Keep the text of every token that is a target or the likeliest of either; as for `evaluate`.
+        return_token_texts: Keep the text of every token that is a target or the top token of either; as for `evaluate`.
         top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
         start_journal: As for `evaluate`.

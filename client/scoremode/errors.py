@@ -1,19 +1,4 @@
-"""Everything that the client raises.
-
-ScoremodeError
-├── TransportError          no answer: refused, dropped, timed out, after all retries
-├── APIStatusError          an answer that is an error; has status_code, param, type
-│   ├── BadRequestError     400, 422: `param` names the field
-│   ├── AuthenticationError 401, 403
-│   ├── NotFoundError       404: no such model, or no Scoremode at that address
-│   ├── RateLimitError      429, after all retries
-│   └── ServerError         5xx
-├── ResponseError           an answer that is not what the protocol says
-├── CorpusError             a text that cannot be read
-├── RunError                a run's file that cannot be read, or runs that cannot be compared
-├── OutputError             a result or its journal that cannot be written, or a journal that cannot be gone on with
-└── ServersDifferError      servers of one run that do not serve the same
-"""
+"""Everything that the client raises."""
 
 
 class ScoremodeError(Exception):
@@ -21,11 +6,11 @@ class ScoremodeError(Exception):
 
 
 class TransportError(ScoremodeError):
-    """The server gave no answer."""
+    """The server gave no answer: refused, dropped or timed out, after all retries."""
 
 
 class APIStatusError(ScoremodeError):
-    """The server answered with an error."""
+    """The server answered with an error, whose fields these are."""
 
     def __init__(self, message: str, *, status_code: int, param: str | None = None, type: str | None = None) -> None:
         super().__init__(message)
@@ -35,23 +20,23 @@ class APIStatusError(ScoremodeError):
 
 
 class BadRequestError(APIStatusError):
-    """The request is at fault; `param` names the field."""
+    """400, 422: the request is at fault; `param` names the field."""
 
 
 class AuthenticationError(APIStatusError):
-    """No API key, or a wrong one."""
+    """401, 403: no API key, or a wrong one."""
 
 
 class NotFoundError(APIStatusError):
-    """No such model or route."""
+    """404: no such model or reference, or no Scoremode at that address."""
 
 
 class RateLimitError(APIStatusError):
-    """Too many requests, after all retries."""
+    """429: too many requests, after all retries."""
 
 
 class ServerError(APIStatusError):
-    """The server is at fault."""
+    """5xx: the server is at fault."""
 
 
 class ResponseError(ScoremodeError):
@@ -67,7 +52,7 @@ class RunError(ScoremodeError):
 
 
 class OutputError(ScoremodeError):
-    """A result or its journal cannot be written, or a journal cannot be gone on with."""
+    """A result or its journal cannot be written, or a journal cannot be resumed."""
 
 
 class ServersDifferError(ScoremodeError):

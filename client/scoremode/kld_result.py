@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from scoremode._arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.protocol import KldResponse, KldStatistics, KldWindow, TopLogprobArrays
+from scoremode.protocol import KldResponse, KldStatistics, KldWindow
 
 NUM_TOP = 5
 """Top tokens that commands keep, of the most divergent positions."""
@@ -20,13 +20,12 @@ MAX_TOP_POSITIONS = 20_000
 TOP_DTYPES = {"positions": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
 
 _WINDOW = TypeAdapter(KldWindow)
-_TOP_LOGPROBS = TypeAdapter(TopLogprobArrays)
 _RESPONSE = TypeAdapter(KldResponse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldWindowValues:
-    """One window of a reference beside the served model."""
+    """One window of a reference, compared with the served model."""
 
     index: int
     """Of the window in the reference, from 0."""
@@ -43,7 +42,7 @@ class KldWindowValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldResult:
-    """Some windows of a reference beside the served model."""
+    """Some windows of a reference, compared with the served model."""
 
     model: str
     reference: str
@@ -96,12 +95,7 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
 
 
 def parse_result(body: bytes) -> KldResult:
-    """Read the body of a `POST /v1/kld` answer.
-
-    Raises:
-        ValidationError: it is no such answer.
-        ResponseError: its arrays are not those of its windows.
-    """
+    """Read the body of a `POST /v1/kld` answer."""
     return _result(_RESPONSE.validate_json(body))
 
 
@@ -116,11 +110,7 @@ def window_of_event(event: object) -> KldWindowValues:
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
-    """Arrays in base64, by the names of `KldPositions`, to arrays.
-
-    Raises:
-        ResponseError: one is missing, is not base64 of its type, is of another length, or has NaN.
-    """
+    """Arrays in base64, by the names of `KldPositions`, to arrays."""
     arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
     for name, array in arrays.items():
         if np.isnan(array).any():
@@ -161,10 +151,6 @@ def _window(window: KldWindow) -> KldWindowValues:
     return KldWindowValues(
         window["index"],
         positions,
-        _top_logprobs(window.get("top_logprobs")),
-        _top_logprobs(window.get("reference_top_logprobs")),
+        decode_top_logprobs(window.get("top_logprobs")),
+        decode_top_logprobs(window.get("reference_top_logprobs")),
     )
-
-
-def _top_logprobs(top: object) -> TopLogprobs | None:
-    return None if top is None else decode_top_logprobs(_TOP_LOGPROBS.validate_python(top))

@@ -1,19 +1,28 @@
-"""What an evaluation is to score, worked out before the first window is scored, and what a window comes to."""
+"""The windows of an evaluation, cut before the first one is scored, and the values of a window."""
 
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.metrics import count_words
-from scoremode.protocol import PerplexityRequest, ServerInfo, is_old_fingerprint
-from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode.protocol import ServerInfo, is_old_fingerprint
+from scoremode.windows import (
+    Method,
+    Window,
+    WindowError,
+    adds_special_tokens,
+    cut_windows,
+    resolve_context_length,
+    resolve_stride,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -21,27 +30,17 @@ _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weig
 _COMPUTED_BY = "server.computed_by."
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class WindowNlls:
-    """What one window came to, in nats."""
-
-    index: int
-    num_scored: int
-    nll_sum: float
-    nlls: list[float] | None
-    """NLL of each target, in order; None where the server cut the windows and kept them."""
-    ranks: list[int] | None = None
-    """Rank of each target in the vocabulary, 1 for the likeliest; None where they were not asked for."""
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    """The NLLs of one window, in nats; the fields of a line in the journal."""
 
     index: NonNegativeInt
     num_scored: int
     nll_sum: float
     nlls: list[float]
-    ranks: list[int] | None
+    """NLL of each target, in order."""
+    ranks: list[int] | None = None
+    """Rank of each target in the vocabulary, 1 for the most likely; None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Plan:
     JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 34
     """Upper estimate of what a scored token takes in the journal."""
     OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 46
-    """Upper estimate of what a scored token takes in the output and the arrays beside it."""
+    """Upper estimate of what a scored token takes in the output and the arrays next to it."""
 
     corpus: Corpus
     server: ServerInfo
@@ -106,19 +105,15 @@ class Plan:
         return asdict(window)
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        """The window that a line of a journal has.
-
-        Raises:
-            ValueError: it has none of this run.
-        """
-        found = _Line.model_validate(line)
+        """The window that a line of a journal has."""
+        found = WindowNlls(**cast(dict[str, Any], line))
         expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
         num_ranks = None if found.ranks is None else len(found.ranks)
         if not found.num_scored == len(found.nlls) == expected or num_ranks != (
             expected if self.return_ranks else None
         ):
             raise ValueError("not a window of this run")
-        return WindowNlls(**found.model_dump())
+        return found
 
 
 async def make_plan(
@@ -126,22 +121,18 @@ async def make_plan(
     server: ServerInfo,
     corpus: Corpus,
     *,
-    method: Method,
-    context_length: int | None,
-    stride: int | None,
-    max_tokens: int | None,
-    add_special_tokens: bool | None,
-    return_ranks: bool,
+    method: Method = "sliding",
+    context_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    add_special_tokens: bool | None = None,
+    return_ranks: bool = False,
 ) -> Plan:
-    """Tokenize a corpus on the server and cut it into windows.
-
-    Raises:
-        WindowError: windows that cannot be cut, or a text too short for one.
-        ScoremodeError: the server fails.
-    """
+    """Tokenize a corpus on the server and cut it into windows."""
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
-    add_special_tokens = adds_special_tokens(method, add_special_tokens)
+    if add_special_tokens is None:
+        add_special_tokens = adds_special_tokens(method)
     texts = corpus.documents or (corpus.text,)
     documents = [await client.tokenize(text, add_special_tokens) for text in texts]
     tokens, text = [token for document in documents for token in document], "".join(texts)
@@ -185,12 +176,6 @@ async def make_plan(
         windows=windows,
         return_ranks=return_ranks,
     )
-
-
-def adds_special_tokens(method: Method, add_special_tokens: bool | None) -> bool:
-    """The given choice, or the default of the method."""
-    fields = {"method": method, "add_special_tokens": add_special_tokens}
-    return PerplexityRequest.model_validate(fields).adds_special_tokens
 
 
 def identity(server: ServerInfo) -> dict[str, object]:

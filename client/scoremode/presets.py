@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from scoremode.protocol import CorpusInfo
-from scoremode.windows import Method
+from scoremode.windows import Method, WindowSettings
 
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -41,7 +41,7 @@ _TOOLS: dict[str, _Tool] = {
 }
 
 
-def window_settings(preset: Preset, context_length: int | None) -> dict[str, Any]:
+def window_settings(preset: Preset, context_length: int | None) -> WindowSettings:
     """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another."""
     tool = _TOOLS[preset]
     length = context_length or tool.context_length
@@ -75,15 +75,12 @@ def as_lines(rows: Sequence[str]) -> str:
 def lm_eval_pages(text: str) -> list[str]:
     """The articles of WikiText-2's file, as the dataset of lm-eval's task `wikitext` has them."""
     lines = text.split("\n")
-    starts = [0, *(number for number, line in enumerate(lines) if _is_title(line)), len(lines)]
+    # A title is ` = Title = `, and that of a section has more signs.
+    stripped = [line.replace("= = =", "===").replace("= =", "==").strip() for line in lines]
+    titles = [at for at, line in enumerate(stripped) if line.startswith("= ") and line.endswith(" =")]
+    starts = [0, *titles, len(lines)]
     pages = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
     return [page for page in pages if page.strip()]
-
-
-def _is_title(line: str) -> bool:
-    """Whether it is ` = Title = `, and not that of a section."""
-    line = line.replace("= = =", "===").replace("= =", "==").strip()
-    return line.startswith("= ") and line.endswith(" =")
 
 
 def detokenized(page: str) -> str:

@@ -1,4 +1,4 @@
-"""The windows of one run as they are finished, over all its sittings, and how far that is."""
+"""The windows of one run as they are finished, over all its sessions, and the progress."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ class Progress:
     mean: float
     """Of the tokens so far, in nats: of their NLLs, or of their KL divergences."""
     num_resumed: int = 0
-    """Tokens among them that an earlier sitting scored."""
+    """Tokens among them that an earlier session scored."""
 
     @property
     def perplexity(self) -> float:
@@ -66,7 +66,7 @@ class Run(Generic[Result]):
             self._report()
 
     def missing(self) -> Iterator[int]:
-        """Indices of the windows that were not finished in an earlier sitting."""
+        """Indices of the windows that were not finished in an earlier session."""
         return (index for index in range(self._num_windows) if index not in self._windows)
 
     def keep(self, window: Result) -> None:
@@ -81,7 +81,7 @@ class Run(Generic[Result]):
         return [self._windows[index] for index in range(self._num_windows)]
 
     def seconds(self) -> float:
-        """Since the run began, over all sittings."""
+        """Since the run began, over all sessions."""
         return self._seconds_before + time.perf_counter() - self._started
 
     def _take(self, window: Result) -> None:

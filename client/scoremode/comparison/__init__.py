@@ -1,4 +1,4 @@
-"""Several runs of `ppl-client` beside each other: which is better, and whether the difference is real.
+"""Several runs of `ppl-client` next to each other: which is better, and whether the difference is real.
 
     from scoremode.comparison import compare, load_runs, summary
 
@@ -12,7 +12,7 @@ It needs the extra: pip install "scoremode[report]".
 
 from scoremode.comparison.compare import compare
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures, Verdict
-from scoremode.comparison.labels import load_runs
+from scoremode.comparison.pairing import load_runs
 from scoremode.comparison.run_file import RunFile, load_run
 from scoremode.comparison.summary import summary
 

@@ -174,11 +174,6 @@ def _exponential(of: Figure) -> Figure:
     return Figure(value, None if of.stderr is None else value * of.stderr, *_both(exp, of))
 
 
-def _scaled(of: Figure, factor: float) -> Figure:
-    stderr = None if of.stderr is None else factor * of.stderr
-    return Figure(factor * of.value, stderr, *_both(lambda end: factor * end, of))
-
-
 def _within(of: Figure, least: float, most: float) -> Figure:
     """An interval without what the figure cannot be."""
     return Figure(of.value, of.stderr, *_both(lambda end: min(max(end, least), most), of))
@@ -192,7 +187,9 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
     if not run.num_bytes:
         return None
     num_tokens = run.num_scored if run.method in EXHAUSTIVE_METHODS else run.num_tokens
-    return _scaled(nll, bits_per_byte(num_tokens, run.num_bytes))
+    factor = bits_per_byte(num_tokens, run.num_bytes)
+    stderr = None if nll.stderr is None else factor * nll.stderr
+    return Figure(factor * nll.value, stderr, *_both(lambda end: factor * end, nll))
 
 
 def _verdict(difference: Figure, least: float = 0.0) -> Verdict:

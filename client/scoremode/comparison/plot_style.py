@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import Bbox
 
 WIDTH, HEIGHT = 5.6, 3.9
@@ -40,7 +40,7 @@ class Theme:
     """Of ticks, of lines that are no run's."""
     grid: str
     runs: tuple[str, ...]
-    """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of colour vision."""
+    """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""
 
     def run(self, index: int) -> str:
         """Of the run with this place; colours come again after the last, with other markers and dashes."""
@@ -93,16 +93,11 @@ def plain_log_axis(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = sorted(axis.get_view_interval())
     axis.set_major_formatter(FuncFormatter(_tick))
-    minor = FuncFormatter(_tick if high / max(low, 1e-300) < 30 else _no_tick)
-    axis.set_minor_formatter(minor)
+    axis.set_minor_formatter(FuncFormatter(_tick) if high / max(low, 1e-300) < 30 else NullFormatter())
 
 
 def _tick(value: float, _position: int | None = None) -> str:
     return f"{value:g}" if value >= 1e-4 else f"{value:.0e}".replace("e-0", "e-")
-
-
-def _no_tick(_value: float, _position: int | None = None) -> str:
-    return ""
 
 
 def legend_label(name: str) -> str:
@@ -124,7 +119,7 @@ def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
 
 @dataclass(slots=True)
 class Labels:
-    """Texts beside points, each put where it covers no other text, no point and no error bar."""
+    """Texts next to points, each put where it covers no other text, no point and no error bar."""
 
     axes: Axes
     theme: Theme
@@ -141,7 +136,8 @@ class Labels:
         best: tuple[float, Annotation, Bbox] | None = None
         for annotation in self._candidates(x, y, text, color):
             box = annotation.get_window_extent(renderer).padded(2)
-            covered = sum(_overlap(box, other) for other in self.taken) + _outside(box, self.axes.bbox)
+            outside = box.width * box.height - _overlap(box, self.axes.bbox)
+            covered = sum(_overlap(box, other) for other in self.taken) + float(outside)
             if best is None or covered < best[0]:
                 if best is not None:
                     best[1].remove()
@@ -172,10 +168,6 @@ class Labels:
 def _overlap(one: Bbox, other: Bbox) -> float:
     shared = Bbox.intersection(one, other)
     return 0.0 if shared is None else float(shared.width * shared.height)
-
-
-def _outside(box: Bbox, frame: Bbox) -> float:
-    return float(box.width * box.height) - _overlap(box, frame)
 
 
 def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], half_width: float = 2) -> Bbox:

@@ -53,18 +53,7 @@ def plots(comparison: Comparison) -> list[Plot]:
 
 
 def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Write every plot as SVG and PNG for light and dark pages, and what they show to `captions.md`.
-
-    Args:
-        comparison: The runs and their figures.
-        folder: Where to; it is made if it is not there.
-
-    Returns:
-        The files.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; return the files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}
@@ -140,10 +129,11 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
         return None
     size, _ = size_plots.size_axis(comparison)
     floor = noise_floor(comparison)
+    names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
     return Plot(
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
-        f"Mean KL divergence from the reference, {_reference_names(comparison)}{_front(size)}. "
+        f"Mean KL divergence from the reference, {', '.join(names)}{_front(size)}. "
         f"{_not_drawn('it is exactly 0 at every token', _without_kld(comparison))}"
         f"{_not_drawn('it is infinite', infinite)}{_floor(floor)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
@@ -224,11 +214,6 @@ def _not_drawn(reason: str, runs: Sequence[RunFile]) -> str:
     return f"Not drawn, because {reason}: {', '.join(run.label for run in runs)}. " if runs else ""
 
 
-def _reference_names(comparison: Comparison) -> str:
-    names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
-    return ", ".join(names)
-
-
 def _front(size: str | None) -> str:
     if size is None:
         return " of each run"
@@ -243,13 +228,10 @@ def _floor(floor: float | None) -> str:
 
 def common_caption(comparison: Comparison) -> str:
     """What belongs below all plots together: how intervals were made, and what was measured."""
-    return f"{_intervals(comparison)} {measured(comparison)}"
-
-
-def _intervals(comparison: Comparison) -> str:
+    intervals = f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
     if comparison.blocks.startswith("no intervals"):
-        return f"{comparison.blocks.capitalize()}."
-    return f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
+        intervals = f"{comparison.blocks.capitalize()}."
+    return f"{intervals} {measured(comparison)}"
 
 
 def measured(comparison: Comparison) -> str:

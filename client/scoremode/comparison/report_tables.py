@@ -60,7 +60,7 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     runs = comparison.runs
     to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     cells = {
-        "GiB": [plain(_scaled(figures.run.weight_bytes, 2**-30), 3) for figures in runs],
+        "GiB": [plain(figures.run.gib, 3) for figures in runs],
         "bits per weight": [plain(figures.run.bits_per_weight, 2) for figures in runs],
         "perplexity": _column([figures.perplexity for figures in runs]),
         "PPL ratio": _column([to_base.get(figures.run.label) for figures in runs]),
@@ -70,8 +70,8 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
         "99% KL": [plain(figures.kld_p99) for figures in runs],
         "99.9% KL": [plain(figures.kld_p999) for figures in runs],
         "max KL": [plain(figures.kld_max) for figures in runs],
-        "RMS Δp": _column([figures.delta_p_rms for figures in runs], percent=True),
-        "same top p": _column([figures.same_top_p for figures in runs], percent=True),
+        "RMS Δp": _column([figures.delta_p_rms for figures in runs], 100, "%"),
+        "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
         "times the floor": [plain(figures.kld_over_noise_floor, 1) for figures in runs],
     }
     used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
@@ -80,11 +80,11 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     return columns, [list(row) for row in zip(labels, *used.values(), strict=True)]
 
 
-def _column(figures: list[Figure | None], *, percent: bool = False) -> list[Cell]:
+def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:
     """With the digits of the finest of them, unless others need far fewer."""
-    digits = [_digits(figure, 100 if percent else 1) for figure in figures if figure is not None]
+    digits = [_digits(figure, scale) for figure in figures if figure is not None]
     common = max(digits) if digits and max(digits) - min(digits) < _FAR_FEWER else None
-    return [with_errors(figure, common, percent=percent) for figure in figures]
+    return [with_errors(figure, common, scale=scale, unit=unit) for figure in figures]
 
 
 def effects(comparison: Comparison) -> list[Effect]:
@@ -100,9 +100,8 @@ def effects(comparison: Comparison) -> list[Effect]:
             parts.append(Cell(f"KLD {plain(figures.kld.value).text}"))
         if figures.same_top_p is not None:
             parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
-        if figures.run.weight_bytes and comparison.base.weight_bytes:
-            share = figures.run.weight_bytes / comparison.base.weight_bytes
-            parts.append(Cell(f"{share:.0%} of the size"))
+        if figures.run.gib and comparison.base.gib:
+            parts.append(Cell(f"{figures.run.gib / comparison.base.gib:.0%} of the size"))
         found.append(Effect(label, parts))
     return found
 
@@ -180,14 +179,15 @@ def plain(value: float | None, digits: int | None = None) -> Cell:
     return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
 
 
-def with_errors(figure: Figure | None, digits: int | None = None, *, percent: bool = False, sign: str = "") -> Cell:
+def with_errors(
+    figure: Figure | None, digits: int | None = None, *, scale: float = 1, unit: str = "", sign: str = ""
+) -> Cell:
     """A figure with the error that takes tokens as independent, and the interval that does not.
 
     All have so many digits after the point, or as many as give the former two that count.
     """
     if figure is None or math.isnan(figure.value):
         return Cell(NOT_KNOWN)
-    scale, unit = (100, "%") if percent else (1, "")
     digits = _digits(figure, scale) if digits is None else digits
     errors = []
     if figure.stderr is not None:
@@ -213,7 +213,3 @@ def number(value: float, digits: int, sign: str = "") -> str:
     if not math.isfinite(value):
         return "∞" if value > 0 else "-∞" if value < 0 else NOT_KNOWN
     return f"{value:{sign},.{digits}f}"
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

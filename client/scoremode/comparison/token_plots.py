@@ -39,14 +39,14 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> 
     thresholds = _kld_thresholds(runs)
     for index, run in runs:
         values = _kld(run)
-        shares = survival(values, thresholds)
+        shares, zeros = survival(values, thresholds), float((values <= 0).mean())
         axes.plot(
             thresholds,
             shares,
             color=theme.run(index),
             linestyle=dashes(index),
             linewidth=1.8,
-            label=legend_label(run.label) + _zeros(values),
+            label=legend_label(run.label) + (f" ({_percent(zeros)} exactly 0)" if zeros else ""),
         )
         form = "{1:.3%} of tokens have more than {0:.2g} nats"
         add_curve_tips(axes, thresholds, shares, theme.run(index), run.label, form)
@@ -75,24 +75,19 @@ def _kld_thresholds(runs: Numbered) -> Floats:
     return np.geomspace(low, high * 1.3, _CURVE_POINTS)
 
 
-def _zeros(values: Floats) -> str:
-    share = float((values <= 0).mean())
-    return f" ({_percent(share)} exactly 0)" if share else ""
-
-
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else "< 0.1%"
 
 
 def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
-    """Mean KL divergence of the tokens where the reference was so sure of its likeliest one."""
+    """Mean KL divergence of the tokens where the reference was so sure of its top token."""
     drawing, axes = new_axes(theme)
     edges = CONFIDENCE_EDGES
     means, errors = zip(*(confidence_means(run) for _, run in runs), strict=True)
     for place, (index, run) in enumerate(runs):
         for bucket, (mean, error) in enumerate(zip(means[place], errors[place], strict=True)):
             container = axes.errorbar(
-                [bucket + _dodge(place, len(runs))],
+                [bucket if len(runs) == 1 else bucket + 0.6 * (place / (len(runs) - 1) - 0.5)],
                 [mean],
                 yerr=[_Z_95 * error],
                 color=theme.run(index),
@@ -148,10 +143,6 @@ def _bucket_names(counts: NDArray[np.intp]) -> list[str]:
         f"{low:g} to {high:g}\n{_percent(count / counts.sum()) if count else 'none'}"
         for low, high, count in zip(edges, edges[1:], counts, strict=False)
     ]
-
-
-def _dodge(place: int, count: int) -> float:
-    return 0.0 if count == 1 else 0.6 * (place / (count - 1) - 0.5)
 
 
 def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Drawing:

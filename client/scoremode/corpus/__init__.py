@@ -5,8 +5,7 @@ from pathlib import Path
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
-from scoremode.corpus.inputs import find_inputs
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, find_inputs
 from scoremode.errors import ScoremodeError
 from scoremode.pool import Pool
 
@@ -29,9 +28,9 @@ async def score_corpus(
 ) -> CorpusProgress:
     """Score every document of parquet and jsonl files, and write its row with its figures.
 
-    A row has these columns beside its own: `num_tokens`; `nll`, the sum over all tokens in nats; `perplexity`, exp of
-    NLL / tokens; `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They are those of `/v1/perplexity` with method `rolling`
-    for the document alone, and null where there is no text, or a server refuses it.
+    Each row gets `num_tokens`; `nll`, the sum over all tokens in nats; `perplexity`, exp of NLL / tokens; and
+    `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They are those of `/v1/perplexity` with method `rolling` for the
+    document alone, and null where there is no text, or a server refuses it.
 
     Args:
         clients: One, or one for each server; all serve the same.
@@ -43,16 +42,16 @@ async def score_corpus(
         filter: Keep the rows for which this condition on columns is true, such as `bits_per_byte < 1.2`.
         context_length: Tokens a window; as many as the model takes when left out.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
-        resume: Go on with an earlier run: finished files stay as they are, others go on after their last whole request.
+        resume: Resume an earlier run: finished files stay as they are, others continue after their last whole request.
         on_progress: Called as requests and files are done.
 
     Returns:
-        What the run came to.
+        The figures of the run.
 
     Raises:
         WindowError: the model takes no such windows, or has no token to put before a text.
         ScoremodeError: the last server failed, the servers differ, a file cannot be read or written, or the output is
-            of other settings or another model. What is finished stays, and so does what is needed to go on.
+            of other settings or another model. What is finished stays, and so does what is needed to resume.
     """
     try:
         from scoremode.corpus.pipeline import Pipeline
@@ -62,7 +61,6 @@ async def score_corpus(
         raise ScoremodeError('pyarrow is missing: pip install "scoremode[corpora]"') from error
     folder = Path(output)
     files = find_inputs([Path(path) for path in inputs], folder)
-    clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)
     scorer = DocumentScorer(pool, context_length=context_length, per_token=per_token)
     settings = CorpusSettings(
@@ -71,7 +69,7 @@ async def score_corpus(
         per_token=per_token,
         filter=filter,
         context_length=scorer.context_length,
-        model=clients[0].model or pool.info.model,
+        model=pool.clients[0].model or pool.info.model,
         server=pool.info,
     )
     pipeline = Pipeline(files, folder, settings, pool, scorer, resume=resume, on_progress=on_progress)

@@ -24,18 +24,15 @@ def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:
 
 
 def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], where: str) -> None:
-    """Refuse rows without the text, or with a column of a name that is added.
-
-    Raises:
-        CorpusError: it names the column.
-    """
+    """Refuse rows without the text, or with a column of a name that is added."""
     if not schema.names:  # A file of JSON lines without a line.
         return
     if schema.names.count(text_column) != 1:
         raise CorpusError(f"no column {text_column!r} in {where}; there are: {', '.join(schema.names)}")
     type_ = schema.field(text_column).type
     value_type = type_.value_type if pa.types.is_dictionary(type_) else type_
-    if not (_is_text(value_type) or pa.types.is_null(type_)):
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    if not any(is_type(value_type) for is_type in is_text):
         raise CorpusError(f"column {text_column!r} of {where} is {type_}, not text")
     if taken := [name for name in added if name in schema.names]:
         raise CorpusError(
@@ -70,10 +67,6 @@ def added_columns(results: Sequence[Scored | Unscored], schema: pa.Schema) -> pa
 def errors_of(results: Sequence[Scored | Unscored]) -> list[str | None]:
     """Why each row has no figures; None where it has."""
     return [result.error if isinstance(result, Unscored) else None for result in results]
-
-
-def _is_text(type_: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_) or pa.types.is_string_view(type_))
 
 
 def _document(text: bytes | None) -> Document | Unscored:

@@ -43,18 +43,14 @@ def parse_filter(text: str) -> pc.Expression:
     try:
         expression = _expression(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, pa.ArrowException) as error:
-        raise CorpusError(f"--filter {text!r} is no condition: {error}") from error
+        raise CorpusError(f"--filter {text!r} is not a condition: {error}") from error
     if not isinstance(expression, pc.Expression):
-        raise CorpusError(f"--filter {text!r} is no condition")
+        raise CorpusError(f"--filter {text!r} is not a condition")
     return expression
 
 
 def check_filter(expression: pc.Expression, schema: pa.Schema) -> None:
-    """Refuse a condition on columns that a file lacks, or that cannot be compared.
-
-    Raises:
-        CorpusError: what pyarrow says of it.
-    """
+    """Refuse a condition on columns that a file lacks, or that cannot be compared."""
     try:
         schema.empty_table().filter(expression)
     except (pa.ArrowException, TypeError) as error:

@@ -2,7 +2,7 @@
 
 pyarrow parses them and infers their types, a block of whole lines at a time. What it infers of one block may not fit
 the next: a column may be missing there, or have other numbers. So the file is read twice, first for the types that fit
-all of its lines, and then with these. That costs little beside scoring, and nothing is lost unsaid.
+all of its lines, and then with these. That costs little compared with scoring.
 """
 
 import re
@@ -66,7 +66,9 @@ class JsonLines:
             table = self._parse(block, None)
             self._check_whole_numbers(table, block)
             try:
-                schema = pa.unify_schemas([schema, _without_guesses(table.schema)], promote_options="permissive")
+                # pyarrow takes a text that looks like a time for one. It stays the text that it is.
+                found = pa.schema([field.with_type(_without_times(field.type)) for field in table.schema])
+                schema = pa.unify_schemas([schema, found], promote_options="permissive")
             except pa.ArrowException as error:
                 message = " ".join(str(error).split())
                 raise CorpusError(
@@ -127,11 +129,6 @@ class JsonLines:
             raise CorpusError(f"cannot read {self._path}: {error}") from error
         if rest.strip():
             yield _Block(rest, line)
-
-
-def _without_guesses(schema: pa.Schema) -> pa.Schema:
-    """pyarrow takes a text that looks like a time for one. It stays the text that it is."""
-    return pa.schema([field.with_type(_without_times(field.type)) for field in schema])
 
 
 def _without_times(type_: pa.DataType) -> pa.DataType:

@@ -1,6 +1,6 @@
 """From input files to output files: rows are read, scored and written at the same time, and stay in order.
 
-A reader cuts the files into pieces of about one request, and goes on to the next file while pieces of the last are
+A reader cuts the files into pieces of about one request, and reads the next file while pieces of the last are
 scored. A writer takes the pieces in their order. The reader waits while there are many pieces between the two, so
 memory does not grow with the files.
 """
@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from scoremode._tasks import in_thread, together
+from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
 from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
-from scoremode.corpus.inputs import InputFile
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import Rows, open_rows
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, checksum_of
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress, checksum_of
 from scoremode.errors import OutputError, ScoremodeError
 from scoremode.pool import Pool
 
@@ -33,7 +32,7 @@ _HELD_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Some rows, and their figures: of an earlier sitting, or still being scored."""
+    """Some rows, and their figures: of an earlier session, or still being scored."""
 
     output: OutputFile
     rows: pa.RecordBatch
@@ -43,21 +42,7 @@ class _Piece:
 
 
 class Pipeline:
-    """One run over files.
-
-    Args:
-        files: In order.
-        folder: Of the outputs.
-        settings: What is asked for.
-        pool: The servers.
-        scorer: Of documents, on this pool.
-        resume: Whether to go on with what is in the folder.
-        on_progress: Called after each piece and each file.
-
-    Raises:
-        CorpusError: the filter is no condition.
-        OutputError: outputs are in the folder, and `resume` is false.
-    """
+    """One run over files."""
 
     def __init__(
         self,
@@ -97,18 +82,20 @@ class Pipeline:
                 files stay, and the journal of each unfinished one.
         """
         try:
-            await together([self._read(), self._write()])
+            await joined([self._read(), self._write()])
         finally:
-            await self._cancel_scoring()
+            for scoring in self._scoring:
+                scoring.cancel()
+            await asyncio.gather(*self._scoring, return_exceptions=True)
             for output in self._open:
-                output.give_up()
+                output.abort()
         return self.progress
 
     def _check_nothing_is_there(self) -> None:
         for file in self._files:
             path = self._folder / file.output_name
             if path.exists() or journal_of(path).exists():
-                raise OutputError(f"{path} is there, or was begun: go on by --resume, or choose another folder")
+                raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
 
     async def _read(self) -> None:
         try:
@@ -192,19 +179,11 @@ class Pipeline:
             results = await piece.scoring
             self._scoring.remove(piece.scoring)
             figures = added_columns(results, self._added)
-            self._note_error(results)
+            if self.progress.first_error is None:
+                errors = (result.error for result in results if isinstance(result, Unscored))
+                self.progress.first_error = next(errors, None)
         kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
         self._count(figures, kept, is_new=piece.scoring is not None)
-
-    async def _cancel_scoring(self) -> None:
-        for scoring in self._scoring:
-            scoring.cancel()
-        await asyncio.gather(*self._scoring, return_exceptions=True)
-
-    def _note_error(self, results: Sequence[Scored | Unscored]) -> None:
-        if self.progress.first_error is None:
-            errors = (result.error for result in results if isinstance(result, Unscored))
-            self.progress.first_error = next(errors, None)
 
     def _count(self, figures: pa.RecordBatch | pa.Table, kept: int, *, is_new: bool) -> None:
         num_tokens, nll = (figures.column(place).to_pylist() for place in (0, 1))

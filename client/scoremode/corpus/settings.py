@@ -1,14 +1,74 @@
-"""What decides the rows of an output and their figures, and what is told of a run."""
+"""Which files a run reads, what decides the rows of an output and their figures, and the progress of a run."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scoremode.corpus.inputs import InputFile
+from scoremode._printable import two_columns
+from scoremode.errors import CorpusError
 from scoremode.metrics import exp
 from scoremode.plan import server_header
 from scoremode.protocol import ServerInfo
+
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file of documents."""
+
+    path: Path
+    name: str
+    """Its place below the folder that was named, or its own name, with `/`."""
+
+    @property
+    def output_name(self) -> str:
+        """Where its rows go, below the output folder."""
+        return f"{self.name.removesuffix(_suffix(self.name) or '')}.parquet"
+
+
+def find_inputs(paths: Sequence[Path], output: Path) -> list[InputFile]:
+    """The files that are named, and those in folders that are named, at any depth, in order.
+
+    Files and folders whose names begin with `.` or `_` are left out of a folder.
+
+    Raises:
+        CorpusError: there is none, one has another suffix, two would become one output, or the output would be read.
+    """
+    files = [file for path in paths for file in _files_of(path, output)]
+    sources: dict[str, Path] = {}
+    for file in files:
+        if (other := sources.setdefault(file.output_name, file.path)) is not file.path:
+            raise CorpusError(f"{other} and {file.path} would both become {file.output_name}")
+    return files
+
+
+def _files_of(path: Path, output: Path) -> list[InputFile]:
+    if path.is_dir():
+        if output.resolve().is_relative_to(path.resolve()):
+            raise CorpusError(f"--output {output} is in {path}, which is read: choose a folder next to it")
+        files = [
+            InputFile(file, file.relative_to(path).as_posix())
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+            and _suffix(file.name)
+            and not any(part.startswith((".", "_")) for part in file.relative_to(path).parts)
+        ]
+        if not files:
+            raise CorpusError(f"no file in {path} ends in one of {', '.join(SUFFIXES)}")
+        return files
+    if not path.is_file():
+        raise CorpusError(f"no such file or folder: {path}")
+    if _suffix(path.name) is None:
+        raise CorpusError(f"cannot read {path}: its name should end in one of {', '.join(SUFFIXES)}")
+    if path.resolve().parent == output.resolve():
+        raise CorpusError(f"--output {output} has {path}, which is read: choose another folder")
+    return [InputFile(path, path.name)]
+
+
+def _suffix(name: str) -> str | None:
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +109,28 @@ def checksum_of(path: Path) -> str:
 
 @dataclass(slots=True)
 class CorpusProgress:
-    """How far a run is; at the end of it, what it came to."""
+    """The progress of a run, and in the end its figures."""
 
     num_files: int
     files_done: int = 0
     num_finished_before: int = 0
-    """Files among them that an earlier sitting had finished; their documents do not count below."""
+    """Files among them that an earlier session had finished; their documents do not count below."""
     num_documents: int = 0
     num_resumed: int = 0
-    """Documents among them that an earlier sitting had scored."""
+    """Documents among them that an earlier session had scored."""
     num_unscored: int = 0
     """Documents without figures."""
     num_kept: int = 0
     """Documents that the filter let pass; all without one."""
     num_tokens: int = 0
     num_tokens_resumed: int = 0
-    """Tokens among them that an earlier sitting scored."""
+    """Tokens among them that an earlier session scored."""
     nll: float = 0.0
     """Nats, summed over these tokens."""
     seconds: float = 0.0
-    """Since this sitting began."""
+    """Since this session began."""
     first_error: str | None = None
-    """Why the first document of this sitting that has no figures has none."""
+    """Why the first document of this session that has no figures has none."""
 
     @property
     def perplexity(self) -> float | None:
@@ -79,3 +139,23 @@ class CorpusProgress:
 
 
 OnCorpusProgress = Callable[[CorpusProgress], object]
+
+
+def figures_as_text(done: CorpusProgress) -> str:
+    """The figures of a finished run, one per line."""
+    files = f"{done.files_done:,}"
+    if done.num_finished_before:
+        files += f", {done.num_finished_before:,} of them finished before"
+    documents = f"{done.num_documents:,}"
+    if done.num_resumed:
+        documents += f", {done.num_resumed:,} of them scored before"
+    lines = {"files": files, "documents": documents, "kept": f"{done.num_kept:,}"}
+    if done.num_unscored:
+        reason = "" if done.first_error is None else f", the first because {done.first_error}"
+        lines["without figures"] = f"{done.num_unscored:,}{reason}"
+    lines["tokens"] = f"{done.num_tokens:,}"
+    if done.perplexity is not None:
+        lines["perplexity"] = f"{done.perplexity:.4f}"
+    rate = (done.num_tokens - done.num_tokens_resumed) / done.seconds if done.seconds else 0
+    lines["time"] = f"{done.seconds:.1f} s, {rate:,.0f} tokens/s"
+    return two_columns(list(lines.items()))

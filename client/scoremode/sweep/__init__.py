@@ -1,4 +1,4 @@
-"""Models one after another: each is served, measured on one text beside the first, and compared at the end.
+"""Models one after another: each is served, measured on one text, compared with the first, and compared at the end.
 
 It needs the extra: pip install "scoremode[report]".
 """

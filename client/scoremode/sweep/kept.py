@@ -69,7 +69,7 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
     return ", ".join(name for name in marks if kept.get(name) != marks[name] or marks["model"] is None)
 
 
-def goes_on(run: Path, marks: Mapping[str, Any]) -> bool:
+def can_resume(run: Path, marks: Mapping[str, Any]) -> bool:
     """Whether there is a journal of the same run; one of another is deleted. Marks are noted for the journal to come.
 
     The journal itself knows of the model only what a server says of it, which not all flags change.
@@ -83,7 +83,7 @@ def goes_on(run: Path, marks: Mapping[str, Any]) -> bool:
 
 
 def finish(run: Path) -> None:
-    """Forget what `goes_on` noted, once the run is written."""
+    """Forget what `can_resume` noted, once the run is written."""
     _begun(run).unlink(missing_ok=True)
 
 

@@ -85,11 +85,7 @@ class TextOptions(_Part):
         return self
 
     def load(self, folder: Path) -> Corpus:
-        """The text; files are looked for in `folder`, where the plan is.
-
-        Raises:
-            CorpusError: it cannot be read.
-        """
+        """The text; files are looked for in `folder`, where the plan is."""
         dataset = self.dataset
         if dataset is not None and (folder / dataset).exists():
             dataset = str(folder / dataset)
@@ -155,7 +151,7 @@ class SweepPlan(_Part):
     serve: Flags = []
     """Flags for each model, before its own."""
     env: Environment = {}
-    """For each server, beside its own."""
+    """For each server, in addition to its own."""
     start_timeout: PositiveInt = 3600
     """Seconds until a server is given up that does not come up."""
     floor: bool = False
@@ -171,11 +167,7 @@ class SweepPlan(_Part):
 
 
 def check_local_models(plan: SweepPlan, folder: Path) -> None:
-    """See that models which can only be local paths are there, before hours are spent on those before them.
-
-    Raises:
-        PlanError: which are not.
-    """
+    """See that models which can only be local paths are there, before hours are spent on those before them."""
     missing = [
         f"{entry.name}: there is no {folder / entry.model}"
         for entry in plan.models
@@ -205,7 +197,7 @@ def read_plan(path: Path) -> SweepPlan:
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise PlanError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
-        raise PlanError(f"{path} is no plan: it should have output, text and models")
+        raise PlanError(f"{path} is not a plan: it should have output, text and models")
     try:
         return SweepPlan.model_validate(content)
     except ValidationError as error:

@@ -43,11 +43,7 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """The result of some work with the server, which is given up when the server ends.
-
-        Raises:
-            ServerProcessError: it ended.
-        """
+        """The result of some work with the server, which is given up when the server ends."""
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -57,7 +53,7 @@ class ModelServer:
             for each in (working, ending):
                 each.cancel()
             await asyncio.gather(working, ending, return_exceptions=True)
-        raise _ended(self.process, self.log)
+        raise ServerProcessError(f"the server ended with status {self.process.returncode}{_reason(self.log)}")
 
 
 @asynccontextmanager
@@ -108,7 +104,7 @@ async def model_server(
 
 
 def _found(command: Sequence[str], folder: Path) -> list[str]:
-    """The command by its path: one from `folder`, one beside this Python, as in a virtual environment that is not
+    """The command by its path: one from `folder`, one next to this Python, as in a virtual environment that is not
     activated, or one on PATH."""
     name, *rest = command
     if "/" in name:
@@ -167,10 +163,6 @@ async def _stop(process: Process) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-def _ended(process: Process, log: Path) -> ServerProcessError:
-    return ServerProcessError(f"the server ended with status {process.returncode}{_reason(log)}")
 
 
 def _reason(log: Path) -> str:

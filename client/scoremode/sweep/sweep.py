@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +28,9 @@ from scoremode.run import OnProgress
 from scoremode.sweep.kept import (
     FIELD,
     Marks,
+    can_resume,
     changes,
     finish,
-    goes_on,
     is_complete,
     reference_name,
     running_marks,
@@ -40,17 +39,17 @@ from scoremode.sweep.kept import (
 )
 from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
-from scoremode.windows import WindowError
+from scoremode.windows import WindowError, WindowSettings
 
 _log = logging.getLogger(__name__)
 
-_Measured = tuple[dict[str, object], Mapping[str, NDArray[Any]] | None, str]
+_Measured = tuple[dict[str, object], dict[str, NDArray[Any]], str]
 """The record of a run, its arrays, and its figures in words."""
 
 
 @dataclass(slots=True)
 class SweepResult:
-    """What a sweep came to."""
+    """The runs and failures of a sweep."""
 
     runs: dict[str, Path] = field(default_factory=dict)
     """The files of all runs, measured now or before, by the models' names in the order of the plan."""
@@ -65,7 +64,7 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
 
     The first gets a run of perplexity, and is recorded as a reference. Each other gets a run of KL divergence from it,
     which has its perplexity too; or one of perplexity, where its server has not the reference. A model that fails is
-    in the result, and the others go on.
+    in the result, and the others are still measured.
 
     Args:
         plan: What to measure.
@@ -189,7 +188,7 @@ class _Sweep:
         """Whether the run is there already."""
         wanted = {**marks, "reference": reference}
         if reference is None or self._plan.models[0].name in self.result.failures:
-            # What was measured beside the first is not thrown away because that is not at hand today.
+            # What was compared with the first is not thrown away because that is not at hand today.
             del wanted["reference"]
         changed = changes(self._path(entry), wanted)
         if changed:
@@ -241,7 +240,7 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=goes_on(path, all_marks), force=True)
+        output = Output(path, resume=can_resume(path, all_marks), force=True)
         try:
             if reference is None or self._is_first(entry):
                 record, arrays, figure = await self._perplexity(client, entry, output)
@@ -250,7 +249,7 @@ class _Sweep:
             output.write({**record, FIELD: all_marks}, arrays)
             finish(path)
         finally:
-            output.give_up()
+            output.abort()
         self.result.runs[entry.name] = path
         self.result.measured.append(entry.name)
         _log.info("%s: %s, %s", entry.name, figure, path)
@@ -316,7 +315,7 @@ class _Sweep:
         figure = f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
         return kld_report.as_json(measurement, [client.base_url]), kld_report.as_arrays(measurement), figure
 
-    def _windows(self) -> dict[str, Any]:
+    def _windows(self) -> WindowSettings:
         windows = self._plan.windows
         return {
             "method": windows.method,

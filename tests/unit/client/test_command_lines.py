@@ -113,9 +113,6 @@ def references(made) -> dict[str, Any]:
         ("--text a --resume", 2, "--resume needs --output", ""),
         ("--text a --url http://a --url http://a/v1/", 2, "twice", ""),
         ("--text a --url http://a:99999", 2, "not a server address", ""),
-        ("--text a --server-side --resume --output o", 2, "--resume does not work with --server-side", ""),
-        ("--text a --server-side --concurrency 2", 2, "--concurrency does not work with --server-side", ""),
-        ("--text a --server-side --url http://a --url http://b", 2, "takes one --url", ""),
         ("--text a kld", 2, "unrecognized arguments: kld", ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
@@ -152,7 +149,6 @@ def references(made) -> dict[str, Any]:
         ("--version", 0, f"ppl-client {__version__}\n", ""),
         ("SERVER TEXT", 0, f"{PERPLEXITY:.4f} ±", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
-        ("SERVER TEXT --server-side --output new.json", 0, "7.5", "new.json"),
         (
             "SERVER --dataset rows.jsonl --text-column body --num-samples 2",
             0,
@@ -299,14 +295,14 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     [
         ("SERVER TEXT --concurrency 1", ""),
         ("SERVER TEXT --concurrency 1 --output new.json", "; FOLDER/new.json.journal has 2 of 20 windows: WITH_RESUME"),
-        ("record SERVER --reference new TEXT", ": the same command goes on"),
+        ("record SERVER --reference new TEXT", ": the same command resumes it"),
         ("corpus SERVER a.parquet --output out", ": WITH_RESUME"),
     ],
 )
 def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
     server, over, num_before = Server(), threading.Event(), 2 * ("TEXT --concurrency" in command)
     how_to_resume = how_to_resume.replace("FOLDER", str(folder))
-    how_to_resume = how_to_resume.replace("WITH_RESUME", "the same command with --resume goes on")
+    how_to_resume = how_to_resume.replace("WITH_RESUME", "the same command with --resume resumes it")
 
     def slow(request: httpx.Request) -> httpx.Response | None:
         is_scored = request.method == "POST" and request.url.path in ("/v1/score", "/v1/references")

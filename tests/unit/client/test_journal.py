@@ -159,7 +159,7 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
 def test_another_file_of_that_name_is_left_alone(path, content):
     path.write_bytes(content)
     for attempt in (lambda: open_journal(path, PLAN), lambda: count_windows(path)):
-        with pytest.raises(OutputError, match="no journal"):
+        with pytest.raises(OutputError, match="not a journal"):
             attempt()
     assert path.read_bytes() == content
 

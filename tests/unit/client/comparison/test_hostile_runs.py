@@ -45,10 +45,10 @@ def paths(tmp_path):
     [
         (
             lambda path: changed(path, client_version=NAME, num=10**400),
-            "{path} is no JSON: a whole number of 401 digits",
+            "{path} is not JSON: a whole number of 401 digits",
         ),
         (lambda path: path.write_text("[" * 100_000), "{path} is nested too deeply"),
-        (lambda path: changed(path, kind=[]), "{path} is no result of"),
+        (lambda path: changed(path, kind=[]), "{path} is not a result of"),
         (lambda path: with_content(path, b"\xff" * 100), "cannot read {arrays}: SafetensorError"),
         (
             lambda path: with_header(path, {"kld": {"dtype": "F8_E4M3", "shape": [100], "data_offsets": [0, 100]}}),

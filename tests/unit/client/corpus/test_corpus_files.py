@@ -246,7 +246,7 @@ async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch, pi
         ({}, {"text_column": "body"}, "no column 'body' .* there are: text"),
         ({"texts": range(60)}, {}, "column 'text' of .* is int64, not text"),
         ({}, {"filter": "missing < 2"}, "--filter does not fit"),
-        ({}, {"filter": "nll <"}, "--filter 'nll <' is no condition"),
+        ({}, {"filter": "nll <"}, "--filter 'nll <' is not a condition"),
         ({"perplexity": [1.0] * 60}, {}, r"has a column 'perplexity' already.*--column-prefix"),
     ],
     ids=["no column", "no text", "filter on nothing", "no filter", "added name"],

@@ -62,7 +62,7 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
         _, messages = sweep.communicate(timeout=60)
     is_killed = signal_number == signal.SIGKILL
     assert sweep.returncode == (-signal.SIGKILL if is_killed else 130)
-    assert is_killed or messages.endswith("interrupted, servers are stopped: the same command goes on\n")
+    assert is_killed or messages.endswith("interrupted, servers are stopped: the same command resumes it\n")
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)

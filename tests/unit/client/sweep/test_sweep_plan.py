@@ -73,7 +73,12 @@ def test_an_error_names_file_entry_and_field(tmp_path: Path, old: str, new: str,
 
 def test_a_file_that_is_not_a_plan_is_refused(tmp_path: Path):
     no_models = "models: []\noutput: a\ntext: {text: a}"
-    for text, message in (("a: [", "is not YAML"), ("- a", "is no plan"), ("", "is no plan"), (no_models, "models")):
+    for text, message in (
+        ("a: [", "is not YAML"),
+        ("- a", "is not a plan"),
+        ("", "is not a plan"),
+        (no_models, "models"),
+    ):
         with pytest.raises(PlanError, match=message):
             read(tmp_path, text)
     with pytest.raises(PlanError, match=r"cannot read .*nowhere\.yaml: No such file"):
