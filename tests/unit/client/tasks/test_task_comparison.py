@@ -1,0 +1,124 @@
+"""Samples of lm-eval, read and compared question by question."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scoremode.errors import RunError
+from scoremode.tasks.comparison import compare_tasks
+from scoremode.tasks.samples import Answer, load_tasks
+
+
+def line(doc_id: int, right: object, **changes: object) -> dict[str, object]:
+    """As lm-eval writes a question with two options."""
+    options = {f"gen_args_{at}": {"arg_0": f"Question {doc_id}\nAnswer:", "arg_1": f" {at}"} for at in range(2)}
+    return {
+        "doc_id": doc_id,
+        "target": "0",
+        "arguments": options,
+        "filtered_resps": [["-1.25", "True"], ["-2.5", "False"]],
+        "filter": "none",
+        "metrics": ["acc", "acc_norm"],
+        "doc_hash": f"doc {doc_id}",
+        "prompt_hash": f"prompt {doc_id}",
+        "target_hash": "0",
+        "acc": right,
+        "acc_norm": 1.0,
+        **changes,
+    }
+
+
+def write(folder: Path, task: str, lines: list[object], date: str = "2026-11-24T10-00-00.000001") -> Path:
+    """A task's samples where lm-eval writes them."""
+    path = folder / "a__model" / f"samples_{task}_{date}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines))
+    return folder
+
+
+def test_answers_are_compared_question_by_question(tmp_path):
+    base = [1, 1.0, True, "True", 0, 0.0, False, "False"]
+    other = [0, 1, 1, 1, 1, 0, 0, 0]
+    for name, answers in (("base", base), ("int4", other)):
+        for task in ("arc", "mmlu_law"):
+            write(tmp_path / name, task, [line(at, right) for at, right in enumerate(answers)])
+    # An earlier run of the same task, of which nothing is used.
+    write(tmp_path / "base", "arc", [line(0, 0)], "2026-11-23T10-00-00.000001")
+    models = {name: load_tasks(tmp_path / name, ["exact_match", "acc"]) for name in ("base", "int4")}
+    comparison = compare_tasks(models)
+    [model] = comparison.models
+    assert (comparison.base, model.label, comparison.warnings) == ("base", "int4", [])
+    assert [(row.task, row.metric, row.filter) for row in model.rows] == [
+        (task, "acc", "none") for task in ("arc", "mmlu_law")
+    ]
+    flips = model.rows[0].figures.flips
+    assert (flips.num_questions, flips.num_right, flips.lost, flips.gained) == (8, 4, 1, 1)
+    assert (model.pooled.figures.flips.num_questions, model.pooled.figures.flips.lost) == (16, 2)
+    assert [(each.task, each.doc_id, each.base.is_right) for each in model.flipped] == [
+        *(("arc", 0, True), ("arc", 4, False)),
+        *(("mmlu_law", 0, True), ("mmlu_law", 4, False)),
+    ]
+    flipped = model.flipped[0].other
+    assert (flipped.prompt, flipped.target) == ("Question 0\\nAnswer:", "0")
+    assert flipped.answers == (Answer(" 0", -1.25), Answer(" 1", -2.5))
+
+
+def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
+    answers = [("strict-match", "[invalid]", 0.0), ("flexible-extract", "42", 1.0)]
+    lines = [
+        line(0, None, filter=name, filtered_resps=[text], metrics=["exact_match"], exact_match=right)
+        for name, text, right in answers
+    ]
+    folder = write(tmp_path, "gsm8k", lines)
+    with pytest.raises(RunError, match="task gsm8k has strict-match, flexible-extract: choose with --task-filter"):
+        load_tasks(folder)
+    sample = load_tasks(folder, filters=["flexible-extract"])["gsm8k"].samples[0]
+    assert (sample.is_right, sample.answers) == (True, (Answer("42", None),))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([line(0, 1)], "task t has acc, acc_norm: choose with --task-metric"),
+        ([line(0, 0.5, metrics=["acc"])], "task t has no metric that is yes or no: choose"),
+        ([line(0, 1, metrics=["acc"]), line(0, 1, metrics=["acc"])], "question 0 is there twice"),
+        ([line(0, 1, metrics=["acc"], arguments={})], "not what lm-eval writes with --log_samples"),
+        ([line(0, 1, metrics=["acc"], filtered_resps=[["high", "True"]])], "not what lm-eval writes"),
+        (["[]"], "samples_t_2026-11-24T10-00-00.000001.jsonl:1: not an object"),
+        (["[" * 100_000], "jsonl: maximum recursion"),
+        ([], "no questions"),
+    ],
+)
+def test_files_that_lm_eval_does_not_write_are_refused_in_one_line(tmp_path, lines, message):
+    with pytest.raises(RunError, match=message) as raised:
+        load_tasks(write(tmp_path, "t", lines))
+    assert "\n" not in str(raised.value)
+
+
+def compare_changed(folder: Path, **changes: object) -> list[str]:
+    """Warnings of a comparison in which the second model's second question is changed."""
+    for name, second in (("base", {}), ("q", changes)):
+        write(folder / name, "t", [line(0, 1), line(**{"doc_id": 1, "right": 1, **second})])
+    write(folder / "base", "another", [line(0, 1)])
+    return compare_tasks({name: load_tasks(folder / name, ["acc"]) for name in ("base", "q")}).warnings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"doc_id": 2}, "has 2 questions, .* has 2, 1 of them the same: use one --limit"),
+        ({"doc_hash": "?"}, "has 1 questions or targets that differ"),
+        ({"target_hash": "1"}, "has 1 questions or targets that differ"),
+    ],
+)
+def test_answers_to_other_questions_are_refused(tmp_path, changes, message):
+    with pytest.raises(RunError, match=message):
+        compare_changed(tmp_path, **changes)
+
+
+def test_another_prompt_for_the_same_question_is_a_warning(tmp_path):
+    assert compare_changed(tmp_path, prompt_hash="other") == [
+        "Left out, as q or base does not have it: another.",
+        "t: 1 prompt differs between q and the base (examples, chat template?).",
+    ]
