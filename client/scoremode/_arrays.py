@@ -15,26 +15,30 @@ from scoremode.protocol import TopLogprobArrays
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
-    """The k likeliest tokens of n positions, likeliest first: arrays of shape [n, k], log-probabilities in nats. The
-    first position of a text has no context: its token ids are -1, its log-probabilities NaN."""
+    """The k most likely tokens of n positions, the most likely first: arrays of shape [n, k], log-probabilities in
+    nats. The first position of a text has no context: its token ids are -1, its log-probabilities NaN."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
 
 
-def decode_top_logprobs(arrays: TopLogprobArrays) -> TopLogprobs:
-    """The arrays of an answer.
+def decode_top_logprobs(arrays: TopLogprobArrays | list[Any] | None) -> TopLogprobs | None:
+    """The arrays of an answer; None where there are none.
 
     Raises:
         ResponseError: they are not what the protocol says.
     """
+    if arrays is None:
+        return None
+    if isinstance(arrays, list):
+        raise ResponseError("the server's top_logprobs are not in base64")
     return TopLogprobs(
         decode_array("top_logprobs", arrays["token_ids"], "<i4", arrays["shape"]),
         decode_array("top_logprobs", arrays["logprobs"], "<f4", arrays["shape"]),
     )
 
 
-def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] = (-1,)) -> NDArray[Any]:
+def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | None = None) -> NDArray[Any]:
     """An array of an answer; `name` is its field.
 
     Raises:
@@ -46,6 +50,8 @@ def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] = 
         values = np.frombuffer(base64.b64decode(encoded, validate=True), dtype)
     except (binascii.Error, ValueError) as error:
         raise ResponseError(f"the server's {name} are not {np.dtype(dtype).name} in base64: {error}") from error
+    if shape is None:
+        return values
     try:
         return values.reshape(shape)
     except ValueError as error:

@@ -1,15 +1,14 @@
-"""The options of `ppl-client`."""
+"""The options of `ppl-client` and its commands, and which of them contradict one another."""
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from scoremode import corpora
-from scoremode._compare_options import add_compare_options, compare_contradiction
-from scoremode._corpus_options import add_corpus_options
-from scoremode._sweep_options import add_sweep_options
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
@@ -20,307 +19,21 @@ from scoremode.windows import METHODS, Method
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_RETRY_FOR = 600.0
 FIRST_CONTACT_SECONDS = 30.0
-"""For which a server that has not answered yet is waited for, unless --retry-for says how long."""
+"""How long to wait for a server that has not answered yet, unless --retry-for says how long."""
 DEFAULT_METHOD: Method = "sliding"
+MIN_RESAMPLES = 100
+
+Options = dict[str, dict[str, Any]]
+"""Names, and what `argparse.add_argument` takes for each."""
 
 
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; ends the process with status 2 where it is wrong.
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return value
 
-    `command` is the first argument where that names a command, and else `perplexity`.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    is_named = bool(arguments) and not arguments[0].startswith("-")
-    command = arguments[0] if is_named else "perplexity"
-    make_parser, contradiction = _COMMANDS.get(command, _COMMANDS["perplexity"])
-    parser = make_parser()
-    if command not in _COMMANDS:
-        nearest = get_close_matches(command, _COMMANDS, n=1)
-        parser.error(f"no command {command}{f'; did you mean {nearest[0]}?' if nearest else ''}")
-    options = parser.parse_args(arguments[1:] if is_named else arguments)
-    options.command = command
-    if "urls" in options:
-        options.urls = options.urls or [DEFAULT_URL]
-    if message := _common_contradiction(options) or contradiction(options):
-        parser.error(message)
-    if "preset" in options:
-        _set_windows(options)
-    return options
-
-
-def _common_contradiction(options: argparse.Namespace) -> str | None:
-    if "urls" in options and len(set(options.urls)) < len(options.urls):
-        return "--url names a server twice"
-    if "num_samples" in options and options.num_samples is not None and options.dataset is None:
-        return "--num-samples needs --dataset"
-    if "preset" in options and options.preset is not None:
-        for name in ("method", "stride", "max_tokens", "num_samples"):
-            if getattr(options, name) is not None:
-                return f"--{name.replace('_', '-')} does not work with --preset, which sets it"
-    if "resume" in options and options.resume and options.output is None:
-        return "--resume needs --output: the journal is beside it"
-    return None
-
-
-def _set_windows(options: argparse.Namespace) -> None:
-    """Those of a preset, or the default method."""
-    options.add_special_tokens = None
-    if options.preset is None:
-        options.method = options.method or DEFAULT_METHOD
-    else:
-        vars(options).update(window_settings(options.preset, options.context_length))
-
-
-def _perplexity_contradiction(options: argparse.Namespace) -> str | None:
-    if not options.server_side:
-        return None
-    if options.resume:
-        return "--resume does not work with --server-side: the server keeps the NLLs, so there is no journal"
-    if options.preset == "lm-eval":
-        return "--server-side does not work with --preset lm-eval: the server does not know the words that are counted"
-    if len(options.urls) > 1:
-        return "--server-side takes one --url: that server scores all windows"
-    if options.concurrency is not None:
-        return "--concurrency does not work with --server-side: the server decides"
-    return None
-
-
-def _record_contradiction(options: argparse.Namespace) -> str | None:
-    if len(options.urls) > 1:
-        return "record takes one --url: that server records all windows"
-    return None
-
-
-def _kld_contradiction(options: argparse.Namespace) -> str | None:
-    if not options.floor:
-        return None
-    if options.resume:
-        return "--resume does not work with --floor, which is one request"
-    if len(options.urls) > 1:
-        return "--floor takes one --url: that server compares all windows"
-    if options.concurrency is not None:
-        return "--concurrency does not work with --floor: the server decides"
-    return None
-
-
-def _perplexity_parser() -> argparse.ArgumentParser:
-    parser = _new_parser(
-        "ppl-client",
-        "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
-        more="five more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` "
-        "measures another model's KL divergence from them, `ppl-client compare` shows finished runs beside each other, "
-        "`ppl-client sweep` does all of it for the models of a plan, `ppl-client corpus` scores every document of "
-        "files; each has its own --help. ",
-    )
-    parser.usage = f"%(prog)s [{' | '.join(_COMMANDS)}] [options]"
-    _add_text(parser)
-    measure = parser.add_argument_group("measurement")
-    _add_windows(measure)
-    measure.add_argument("--server-side", action="store_true", help="let the server cut the windows (/v1/perplexity)")
-    _add_concurrency(measure)
-    _add_server(parser, _SEVERAL_SERVERS)
-    output = parser.add_argument_group("output")
-    _add_output(output, "write the result and all NLLs as JSON, and the values of every token beside it as safetensors")
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
-
-
-def _record_parser() -> argparse.ArgumentParser:
-    parser = _new_parser(
-        "ppl-client record",
-        "Record a served model's distributions over a text on its server, for `ppl-client kld` to compare other models "
-        "with. The same command again goes on with an interrupted recording.",
-    )
-    _add_text(parser)
-    measure = parser.add_argument_group("recording")
-    _add_reference(measure, "name to record under: letters, digits, '.', '_' and '-'")
-    _add_windows(measure)
-    _add_server(parser, f"of the server, with or without /v1; default: {DEFAULT_URL}")
-    parser.add_argument_group("output").add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
-
-
-def _kld_parser() -> argparse.ArgumentParser:
-    parser = _new_parser(
-        "ppl-client kld",
-        "KL divergence of a served model from a recorded reference, over the whole vocabulary, in llama.cpp's tables.",
-    )
-    measure = parser.add_argument_group("measurement")
-    _add_reference(measure, "the reference to compare with, which every server must have")
-    measure.add_argument(
-        "--floor",
-        action="store_true",
-        help="compare the reference with its own model, in other batches, and keep the result as its noise floor",
-    )
-    _add_concurrency(measure)
-    _add_server(parser, _SEVERAL_SERVERS)
-    output = parser.add_argument_group("output")
-    _add_output(output, "write the result as JSON, and the values of every token beside it as safetensors")
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
-
-
-def _compare_parser() -> argparse.ArgumentParser:
-    parser = _new_parser(
-        "ppl-client compare",
-        "Several finished runs beside each other, from the files that `ppl-client` and `ppl-client kld` wrote with "
-        "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
-        success="the runs were compared and all is written",
-    )
-    add_compare_options(parser)
-    return parser
-
-
-def _sweep_parser() -> argparse.ArgumentParser:
-    parser = _new_parser(
-        "ppl-client sweep",
-        "Serve each model of a plan in turn, measure its perplexity and its KL divergence from the first, "
-        "and compare them. What was measured before is not measured again.",
-        success="every model was measured",
-    )
-    add_sweep_options(parser)
-    return parser
-
-
-def _corpus_parser() -> argparse.ArgumentParser:
-    parser = _new_parser(
-        "ppl-client corpus",
-        "Perplexity of every document of parquet and jsonl files: the same rows, with num_tokens, nll, perplexity and "
-        "bits_per_byte.",
-        success="every file is written",
-    )
-    add_corpus_options(parser)
-    measure = parser.add_argument_group("scoring")
-    measure.add_argument(
-        "--context-length",
-        type=_count,
-        metavar="N",
-        help="longer documents are cut into windows of so many tokens; default: what the model takes",
-    )
-    measure.add_argument(
-        "--concurrency",
-        type=_count,
-        metavar="N",
-        help=f"requests in flight at once at each server, each of some 8,000 tokens; default: {REQUESTS_IN_FLIGHT}",
-    )
-    _add_server(parser, _SEVERAL_SERVERS)
-    return parser
-
-
-_COMMANDS: dict[str, tuple[Callable[[], argparse.ArgumentParser], Callable[[argparse.Namespace], str | None]]] = {
-    "perplexity": (_perplexity_parser, _perplexity_contradiction),
-    "record": (_record_parser, _record_contradiction),
-    "kld": (_kld_parser, _kld_contradiction),
-    "compare": (_compare_parser, compare_contradiction),
-    "sweep": (_sweep_parser, lambda options: None),
-    "corpus": (_corpus_parser, lambda options: None),
-}
-"""The parser of each command, and what finds options that are each right and contradict one another.
-
-`cli.main` runs the command.
-"""
-
-
-def _new_parser(
-    prog: str, description: str, *, more: str = "", success: str = "every window was scored and the output is written"
-) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=f"{more}exit status: 0 if {success}, 1 on failure, 2 on wrong usage, 130 on Ctrl-C",
-    )
-    parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
-    return parser
-
-
-def _add_text(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument_group("text").add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--dataset",
-        metavar="NAME|PATH",
-        help="wikitext, pydoc (the Python language reference, always at hand), a name on the Hugging Face hub, "
-        "a local folder laid out like the hub's, or a parquet, jsonl or txt file",
-    )
-    source.add_argument("--text", help="the text itself")
-    source.add_argument("--text-file", type=Path, metavar="FILE", help="a file that holds the text, UTF-8")
-
-    dataset = parser.add_argument_group("dataset")
-    dataset.add_argument("--dataset-config", metavar="NAME", help="wikitext: wikitext-2-raw-v1")
-    dataset.add_argument("--split", default=corpora.DEFAULT_SPLIT, help="default: %(default)s")
-    dataset.add_argument("--text-column", default=corpora.DEFAULT_COLUMN, metavar="NAME", help="default: %(default)s")
-    dataset.add_argument("--num-samples", type=_count, metavar="N", help="the first N rows only")
-
-
-def _add_reference(group: argparse._ArgumentGroup, help: str) -> None:
-    group.add_argument("--reference", required=True, metavar="NAME", help=help)
-
-
-def _add_windows(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--preset",
-        choices=PRESETS,
-        help="join the rows of the text and cut windows as a tool does whose figures are published, for figures that "
-        "are comparable with them: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf",
-    )
-    group.add_argument("--method", choices=METHODS, help=f"default: {DEFAULT_METHOD}")
-    group.add_argument(
-        "--context-length", type=_count, metavar="N", help="default: 2048 or what the model takes, or the preset's"
-    )
-    group.add_argument(
-        "--stride", type=_count, metavar="N", help="default: a quarter of the context where the method takes a stride"
-    )
-    group.add_argument("--max-tokens", type=_count, metavar="N", help="the first N tokens of the text only")
-
-
-def _add_concurrency(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--concurrency",
-        type=_count,
-        metavar="N",
-        help="windows in flight at once at each server; default: as many sequences as it runs at once, "
-        f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say",
-    )
-
-
-_SEVERAL_SERVERS = (
-    "with or without /v1; several times for several servers of the same model, over which the windows are "
-    f"spread; default: {DEFAULT_URL}"
-)
-
-
-def _add_server(parser: argparse.ArgumentParser, url_help: str) -> None:
-    server = parser.add_argument_group("server")
-    server.add_argument("--url", dest="urls", type=_url, action="append", metavar="URL", help=url_help)
-    server.add_argument("--model", metavar="NAME", help="default: the served model")
-    server.add_argument("--api-key", metavar="KEY", help=f"default: the environment's {API_KEY_VARIABLE}")
-    server.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=DEFAULT_TIMEOUT,
-        metavar="SECONDS",
-        help="without a byte from the server; default: %(default)g",
-    )
-    server.add_argument(
-        "--retry-for",
-        type=_seconds_or_zero,
-        metavar="SECONDS",
-        help="how long each request waits for a server that is down or busy; default: "
-        f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup, help: str) -> None:
-    group.add_argument("--output", type=Path, metavar="FILE", help=help)
-    group.add_argument(
-        "--resume", action="store_true", help="go on from the journal that an unfinished run left beside --output"
-    )
-    group.add_argument("--force", action="store_true", help="replace an earlier --output")
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    return number
 
 
 def _seconds(text: str) -> float:
@@ -340,3 +53,326 @@ def _url(text: str) -> str:
         return server_root(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _option(help: str, **settings: Any) -> dict[str, Any]:
+    return {"help": help, **settings}
+
+
+def _number(help: str, least: int = 1, default: int | None = None) -> dict[str, Any]:
+    return _option(help, type=_at_least(least), default=default, metavar="N")
+
+
+def _name(help: str, **settings: Any) -> dict[str, Any]:
+    return _option(help, metavar="NAME", **settings)
+
+
+def _flag(help: str) -> dict[str, Any]:
+    return _option(help, action="store_true")
+
+
+def _server(url_help: str) -> Options:
+    return {
+        "--url": _option(url_help, dest="urls", type=_url, action="append", metavar="URL"),
+        "--model": _name("default: the served model"),
+        "--api-key": _API_KEY,
+        "--timeout": _option(
+            "without a byte from the server; default: %(default)g",
+            type=_seconds,
+            default=DEFAULT_TIMEOUT,
+            metavar="SECONDS",
+        ),
+        "--retry-for": _option(
+            "how long each request waits for a server that is down or busy; default: "
+            f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet",
+            type=_seconds_or_zero,
+            metavar="SECONDS",
+        ),
+    }
+
+
+def _output(help: str) -> Options:
+    return {
+        "--output": _option(help, type=Path, metavar="FILE"),
+        "--resume": _flag("resume from the journal that an unfinished run left next to --output"),
+        "--force": _flag("replace an earlier --output"),
+        "--quiet": _QUIET,
+    }
+
+
+_API_KEY = _option(f"default: the environment's {API_KEY_VARIABLE}", metavar="KEY")
+_QUIET = _flag("no progress bar")
+_SEVERAL_SERVERS = _server(
+    "with or without /v1; several times for several servers of the same model, over which the windows are spread; "
+    f"default: {DEFAULT_URL}"
+)
+_TEXT: Options = {
+    "--dataset": _option(
+        "wikitext, pydoc (the Python language reference, on every machine), a name on the Hugging Face hub, a local "
+        "folder laid out like the hub's, or a parquet, jsonl or txt file",
+        metavar="NAME|PATH",
+    ),
+    "--text": _option("the text itself"),
+    "--text-file": _option("a file that holds the text, UTF-8", type=Path, metavar="FILE"),
+}
+_DATASET: Options = {
+    "--dataset-config": _name("wikitext: wikitext-2-raw-v1"),
+    "--split": _option("default: %(default)s", default=corpora.DEFAULT_SPLIT),
+    "--text-column": _name("default: %(default)s", default=corpora.DEFAULT_COLUMN),
+    "--num-samples": _number("the first N rows only"),
+}
+_WINDOWS: Options = {
+    "--preset": _option(
+        "join the rows of the text and cut windows as a tool does whose figures are published, for figures that are "
+        "comparable with them: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf",
+        choices=PRESETS,
+    ),
+    "--method": _option(f"default: {DEFAULT_METHOD}", choices=METHODS),
+    "--context-length": _number("default: 2048 or what the model takes, or the preset's"),
+    "--stride": _number("default: a quarter of the context where the method takes a stride"),
+    "--max-tokens": _number("the first N tokens of the text only"),
+}
+_CONCURRENCY: Options = {
+    "--concurrency": _number(
+        "windows in flight at once at each server; default: as many sequences as it runs at once, "
+        f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say"
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    description: str
+    groups: dict[str, Options]
+    """Options by the title of their group; without a title, what the command is about."""
+    success: str = "every window was scored and the output is written"
+
+
+_ONLY_ONE = {"text": True, "table": False}
+"""Groups of which one option may be given, and whether it must be."""
+
+_COMMANDS = {
+    "perplexity": _Command(
+        "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
+        {
+            "text": _TEXT,
+            "dataset": _DATASET,
+            "measurement": {**_WINDOWS, **_CONCURRENCY},
+            "server": _SEVERAL_SERVERS,
+            "output": _output(
+                "write the result and all NLLs as JSON, and the values of every token next to it as safetensors"
+            ),
+        },
+    ),
+    "record": _Command(
+        "Record a served model's distributions over a text on its server, for `ppl-client kld` to compare other models "
+        "with. The same command again resumes an interrupted recording.",
+        {
+            "text": _TEXT,
+            "dataset": _DATASET,
+            "recording": {
+                "--reference": _name("name to record under: letters, digits, '.', '_' and '-'", required=True),
+                **_WINDOWS,
+            },
+            "server": _server(f"of the server, with or without /v1; default: {DEFAULT_URL}"),
+            "output": {"--quiet": _QUIET},
+        },
+    ),
+    "kld": _Command(
+        "KL divergence of a served model from a recorded reference, over the whole vocabulary, in llama.cpp's tables.",
+        {
+            "measurement": {
+                "--reference": _name("the reference to compare with, which every server must have", required=True),
+                "--floor": _flag(
+                    "compare the reference with its own model, in other batches, and keep the result as its noise floor"
+                ),
+                **_CONCURRENCY,
+            },
+            "server": _SEVERAL_SERVERS,
+            "output": _output("write the result as JSON, and the values of every token next to it as safetensors"),
+        },
+    ),
+    "compare": _Command(
+        "Several finished runs next to each other, from the files that `ppl-client` and `ppl-client kld` wrote with "
+        "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
+        {
+            "": {
+                "base": _option("the run that others are compared with", type=Path, metavar="BASE.json"),
+                "others": _option("a run on the same text and windows", type=Path, nargs="+", metavar="RUN.json"),
+                "--labels": _option(
+                    "the names of the runs, in their order; default: the models' names, or the files' where they are "
+                    "equal",
+                    type=lambda text: text.split(","),
+                    metavar="A,B,...",
+                ),
+            },
+            "table": {
+                "--markdown": _flag("print tables as GitHub shows them"),
+                "--card": _flag(
+                    "print the table that is published with a quantized model, where its figures are from, and the "
+                    "YAML of a Hugging Face model card"
+                ),
+                "--csv": _flag("print one line per figure, in full precision"),
+            },
+            "output": {
+                "--html": _option("write a report, one file that loads nothing", type=Path, metavar="FILE"),
+                "--plots": _option("write the plots as SVG and PNG", type=Path, metavar="DIR"),
+            },
+            "intervals": {
+                "--resamples": _number("of the text; default: %(default)s", MIN_RESAMPLES, 4000),
+                "--seed": _number("of the resamples; default: %(default)s", 0, 0),
+            },
+        },
+        success="the runs were compared and all is written",
+    ),
+    "sweep": _Command(
+        "Serve each model of a plan in turn, measure its perplexity and its KL divergence from the first, and compare "
+        "them. What was measured before is not measured again.",
+        {
+            "": {
+                "plan": _option("a YAML file; docs/compare.md describes its fields", type=Path, metavar="PLAN"),
+                "--api-key": {**_API_KEY, "help": f"of all servers; {_API_KEY['help']}"},
+                "--quiet": _QUIET,
+            }
+        },
+        success="every model was measured",
+    ),
+    "corpus": _Command(
+        "Perplexity of every document of parquet and jsonl files: the same rows, with num_tokens, nll, perplexity and "
+        "bits_per_byte.",
+        {
+            "": {
+                "inputs": _option(
+                    "a .parquet, .jsonl, .jsonl.zst or .jsonl.gz file, or a folder with such files at any depth",
+                    type=Path,
+                    nargs="+",
+                    metavar="IN",
+                ),
+                "--text-column": _name("the documents; default: %(default)s", default="text"),
+            },
+            "output": {
+                "--output": _option(
+                    "every input becomes a parquet file here, with the same rows in their order",
+                    type=Path,
+                    required=True,
+                    metavar="DIR",
+                ),
+                "--resume": _flag(
+                    "resume an earlier run: finished files stay as they are, others are continued where they ended"
+                ),
+                "--filter": _option(
+                    "keep the rows for which it is true, such as 'bits_per_byte < 1.2 and language == \"en\"'",
+                    metavar="CONDITION",
+                ),
+                "--per-token": _flag("add token_ids and token_logprobs too"),
+                "--column-prefix": _option(
+                    "put before the names of the added columns, where a file has them from another model",
+                    default="",
+                    metavar="TEXT",
+                ),
+                "--quiet": _QUIET,
+            },
+            "scoring": {
+                "--context-length": _number(
+                    "longer documents are cut into windows of so many tokens; default: what the model takes"
+                ),
+                "--concurrency": _number(
+                    "requests in flight at once at each server, each of some 8,000 tokens; default: "
+                    f"{REQUESTS_IN_FLIGHT}"
+                ),
+            },
+            "server": _SEVERAL_SERVERS,
+        },
+        success="every file is written",
+    ),
+}
+"""`cli.main` runs them."""
+_MORE = (
+    "five more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` measures "
+    "another model's KL divergence from them, `ppl-client compare` compares finished runs, `ppl-client sweep` does all "
+    "of it for the models of a plan, `ppl-client corpus` scores every document of files; each has its own --help. "
+)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; ends the process with status 2 where it is wrong.
+
+    `command` is the first argument where that names a command, and else `perplexity`.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    is_named = bool(arguments) and not arguments[0].startswith("-")
+    command = arguments[0] if is_named else "perplexity"
+    parser = _parser(command if command in _COMMANDS else "perplexity")
+    if command not in _COMMANDS:
+        nearest = get_close_matches(command, _COMMANDS, n=1)
+        parser.error(f"no command {command}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    options = parser.parse_args(arguments[1:] if is_named else arguments)
+    options.command = command
+    if "urls" in options:
+        options.urls = options.urls or [DEFAULT_URL]
+    if message := _contradiction(options):
+        parser.error(message)
+    if "preset" in options:
+        options.add_special_tokens = None
+        options.method = options.method or DEFAULT_METHOD
+        if options.preset is not None:
+            vars(options).update(window_settings(options.preset, options.context_length))
+    return options
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    command, is_first = _COMMANDS[name], name == "perplexity"
+    parser = argparse.ArgumentParser(
+        prog="ppl-client" if is_first else f"ppl-client {name}",
+        description=command.description,
+        epilog=f"{_MORE if is_first else ''}exit status: 0 if {command.success}, 1 on failure, 2 on wrong usage, 130 "
+        "on Ctrl-C",
+    )
+    if is_first:
+        parser.usage = f"%(prog)s [{' | '.join(_COMMANDS)}] [options]"
+    parser.add_argument("--version", action="version", version=f"ppl-client {__version__}")
+    for title, options in command.groups.items():
+        group: Any = parser.add_argument_group(title) if title else parser
+        if title in _ONLY_ONE:
+            group = group.add_mutually_exclusive_group(required=_ONLY_ONE[title])
+        for option, settings in options.items():
+            group.add_argument(option, **settings)
+    return parser
+
+
+def _contradiction(options: argparse.Namespace) -> str | None:
+    """What is wrong with options that are each right."""
+    given = {name: value for name, value in vars(options).items() if value not in (None, False)}
+    if options.command == "compare":
+        return _compare_contradiction(options)
+    if len(set(given.get("urls", ()))) < len(given.get("urls", ())):
+        return "--url names a server twice"
+    if "num_samples" in given and "dataset" not in given:
+        return "--num-samples needs --dataset"
+    for name in ("method", "stride", "max_tokens", "num_samples"):
+        if "preset" in given and name in given:
+            return f"--{name.replace('_', '-')} does not work with --preset, which sets it"
+    if "resume" in given and "output" not in given:
+        return "--resume needs --output: the journal is next to it"
+    if options.command == "record" and len(options.urls) > 1:
+        return "record takes one --url: that server records all windows"
+    if "floor" in given and "resume" in given:
+        return "--resume does not work with --floor, which is one request"
+    if "floor" in given and len(options.urls) > 1:
+        return "--floor takes one --url: that server compares all windows"
+    if "floor" in given and "concurrency" in given:
+        return "--concurrency does not work with --floor: the server decides"
+    return None
+
+
+def _compare_contradiction(options: argparse.Namespace) -> str | None:
+    paths = [options.base, *options.others]
+    if len({path.resolve() for path in paths}) < len(paths):
+        return "a run is named twice"
+    if options.labels is None:
+        return None
+    if len(options.labels) != len(paths):
+        return f"--labels has {len(options.labels)} names for {len(paths)} runs"
+    if not all(options.labels) or len(set(options.labels)) < len(paths):
+        return "--labels needs another name for every run"
+    return None

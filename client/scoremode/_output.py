@@ -80,7 +80,7 @@ class Output:
         self._check_room(plan, journal)
         return journal
 
-    def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]] | None) -> None:
+    def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Put the result and its arrays in their places, and delete the journal.
 
         The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
@@ -88,15 +88,10 @@ class Output:
         Raises:
             OutputError: they cannot be written. The journal stays.
         """
-        contents: dict[Path, bytes] = {}
-        described = None
-        if arrays is not None:
-            content = save(dict(arrays))
-            contents[self._arrays_path] = content
-            described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
+        content = save(dict(arrays))
+        described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}
         text = json.dumps({**record, "arrays": described}, indent=2, allow_nan=False) + "\n"
-        contents[self.path] = text.encode()
-        _write_together(contents)
+        _write_together({self._arrays_path: content, self.path: text.encode()})
         if self._journal is not None:
             self._journal.remove()
             self._journal = None

@@ -1,6 +1,7 @@
 """Names and messages of files and servers, as they are shown: on one line, without what a terminal would obey."""
 
 import re
+from collections.abc import Sequence
 
 # Control characters, line ends and marks of direction among them; what is invisible; lone surrogates; what XML lacks.
 _HIDDEN = re.compile(
@@ -11,3 +12,9 @@ _HIDDEN = re.compile(
 def printable(text: str) -> str:
     """The text with escapes in place of all that is not to be seen, such as `\\x1b`."""
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values, one line each."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {printable(value)}" for name, value in rows)

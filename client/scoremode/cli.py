@@ -3,11 +3,9 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
-from typing import Any
-
-from rich.console import Console
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from typing import TypeVar
 
 from scoremode import kld_report, report
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
@@ -16,12 +14,14 @@ from scoremode._printable import printable
 from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
-from scoremode.corpus import CorpusProgress, corpus_report, score_corpus
-from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
+from scoremode.corpus import corpus_report, score_corpus
+from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
-from scoremode.evaluate import Evaluation, evaluate, evaluate_on_server
-from scoremode.recording import Recording, record_reference
-from scoremode.windows import WindowError
+from scoremode.evaluate import evaluate
+from scoremode.recording import record_reference
+from scoremode.windows import WindowError, WindowSettings
+
+OnStep = TypeVar("OnStep")
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -44,17 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 output = Output(options.output, resume=options.resume, force=options.force)
             match options.command:
                 case "perplexity":
-                    _measure_perplexity(options, output)
+                    asyncio.run(_measure_perplexity(options, output))
                 case "record":
-                    _record(options)
+                    asyncio.run(_record(options))
                 case "kld":
-                    _measure_kld(options, output)
+                    asyncio.run(_measure_kld(options, output))
                 case "compare":
                     _compare_runs(options)
                 case "sweep":
                     return 0 if _sweep(options) else EXIT_FAILURE
                 case "corpus":
-                    _score_corpus(options)
+                    asyncio.run(_score_corpus(options))
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
         print(f"ppl-client: interrupted{_GOES_ON.get(options.command) or _way_on(output)}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -71,23 +71,10 @@ def _way_on(output: Output | None) -> str:
     return "" if output is None else printable(output.give_up())
 
 
-def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
-    evaluation = asyncio.run(_evaluate(options, _corpus(options), output))
-    try:
-        if output is not None:
-            output.write(report.as_json(evaluation, options.urls), report.as_arrays(evaluation))
-    finally:
-        # A number that took hours is shown even where it cannot be written.
-        Console().print(report.as_table(evaluation))
-
-
-async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output | None) -> Evaluation:
-    async with AsyncExitStack() as stack:
-        clients = await _clients(options, stack)
-        on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
-        if options.server_side:
-            return await evaluate_on_server(clients[0], corpus, **_window_settings(options), on_progress=on_progress)
-        return await evaluate(
+async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
+    corpus = _corpus(options)
+    async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
+        evaluation = await evaluate(
             clients,
             corpus,
             **_window_settings(options),
@@ -97,46 +84,43 @@ async def _evaluate(options: argparse.Namespace, corpus: Corpus, output: Output 
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
+    try:
+        if output is not None:
+            output.write(report.as_json(evaluation, options.urls), report.as_arrays(evaluation))
+    finally:
+        # A number that took hours is shown even where it cannot be written.
+        print(report.as_text(evaluation))
 
 
-def _record(options: argparse.Namespace) -> None:
-    print(kld_report.recording_as_text(asyncio.run(_record_reference(options, _corpus(options)))))
-
-
-async def _record_reference(options: argparse.Namespace, corpus: Corpus) -> Recording:
-    async with AsyncExitStack() as stack:
-        clients = await _clients(options, stack)
-        on_progress = stack.enter_context(progress_bar("ppl", quiet=options.quiet))
-        return await record_reference(
+async def _record(options: argparse.Namespace) -> None:
+    corpus = _corpus(options)
+    async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
+        recording = await record_reference(
             clients[0], corpus, options.reference, **_window_settings(options), on_progress=on_progress
         )
+    print(kld_report.recording_as_text(recording))
 
 
-def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
-    measurement = asyncio.run(_compare(options, output))
+async def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
+    async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
+        if options.floor:
+            measurement = await measure_noise_floor(
+                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
+            )
+        else:
+            measurement = await measure_kld(
+                clients,
+                options.reference,
+                return_token_texts=output is not None,
+                concurrency=options.concurrency,
+                start_journal=None if output is None else output.start_journal,
+                on_progress=on_progress,
+            )
     try:
         if output is not None:
             output.write(kld_report.as_json(measurement, options.urls), kld_report.as_arrays(measurement))
     finally:
         print(kld_report.as_text(measurement))
-
-
-async def _compare(options: argparse.Namespace, output: Output | None) -> KldMeasurement:
-    async with AsyncExitStack() as stack:
-        clients = await _clients(options, stack)
-        on_progress = stack.enter_context(progress_bar("kld", quiet=options.quiet))
-        if options.floor:
-            return await measure_noise_floor(
-                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
-            )
-        return await measure_kld(
-            clients,
-            options.reference,
-            return_token_texts=output is not None,
-            concurrency=options.concurrency,
-            start_journal=None if output is None else output.start_journal,
-            on_progress=on_progress,
-        )
 
 
 def _compare_runs(options: argparse.Namespace) -> None:
@@ -164,14 +148,10 @@ def _report_extra() -> Iterator[None]:
         raise ScoremodeError(f'{package} is missing: pip install "scoremode[report]"') from error
 
 
-def _score_corpus(options: argparse.Namespace) -> None:
-    print(corpus_report.as_text(asyncio.run(_score_documents(options))))
-
-
-async def _score_documents(options: argparse.Namespace) -> CorpusProgress:
-    async with AsyncExitStack() as stack:
-        return await score_corpus(
-            await _clients(options, stack),
+async def _score_corpus(options: argparse.Namespace) -> None:
+    async with _connected(options, corpus_bar(quiet=options.quiet)) as (clients, on_progress):
+        done = await score_corpus(
+            clients,
             options.inputs,
             options.output,
             text_column=options.text_column,
@@ -181,8 +161,9 @@ async def _score_documents(options: argparse.Namespace) -> CorpusProgress:
             context_length=options.context_length,
             concurrency=options.concurrency,
             resume=options.resume,
-            on_progress=stack.enter_context(corpus_bar(quiet=options.quiet)),
+            on_progress=on_progress,
         )
+    print(corpus_report.as_text(done))
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
@@ -198,7 +179,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
     )
 
 
-def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
+def _window_settings(options: argparse.Namespace) -> WindowSettings:
     return {
         "method": options.method,
         "context_length": options.context_length,
@@ -208,8 +189,14 @@ def _window_settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _clients(options: argparse.Namespace, stack: AsyncExitStack) -> list[AsyncScoreClient]:
-    return [await stack.enter_async_context(_client(options, url)) for url in options.urls]
+@asynccontextmanager
+async def _connected(
+    options: argparse.Namespace, bar: AbstractContextManager[OnStep]
+) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
+    """A client for each server, and the progress bar to be advanced."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_client(options, url)) for url in options.urls]
+        yield clients, stack.enter_context(bar)
 
 
 def _client(options: argparse.Namespace, url: str) -> AsyncScoreClient:

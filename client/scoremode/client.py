@@ -1,22 +1,27 @@
 """`ScoreClient` and `AsyncScoreClient`: Scoremode's HTTP API from Python, over httpx.
 
-The two differ in waiting only. Requests and answers are in `_calls`, what is tried again in `_retries`.
+Each method is written once, as the request that it makes. How answers are read is in `_calls`, what is tried again in
+`_retries`.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from functools import wraps
+from types import MethodType, TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
+from urllib.parse import quote
 
 import httpx
+from pydantic import BaseModel
 
-from scoremode import _calls
-from scoremode._calls import Call
+from scoremode._calls import Call, KldReader, call, stream
+from scoremode._events import EventKind, EventReader
 from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
-from scoremode.kld_result import KldResult, KldWindowValues
+from scoremode.errors import ResponseError
+from scoremode.kld_result import KldResult, KldWindowValues, parse_result
 from scoremode.protocol import (
     Candidates,
     Continuations,
@@ -25,11 +30,13 @@ from scoremode.protocol import (
     PerplexityWindow,
     Prompt,
     Reference,
+    ReferenceDeleted,
+    ReferenceList,
     ServerInfo,
     Text,
 )
-from scoremode.score import Score
-from scoremode.windows import Method
+from scoremode.score import Score, parse_scores
+from scoremode.windows import WindowSettings
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0
@@ -38,8 +45,11 @@ DEFAULT_MAX_RETRIES = 4
 
 _LONGEST_CONNECT = 10.0
 _LARGEST_PORT = 65535
+_PERPLEXITY_WINDOW = EventKind("perplexity.window", PerplexityWindow.model_validate)
 
 Answer = TypeVar("Answer")
+Arguments = ParamSpec("Arguments")
+Transport = TypeVar("Transport")
 OnWindow = Callable[[PerplexityWindow], object]
 OnKldWindow = Callable[[KldWindowValues], object]
 
@@ -48,7 +58,7 @@ def server_root(base_url: str) -> str:
     """The address that paths are appended to: `base_url` without a trailing `/v1`.
 
     Raises:
-        ValueError: it is no http or https address.
+        ValueError: it is not an http or https address.
     """
     root = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
@@ -60,48 +70,44 @@ def server_root(base_url: str) -> str:
     return root
 
 
-class _Client:
+class _Tokens(BaseModel):
+    tokens: list[int]
+
+
+class _Prompt(BaseModel):
+    prompt: str
+
+
+class _TokenTexts(BaseModel):
+    tokens: list[str]
+
+
+class _Method(Generic[Arguments, Answer]):
+    """Makes a method of both clients from one that only makes the request: `ScoreClient` returns the answer, and
+    `AsyncScoreClient` a coroutine with it."""
+
+    def __init__(self, make_call: Callable[Concatenate[Any, Arguments], Call[Answer]]) -> None:
+        self._make_call = make_call
+
+    @overload
+    def __get__(self, client: None, owner: type) -> Callable[Concatenate[Any, Arguments], Call[Answer]]: ...
+    @overload
+    def __get__(self, client: "ScoreClient", owner: type) -> Callable[Arguments, Answer]: ...
+    @overload
+    def __get__(self, client: "AsyncScoreClient", owner: type) -> Callable[Arguments, Coroutine[Any, Any, Answer]]: ...
+    def __get__(self, client: "ScoreClient | AsyncScoreClient | None", owner: type) -> Any:
+        if client is None:
+            return self._make_call
+
+        @wraps(MethodType(self._make_call, client))
+        def method(*arguments: Arguments.args, **fields: Arguments.kwargs) -> object:
+            return client.send(self._make_call(client, *arguments, **fields))
+
+        return method
+
+
+class _Client(Generic[Transport]):
     """What both clients are made of, apart from the connection."""
-
-    def __init__(
-        self,
-        base_url: str,
-        model: str | None,
-        api_key: str | None,
-        timeout: float,
-        max_retries: int,
-        retry_for: float | None,
-    ) -> None:
-        self.base_url = server_root(base_url)
-        self.address = str(httpx.URL(self.base_url).copy_with(userinfo=b""))
-        """`base_url` without user and password, to be shown."""
-        self.model = model
-        self.retries = Retries(self.address, max_retries, retry_for)
-        """May be changed while requests are under way."""
-        self._headers = {"User-Agent": f"scoremode/{__version__}"}
-        key = os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
-        # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
-        self._timeout = httpx.Timeout(timeout, connect=min(timeout, _LONGEST_CONNECT), pool=None)
-
-
-class ScoreClient(_Client):
-    """Client of a Scoremode server.
-
-    Args:
-        base_url: Address of the server, with or without `/v1`.
-        model: Served model or LoRA adapter to ask for; the served model when left out.
-        api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
-        timeout: Seconds to wait for the next byte of an answer.
-        max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
-        retry_for: Seconds since the first failure of a request for which it is sent again, in place of `max_retries`.
-            An error of status 500, which a server gives while it dies, is then tried again a few times as well.
-        transport: What carries the requests, in place of the network.
-
-    Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
-    `ResponseError` when the answer is not what the protocol says.
-    """
 
     def __init__(
         self,
@@ -112,27 +118,31 @@ class ScoreClient(_Client):
         timeout: float = DEFAULT_TIMEOUT,
         max_retries: int = DEFAULT_MAX_RETRIES,
         retry_for: float | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        super().__init__(base_url, model, api_key, timeout, max_retries, retry_for)
-        self._http = httpx.Client(headers=self._headers, timeout=self._timeout, transport=transport)
+        self.base_url = server_root(base_url)
+        self.address = str(httpx.URL(self.base_url).copy_with(userinfo=b""))
+        """`base_url` without user and password, to be shown."""
+        self.model = model
+        self.retries = Retries(self.address, max_retries, retry_for)
+        """May be changed while requests are under way."""
+        headers = {"User-Agent": f"scoremode/{__version__}"}
+        if key := os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key:
+            headers["Authorization"] = f"Bearer {key}"
+        # Requests queue for a connection as long as it takes: how many there are at once is the caller's choice.
+        limits = httpx.Timeout(timeout, connect=min(timeout, _LONGEST_CONNECT), pool=None)
+        self._open(headers=headers, timeout=limits, transport=transport)
 
-    def __enter__(self) -> Self:
-        return self
+    def _open(self, **settings: Any) -> None:
+        raise NotImplementedError
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._http.close()
-
-    def info(self) -> ServerInfo:
+    @_Method
+    def info(self) -> Call[ServerInfo]:
         """What the server runs: model, context length, special tokens, versions."""
-        return self._send(_calls.info(self.model))
+        query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
+        return call("GET", f"/v1/score{query}", ServerInfo.model_validate_json)
 
+    @_Method
     def score(
         self,
         prompt: Prompt,
@@ -147,7 +157,7 @@ class ScoreClient(_Client):
         return_tokens: bool = False,
         use_cache: bool = True,
         model: str | None = None,
-    ) -> list[Score]:
+    ) -> Call[list[Score]]:
         """Exact log-probabilities, in nats, of every token of one or several texts, or of their continuations.
 
         Args:
@@ -166,132 +176,122 @@ class ScoreClient(_Client):
             model: In place of the client's.
 
         Returns:
-            One score a prompt; with continuations one a pair, the continuations of the first prompt first.
+            One score per prompt; with continuations one per pair, the continuations of the first prompt first.
         """
-        return self._send(
-            _calls.score(
-                model=model or self.model,
-                prompt=prompt,
-                continuations=continuations,
-                add_special_tokens=add_special_tokens,
-                top_logprobs=top_logprobs,
-                candidate_token_ids=candidate_token_ids,
-                temperature=temperature,
-                logprobs_from=logprobs_from,
-                return_ranks=return_ranks,
-                return_tokens=return_tokens,
-                use_cache=use_cache,
-            )
+        return call(
+            "POST",
+            "/v1/score",
+            parse_scores,
+            model=model or self.model,
+            prompt=prompt,
+            continuations=continuations,
+            add_special_tokens=add_special_tokens,
+            top_logprobs=top_logprobs,
+            candidate_token_ids=candidate_token_ids,
+            temperature=temperature,
+            logprobs_from=logprobs_from,
+            return_ranks=return_ranks,
+            return_tokens=return_tokens,
+            use_cache=use_cache,
+            encoding_format="base64",
         )
 
+    @_Method
     def perplexity(
         self,
         prompt: Text | None = None,
         *,
         texts: list[str] | None = None,
-        method: Method = "sliding",
-        context_length: int | None = None,
-        stride: int | None = None,
-        max_tokens: int | None = None,
-        add_special_tokens: bool | None = None,
         on_window: OnWindow | None = None,
         model: str | None = None,
-    ) -> PerplexityResponse:
+        **windows: Unpack[WindowSettings],
+    ) -> Call[PerplexityResponse]:
         """Perplexity of a text, or of several that share no context; the server cuts the windows.
 
         Args:
             prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
-            method: How a text is cut into windows, one of `METHODS`.
-            context_length: Tokens a window; 2,048, or what the model takes if that is less.
-            stride: Tokens from one window to the next; a quarter of the context where the method takes one.
-            max_tokens: Take no more than these tokens of the text.
-            add_special_tokens: Let the tokenizer add its special tokens; yes, except for `rolling`.
-            on_window: Called with each window's NLL and the running perplexity as the server gets there.
+            on_window: An ordinary function, called with each window's NLL and the running perplexity as the server gets
+                there.
             model: In place of the client's.
+            **windows: How the text is cut into windows: `WindowSettings` says which.
 
         The answer is streamed, so a long run does not time out. A connection lost after the first window is an error,
         not tried again.
         """
-        return self._send(
-            _calls.perplexity(
-                on_window,
-                model=model or self.model,
-                prompt=prompt,
-                texts=texts,
-                method=method,
-                context_length=context_length,
-                stride=stride,
-                max_tokens=max_tokens,
-                add_special_tokens=add_special_tokens,
-            )
+        result = EventKind("perplexity", PerplexityResponse.model_validate)
+        return stream(
+            "/v1/perplexity",
+            lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window),
+            model=model or self.model,
+            prompt=prompt,
+            texts=texts,
+            **{"method": "sliding", **windows},
         )
 
+    @_Method
     def record_reference(
         self,
         name: str,
         prompt: Text | None = None,
         *,
         texts: list[str] | None = None,
-        method: Method = "sliding",
-        context_length: int | None = None,
-        stride: int | None = None,
-        max_tokens: int | None = None,
-        add_special_tokens: bool | None = None,
         corpus: CorpusInfo | None = None,
         return_ranks: bool = False,
         on_window: OnWindow | None = None,
         model: str | None = None,
-    ) -> Reference:
+        **windows: Unpack[WindowSettings],
+    ) -> Call[Reference]:
         """Record the served model's distributions over a text, for other models to be compared with.
 
         Args:
             name: Of the reference.
-            prompt: This and the following are as for `perplexity`.
+            prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
-            method: How a text is cut into windows.
-            context_length: Tokens a window.
-            stride: Tokens from one window to the next.
-            max_tokens: Take no more than these tokens of the text.
-            add_special_tokens: Let the tokenizer add its special tokens.
             corpus: Where the text is from, kept with the reference.
             return_ranks: Have the logprobs and ranks of its targets in each window.
-            on_window: Called with each window as it is recorded, and the running perplexity.
+            on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
             model: In place of the client's.
+            **windows: As for `perplexity`.
 
-        The answer is streamed. An interrupted recording goes on where it was when the same request is sent again, as
-        it is when the connection is lost. `BadRequestError` or another `APIStatusError` says that there is another
-        reference of that name.
+        The answer is streamed. The server resumes an interrupted recording when the same request is sent again, as the
+        client does when the connection is lost. `BadRequestError` or another `APIStatusError` says that there is
+        another reference of that name.
         """
-        return self._send(
-            _calls.record_reference(
-                on_window,
-                model=model or self.model,
-                name=name,
-                prompt=prompt,
-                texts=texts,
-                method=method,
-                context_length=context_length,
-                stride=stride,
-                max_tokens=max_tokens,
-                add_special_tokens=add_special_tokens,
-                corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
-                return_ranks=return_ranks or None,
-            )
+        result = EventKind("reference", Reference.model_validate)
+        return stream(
+            "/v1/references",
+            # Sent again, the server reports only the windows that were missing.
+            lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window, repeatable=True),
+            model=model or self.model,
+            name=name,
+            prompt=prompt,
+            texts=texts,
+            corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
+            return_ranks=return_ranks or None,
+            **{"method": "sliding", **windows},
         )
 
-    def references(self) -> list[Reference]:
+    @_Method
+    def references(self) -> Call[list[Reference]]:
         """All references of the server."""
-        return self._send(_calls.references())
+        return call("GET", "/v1/references", lambda body: ReferenceList.model_validate_json(body).data)
 
-    def reference(self, name: str) -> Reference:
+    @_Method
+    def reference(self, name: str) -> Call[Reference]:
         """What is known of a reference."""
-        return self._send(_calls.reference(name))
+        return call("GET", _path_of(name), Reference.model_validate_json)
 
-    def delete_reference(self, name: str) -> None:
+    @_Method
+    def delete_reference(self, name: str) -> Call[None]:
         """Delete a reference."""
-        self._send(_calls.delete_reference(name))
 
+        def check(body: bytes) -> None:
+            ReferenceDeleted.model_validate_json(body)
+
+        return call("DELETE", _path_of(name), check)
+
+    @_Method
     def kld(
         self,
         reference: str,
@@ -301,7 +301,7 @@ class ScoreClient(_Client):
         as_noise_floor: bool = False,
         on_window: OnKldWindow | None = None,
         model: str | None = None,
-    ) -> KldResult:
+    ) -> Call[KldResult]:
         """KL divergence of the served model from a reference, over the whole vocabulary at every position.
 
         Args:
@@ -311,37 +311,81 @@ class ScoreClient(_Client):
                 `--max-logprobs` allows, and 256.
             as_noise_floor: Keep the result with the reference as its noise floor; all windows, and the reference's own
                 model.
-            on_window: Called with each window as it is done.
+            on_window: An ordinary function, called with each window as it is done.
             model: In place of the client's.
 
         With `on_window` or `as_noise_floor` the answer is streamed. A connection lost after the first window is then an
         error, not tried again.
         """
-        return self._send(
-            _calls.kld(
-                on_window,
-                stream=on_window is not None or as_noise_floor,
-                model=model or self.model,
-                reference=reference,
-                windows=None if windows is None else list(windows),
-                top_logprobs=top_logprobs,
-                as_noise_floor=as_noise_floor,
-            )
-        )
+        fields: dict[str, Any] = {
+            "model": model or self.model,
+            "reference": reference,
+            "windows": None if windows is None else list(windows),
+            "top_logprobs": top_logprobs,
+            "as_noise_floor": as_noise_floor,
+            "encoding_format": "base64",
+        }
+        if on_window is not None or as_noise_floor:
+            return stream("/v1/kld", lambda: KldReader(on_window), **fields)
+        return call("POST", "/v1/kld", parse_result, **fields, stream=False)
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @_Method
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> Call[list[int]]:
         """Token ids of a text, by the server's tokenizer."""
-        return self._send(_calls.tokenize(text, add_special_tokens, self.model))
+        fields = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
+        return call("POST", "/tokenize", lambda body: _Tokens.model_validate_json(body).tokens, **fields)
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
+    @_Method
+    def detokenize(self, token_ids: Sequence[int]) -> Call[str]:
         """The text of token ids, by the server's tokenizer."""
-        return self._send(_calls.detokenize(token_ids, self.model))
+        fields = {"model": self.model, "tokens": list(token_ids)}
+        return call("POST", "/detokenize", lambda body: _Prompt.model_validate_json(body).prompt, **fields)
 
-    def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
+    @_Method
+    def token_texts(self, token_ids: Collection[int]) -> Call[dict[int, str]]:
         """The text of each of some tokens alone, by its id. A token that ends within a character has U+FFFD for it."""
-        return self._send(_calls.token_texts(token_ids, self.model))
+        wanted = sorted(set(token_ids))
 
-    def _send(self, call: Call[Answer]) -> Answer:
+        def parse(body: bytes) -> dict[int, str]:
+            texts = _TokenTexts.model_validate_json(body).tokens
+            if len(texts) != len(wanted):
+                raise ResponseError(f"the server gave {len(texts)} texts for {len(wanted)} tokens")
+            return dict(zip(wanted, texts, strict=True))
+
+        return call("POST", "/v1/tokens", parse, model=self.model, token_ids=wanted)
+
+
+class ScoreClient(_Client[httpx.BaseTransport]):
+    """Client of a Scoremode server.
+
+    Args:
+        base_url: Address of the server, with or without `/v1`.
+        model: Served model or LoRA adapter to ask for; the served model when left out.
+        api_key: Sent as a bearer token; the environment's SCOREMODE_API_KEY when left out.
+        timeout: Seconds to wait for the next byte of an answer.
+        max_retries: Attempts after the first one, on 429, 502, 503, 504 and on dropped or refused connections.
+        retry_for: Seconds since the first failure of a request for which it is sent again, in place of `max_retries`.
+            An error of status 500, which a server gives while it dies, is then tried again a few times as well.
+        transport: What carries the requests, in place of the network.
+
+    Every method raises `TransportError` when no answer comes, an `APIStatusError` when the answer is an error, and
+    `ResponseError` when the answer is not what the protocol says.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def send(self, call: Call[Answer]) -> Answer:
+        """Send a request, again where that may help, and read its answer."""
         with Attempts(self.retries) as attempts:
             while True:
                 reader = call.new_reader()
@@ -357,32 +401,15 @@ class ScoreClient(_Client):
                     wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
                 time.sleep(wait)
 
+    def _open(self, **settings: Any) -> None:
+        self._http = httpx.Client(**settings)
 
-class AsyncScoreClient(_Client):
+
+class AsyncScoreClient(_Client[httpx.AsyncBaseTransport]):
     """`ScoreClient` for asyncio: the same arguments, methods and errors, to be awaited.
 
     Cancelling a call closes its connection, and the server then drops the request.
     """
-
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        max_retries: int = DEFAULT_MAX_RETRIES,
-        retry_for: float | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(base_url, model, api_key, timeout, max_retries, retry_for)
-        self._http = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=self._timeout,
-            transport=transport,
-            # Who sends requests bounds their number. By itself httpx would hold back all but 100 of them.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -396,156 +423,8 @@ class AsyncScoreClient(_Client):
         """Close all connections."""
         await self._http.aclose()
 
-    async def info(self) -> ServerInfo:
-        """As `ScoreClient.info`."""
-        return await self._send(_calls.info(self.model))
-
-    async def score(
-        self,
-        prompt: Prompt,
-        continuations: Continuations | None = None,
-        *,
-        add_special_tokens: bool = True,
-        top_logprobs: int = 0,
-        candidate_token_ids: Candidates | None = None,
-        temperature: float | None = None,
-        logprobs_from: int | list[int] | None = None,
-        return_ranks: bool = False,
-        return_tokens: bool = False,
-        use_cache: bool = True,
-        model: str | None = None,
-    ) -> list[Score]:
-        """As `ScoreClient.score`."""
-        return await self._send(
-            _calls.score(
-                model=model or self.model,
-                prompt=prompt,
-                continuations=continuations,
-                add_special_tokens=add_special_tokens,
-                top_logprobs=top_logprobs,
-                candidate_token_ids=candidate_token_ids,
-                temperature=temperature,
-                logprobs_from=logprobs_from,
-                return_ranks=return_ranks,
-                return_tokens=return_tokens,
-                use_cache=use_cache,
-            )
-        )
-
-    async def perplexity(
-        self,
-        prompt: Text | None = None,
-        *,
-        texts: list[str] | None = None,
-        method: Method = "sliding",
-        context_length: int | None = None,
-        stride: int | None = None,
-        max_tokens: int | None = None,
-        add_special_tokens: bool | None = None,
-        on_window: OnWindow | None = None,
-        model: str | None = None,
-    ) -> PerplexityResponse:
-        """As `ScoreClient.perplexity`; `on_window` is an ordinary function."""
-        return await self._send(
-            _calls.perplexity(
-                on_window,
-                model=model or self.model,
-                prompt=prompt,
-                texts=texts,
-                method=method,
-                context_length=context_length,
-                stride=stride,
-                max_tokens=max_tokens,
-                add_special_tokens=add_special_tokens,
-            )
-        )
-
-    async def record_reference(
-        self,
-        name: str,
-        prompt: Text | None = None,
-        *,
-        texts: list[str] | None = None,
-        method: Method = "sliding",
-        context_length: int | None = None,
-        stride: int | None = None,
-        max_tokens: int | None = None,
-        add_special_tokens: bool | None = None,
-        corpus: CorpusInfo | None = None,
-        return_ranks: bool = False,
-        on_window: OnWindow | None = None,
-        model: str | None = None,
-    ) -> Reference:
-        """As `ScoreClient.record_reference`; `on_window` is an ordinary function."""
-        return await self._send(
-            _calls.record_reference(
-                on_window,
-                model=model or self.model,
-                name=name,
-                prompt=prompt,
-                texts=texts,
-                method=method,
-                context_length=context_length,
-                stride=stride,
-                max_tokens=max_tokens,
-                add_special_tokens=add_special_tokens,
-                corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
-                return_ranks=return_ranks or None,
-            )
-        )
-
-    async def references(self) -> list[Reference]:
-        """As `ScoreClient.references`."""
-        return await self._send(_calls.references())
-
-    async def reference(self, name: str) -> Reference:
-        """As `ScoreClient.reference`."""
-        return await self._send(_calls.reference(name))
-
-    async def delete_reference(self, name: str) -> None:
-        """As `ScoreClient.delete_reference`."""
-        await self._send(_calls.delete_reference(name))
-
-    async def kld(
-        self,
-        reference: str,
-        windows: tuple[int, int] | None = None,
-        *,
-        top_logprobs: int = 0,
-        as_noise_floor: bool = False,
-        on_window: OnKldWindow | None = None,
-        model: str | None = None,
-    ) -> KldResult:
-        """As `ScoreClient.kld`; `on_window` is an ordinary function."""
-        return await self._send(
-            _calls.kld(
-                on_window,
-                stream=on_window is not None or as_noise_floor,
-                model=model or self.model,
-                reference=reference,
-                windows=None if windows is None else list(windows),
-                top_logprobs=top_logprobs,
-                as_noise_floor=as_noise_floor,
-            )
-        )
-
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As `ScoreClient.tokenize`."""
-        return await self._send(_calls.tokenize(text, add_special_tokens, self.model))
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """As `ScoreClient.detokenize`."""
-        return await self._send(_calls.detokenize(token_ids, self.model))
-
-    async def token_texts(self, token_ids: Collection[int]) -> dict[int, str]:
-        """As `ScoreClient.token_texts`."""
-        return await self._send(_calls.token_texts(token_ids, self.model))
-
     async def send(self, call: Call[Answer]) -> Answer:
-        """Send a request that is in `_calls`, where no method does, and read its answer."""
-        return await self._send(call)
-
-    async def _send(self, call: Call[Answer]) -> Answer:
+        """As `ScoreClient.send`."""
         with Attempts(self.retries) as attempts:
             while True:
                 reader = call.new_reader()
@@ -560,3 +439,12 @@ class AsyncScoreClient(_Client):
                 except httpx.RequestError as error:
                     wait = attempts.wait_after_failure(error, can_restart=reader.can_restart)
                 await asyncio.sleep(wait)
+
+    def _open(self, **settings: Any) -> None:
+        # The caller bounds the number of requests. By itself httpx would hold back all but 100 of them.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(**settings, limits=limits)
+
+
+def _path_of(name: str) -> str:
+    return f"/v1/references/{quote(name, safe='')}"

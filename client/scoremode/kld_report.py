@@ -8,21 +8,35 @@ import json
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._printable import printable
+from scoremode._printable import printable, two_columns
 from scoremode.divergence import KldMeasurement
 from scoremode.divergent_tokens import DivergentToken
 from scoremode.kld import POSITION_DTYPES
 from scoremode.presets import comparable_with
-from scoremode.protocol import ConfidenceBucket, KldStatistics, Reference
+from scoremode.protocol import ConfidenceBucket, KldFigures, KldStatistics, Reference
 from scoremode.recording import Recording
-from scoremode.report import record_beginning, server_rows, token_texts_record
+from scoremode.report import finite_or_none, record_beginning, server_rows, token_texts_record
 
-_LABEL_WIDTH = 14
+_QUANTILES = {
+    "Maximum": "max",
+    "99.9%  ": "p999",
+    "99.0%  ": "p99",
+    "95.0%  ": "p95",
+    "90.0%  ": "p90",
+    "75.0%  ": "p75",
+    "Median ": "median",
+    "25.0%  ": "p25",
+    "10.0%  ": "p10",
+    " 5.0%  ": "p5",
+    " 1.0%  ": "p1",
+    " 0.1%  ": "p01",
+    "Minimum": "min",
+}
 _SHOWN_BEFORE = 60
 """Characters of the text before a token."""
 
@@ -31,7 +45,7 @@ def recording_as_text(recording: Recording) -> str:
     """What was recorded, in two columns."""
     reference = recording.reference
     resumed = f", {recording.num_resumed:,} of them before" if recording.num_resumed else ""
-    lines = _columns(
+    return two_columns(
         [
             ("reference", reference.name),
             ("model", reference.model),
@@ -45,14 +59,12 @@ def recording_as_text(recording: Recording) -> str:
             ("perplexity", f"{_number(reference.perplexity, 0, 4)} ± {_number(reference.perplexity_stderr, 0, 4)}"),
         ]
     )
-    return "\n".join(lines)
 
 
 def as_text(measurement: KldMeasurement) -> str:
     """What was compared, llama.cpp's three tables, and what they lack."""
     figures = measurement.statistics
-    parts = [
-        _heading(measurement),
+    tables = [
         _perplexity_table(figures),
         _kld_table(figures),
         _token_probability_table(figures),
@@ -61,7 +73,7 @@ def as_text(measurement: KldMeasurement) -> str:
         _summary(measurement),
         _divergent_table(measurement.most_divergent),
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts)
+    return "\n\n".join([_heading(measurement), *map("\n".join, tables)])
 
 
 def as_json(measurement: KldMeasurement, urls: Sequence[str]) -> dict[str, object]:
@@ -70,11 +82,11 @@ def as_json(measurement: KldMeasurement, urls: Sequence[str]) -> dict[str, objec
         **record_beginning("kld", urls),
         "model": measurement.model,
         "server": measurement.server.model_dump(),
-        "reference": _finite_or_none(measurement.reference.model_dump()),
+        "reference": finite_or_none(measurement.reference.model_dump()),
         "settings": {"concurrency": measurement.concurrency, "as_noise_floor": measurement.as_noise_floor},
         "statistics": measurement.statistics,
         "kld_over_noise_floor": measurement.kld_over_noise_floor,
-        "most_divergent": [_finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],
+        "most_divergent": [finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],
         "seconds": measurement.seconds,
         "positions_per_second": measurement.positions_per_second,
         **token_texts_record(measurement.token_texts),
@@ -87,10 +99,10 @@ def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
     return {**arrays, "window_sizes": np.array(measurement.window_sizes, np.int32)}
 
 
-def _heading(measurement: KldMeasurement) -> list[str]:
+def _heading(measurement: KldMeasurement) -> str:
     server, reference = measurement.server, measurement.reference
     seconds, rate = measurement.seconds, measurement.positions_per_second
-    return _columns(
+    return two_columns(
         [
             ("model (Q)", f"{measurement.model}: {server.quantization or 'not quantized'}, {server.dtype}"),
             *server_rows(server),
@@ -119,10 +131,6 @@ def _weights(reference: Reference) -> str:
     return f"{reference.quantization or 'not quantized'}, {reference.dtype}{revision}"
 
 
-def _columns(rows: list[tuple[str, str]]) -> list[str]:
-    return [f"{name:{_LABEL_WIDTH}}  {printable(value)}" for name, value in rows]
-
-
 def _perplexity_table(figures: KldStatistics) -> list[str]:
     correlation = _percent(figures["ln_ppl_correlation"], 6, 2)
     return [
@@ -138,50 +146,27 @@ def _perplexity_table(figures: KldStatistics) -> list[str]:
 
 def _kld_table(figures: KldStatistics) -> list[str]:
     kld = figures["kld"]
-    rows = [
-        ("Maximum", kld["max"]),
-        ("99.9%  ", kld["p999"]),
-        ("99.0%  ", kld["p99"]),
-        ("95.0%  ", kld["p95"]),
-        ("90.0%  ", kld["p90"]),
-        ("Median ", kld["median"]),
-        ("10.0%  ", kld["p10"]),
-        (" 5.0%  ", kld["p5"]),
-        (" 1.0%  ", kld["p1"]),
-        (" 0.1%  ", kld["p01"]),
-        ("Minimum", kld["min"]),
-    ]
     return [
         "====== KL divergence statistics ======",
         f"Mean    KLD: {_pair(kld['mean'], kld['stderr'])}",
-        *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in rows),
+        *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in _quantiles(kld)),
     ]
 
 
 def _token_probability_table(figures: KldStatistics) -> list[str]:
     delta_p = figures["delta_p"]
-    rows = [
-        ("Maximum", delta_p["max"]),
-        ("99.9%  ", delta_p["p999"]),
-        ("99.0%  ", delta_p["p99"]),
-        ("95.0%  ", delta_p["p95"]),
-        ("90.0%  ", delta_p["p90"]),
-        ("75.0%  ", delta_p["p75"]),
-        ("Median ", delta_p["median"]),
-        ("25.0%  ", delta_p["p25"]),
-        ("10.0%  ", delta_p["p10"]),
-        (" 5.0%  ", delta_p["p5"]),
-        (" 1.0%  ", delta_p["p1"]),
-        (" 0.1%  ", delta_p["p01"]),
-        ("Minimum", delta_p["min"]),
-    ]
     return [
         "====== Token probability statistics ======",
         f"Mean    Δp: {_percent_pair(delta_p['mean'], delta_p['stderr'])}",
-        *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in rows),
+        *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in _quantiles(delta_p)),
         f"RMS Δp    : {_percent_pair(delta_p['rms'], delta_p['rms_stderr'])}",
         f"Same top p: {_percent_pair(figures['same_top_p'], figures['same_top_p_stderr'])}",
     ]
+
+
+def _quantiles(figures: KldFigures) -> list[tuple[str, float | None]]:
+    """With llama.cpp's labels; it has two more for Δp."""
+    return [(label, cast(Any, figures)[name]) for label, name in _QUANTILES.items() if name in figures]
 
 
 def _clustered_table(figures: KldStatistics) -> list[str]:
@@ -270,9 +255,3 @@ def _pair(value: float | None, stderr: float | None) -> str:
 
 def _percent_pair(value: float | None, stderr: float | None) -> str:
     return f"{_percent(value, 6, 3)} ± {_percent(stderr, 5, 3)} %"
-
-
-def _finite_or_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite_or_none(part) for name, part in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,10 +11,9 @@ from pydantic import TypeAdapter
 from scoremode._arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.protocol import KldResponse, KldStatistics, KldWindow, TopLogprobArrays
+from scoremode.protocol import KldResponse, KldStatistics, KldWindow
 
 _WINDOW = TypeAdapter(KldWindow)
-_TOP_LOGPROBS = TypeAdapter(TopLogprobArrays)
 _RESPONSE = TypeAdapter(KldResponse)
 
 
@@ -118,10 +117,6 @@ def _window(window: KldWindow) -> KldWindowValues:
     return KldWindowValues(
         window["index"],
         positions,
-        _top_logprobs(window.get("top_logprobs")),
-        _top_logprobs(window.get("reference_top_logprobs")),
+        decode_top_logprobs(window.get("top_logprobs")),
+        decode_top_logprobs(window.get("reference_top_logprobs")),
     )
-
-
-def _top_logprobs(top: object) -> TopLogprobs | None:
-    return None if top is None else decode_top_logprobs(_TOP_LOGPROBS.validate_python(top))

@@ -12,8 +12,16 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
 from scoremode.metrics import count_words
-from scoremode.protocol import PerplexityRequest, ServerInfo, is_old_fingerprint
-from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode.protocol import ServerInfo, is_old_fingerprint
+from scoremode.windows import (
+    Method,
+    Window,
+    WindowError,
+    adds_special_tokens,
+    cut_windows,
+    resolve_context_length,
+    resolve_stride,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +36,8 @@ class WindowNlls:
     index: int
     num_scored: int
     nll_sum: float
-    nlls: list[float] | None
-    """NLL of each target, in order; None where the server cut the windows and kept them."""
+    nlls: list[float]
+    """NLL of each target, in order."""
     ranks: list[int] | None = None
     """Rank of each target in the vocabulary, 1 for the likeliest; None where they were not asked for."""
 
@@ -126,12 +134,12 @@ async def make_plan(
     server: ServerInfo,
     corpus: Corpus,
     *,
-    method: Method,
-    context_length: int | None,
-    stride: int | None,
-    max_tokens: int | None,
-    add_special_tokens: bool | None,
-    return_ranks: bool,
+    method: Method = "sliding",
+    context_length: int | None = None,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    add_special_tokens: bool | None = None,
+    return_ranks: bool = False,
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows.
 
@@ -141,7 +149,8 @@ async def make_plan(
     """
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
-    add_special_tokens = adds_special_tokens(method, add_special_tokens)
+    if add_special_tokens is None:
+        add_special_tokens = adds_special_tokens(method)
     texts = corpus.documents or (corpus.text,)
     documents = [await client.tokenize(text, add_special_tokens) for text in texts]
     tokens, text = [token for document in documents for token in document], "".join(texts)
@@ -185,12 +194,6 @@ async def make_plan(
         windows=windows,
         return_ranks=return_ranks,
     )
-
-
-def adds_special_tokens(method: Method, add_special_tokens: bool | None) -> bool:
-    """The given choice, or the default of the method."""
-    fields = {"method": method, "add_special_tokens": add_special_tokens}
-    return PerplexityRequest.model_validate(fields).adds_special_tokens
 
 
 def identity(server: ServerInfo) -> dict[str, object]:

@@ -1,14 +1,14 @@
 """The servers of one run, over which its windows or its other requests are spread."""
 
 import logging
-from asyncio import Lock, Queue, TaskGroup
-from collections import deque
+from asyncio import Lock, Queue
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from scoremode._retries import TIMED_OUT
+from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
 from scoremode.plan import differences, identity
@@ -36,7 +36,7 @@ class _Server:
     failures_seen: int
     """`client.retries.num_failures` when the server's identity was last checked."""
     num_places: int = 0
-    """Workers of `score`, or places in `Pool._free`; those beyond `concurrency` are given up as they become free."""
+    """How often it is in `Pool._free`, plus requests in flight; those beyond `concurrency` are not put back."""
 
     @property
     def has_too_many_places(self) -> bool:
@@ -98,9 +98,14 @@ class Pool:
         Raises:
             ScoremodeError: the last server failed, or a request is at fault.
         """
+        remaining = iter(jobs)
+
+        async def work() -> None:
+            for job in remaining:
+                keep(await self.ask(job, score))
+
         with self.taking_over():
-            while lost := await self._score_round(iter(jobs), score, keep):
-                jobs = lost
+            await joined(work() for _ in range(self.concurrency))
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
@@ -115,10 +120,10 @@ class Pool:
                 server.client.retries.raises_timeouts = False
 
     async def ask(self, job: Job, ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
-        """Have one request answered by the first server that has room, and by another if that fails. Who waits longest
-        is next.
+        """Have one request answered by the first server that has room, and by another if that fails. The request that
+        has waited longest is next.
 
-        For runs whose requests follow from one another; others have `score`. Within `taking_over`.
+        For runs whose requests follow from one another; others have `score`. Use it within `taking_over`.
 
         Raises:
             ScoremodeError: the last server failed, or the request is at fault.
@@ -140,44 +145,6 @@ class Pool:
                 self._slow_down_or_drop(server, concurrency, error)
             finally:
                 self._free.put_nowait(server)
-
-    async def _score_round(
-        self,
-        jobs: Iterator[Job],
-        score: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
-        keep: Callable[[Result], object],
-    ) -> deque[Job]:
-        """Score windows until none is left; returns those of a server that failed when the others had finished."""
-        lost: deque[Job] = deque()
-
-        async def work(server: _Server) -> None:
-            while (
-                server in self._servers
-                and not server.has_too_many_places
-                and (job := lost.popleft() if lost else next(jobs, None)) is not None
-            ):
-                concurrency = server.concurrency
-                try:
-                    result = await score(server.client, job)
-                    await self._check_still_the_same(server)
-                except (TransportError, ServerError, RateLimitError) as error:
-                    lost.append(job)
-                    self._slow_down_or_drop(server, concurrency, error)
-                else:
-                    keep(result)
-            server.num_places -= 1
-
-        try:
-            async with TaskGroup() as workers:
-                for server in self._servers:
-                    server.num_places = server.concurrency
-                    for _ in range(server.concurrency):
-                        workers.create_task(work(server))
-        except ExceptionGroup as failures:
-            # The first failure says what is wrong; its group would only hide its type from the caller.
-            first = failures.exceptions[0]
-            raise first from first.__cause__
-        return lost
 
     def _slow_down_or_drop(self, server: _Server, concurrency: int, error: ScoremodeError) -> None:
         """After a request failed that was sent with so many in flight."""

@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from scoremode.protocol import CorpusInfo
-from scoremode.windows import Method
+from scoremode.windows import Method, WindowSettings
 
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -41,7 +41,7 @@ _TOOLS: dict[str, _Tool] = {
 }
 
 
-def window_settings(preset: Preset, context_length: int | None) -> dict[str, Any]:
+def window_settings(preset: Preset, context_length: int | None) -> WindowSettings:
     """Arguments of `evaluate` and `record_reference` that cut windows as a tool does, of its length or another."""
     tool = _TOOLS[preset]
     length = context_length or tool.context_length

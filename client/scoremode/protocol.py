@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from scoremode.windows import Method
+from scoremode.windows import Method, adds_special_tokens
 
 MAX_TOP_LOGPROBS = 256
 """Likeliest tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
@@ -285,7 +285,7 @@ class PerplexityRequest(_Request):
     @property
     def adds_special_tokens(self) -> bool:
         """`add_special_tokens`, or the default of the method."""
-        return self.method != "rolling" if self.add_special_tokens is None else self.add_special_tokens
+        return adds_special_tokens(self.method) if self.add_special_tokens is None else self.add_special_tokens
 
 
 Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 from ray.data.block import BlockAccessor
 
-from scoremode._tasks import together
+from scoremode._tasks import joined
 from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of, errors_of
 from scoremode.corpus.documents import (
@@ -127,7 +127,7 @@ class ScoreBatch:
         """Use servers again that were given up, and that answer by now as they did."""
         used = self._pool.clients
         lost = [client for client in self._clients if client not in used]
-        infos = await together(map(_info_at_once, lost))
+        infos = await joined(map(_info_at_once, lost))
         back = {
             client: info
             for client, info in zip(lost, infos, strict=True)
@@ -145,7 +145,7 @@ class ScoreBatch:
     async def _score(self, documents: list[Document | Unscored]) -> list[Scored | Unscored]:
         await self._take_back()
         with self._pool.taking_over():
-            parts = await together(
+            parts = await joined(
                 self._score_piece(documents[first:last]) for first, last in cut_into_requests(documents)
             )
         return [result for part in parts for result in part]

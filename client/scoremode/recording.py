@@ -4,13 +4,14 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from typing import Unpack
 
 from scoremode.client import AsyncScoreClient, OnWindow
 from scoremode.corpora import Corpus
 from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
 from scoremode.run import OnProgress, Progress
-from scoremode.windows import Method
+from scoremode.windows import WindowSettings
 
 _log = logging.getLogger(__name__)
 
@@ -36,30 +37,22 @@ async def record_reference(
     corpus: Corpus,
     name: str,
     *,
-    method: Method = "sliding",
-    context_length: int | None = None,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-    add_special_tokens: bool | None = None,
     on_progress: OnProgress | None = None,
     on_window: OnWindow | None = None,
+    **windows: Unpack[WindowSettings],
 ) -> Recording:
     """Record the served model's distributions over a corpus, for `measure_kld` to compare other models with.
 
-    The server cuts the windows and keeps what it has recorded: an interrupted recording goes on when this is called
+    The server cuts the windows and keeps what it has recorded: it resumes an interrupted recording when this is called
     again with the same arguments.
 
     Args:
         client: Of one server, which must have a folder for references.
         corpus: The text.
         name: Of the reference.
-        method: This and the next four are as for `AsyncScoreClient.perplexity`.
-        context_length: Tokens a window.
-        stride: Tokens from one window to the next.
-        max_tokens: Take at most this many tokens of the text.
-        add_special_tokens: Let the tokenizer add its special tokens.
         on_progress: Called for each window.
         on_window: Called with each window too, which then has logprobs and ranks, unless the server is too old.
+        **windows: How the text is cut into windows.
 
     Raises:
         ScoremodeError: the server fails and records nothing more when it is asked again, refuses the windows, or has
@@ -91,12 +84,8 @@ async def record_reference(
                 **corpus.prompt,
                 corpus=info,
                 return_ranks=return_ranks,
-                method=method,
-                context_length=context_length,
-                stride=stride,
-                max_tokens=max_tokens,
-                add_special_tokens=add_special_tokens,
                 on_window=take,
+                **windows,
             )
         except (TransportError, ServerError, RateLimitError):
             # The client's patience is for one failure; a server that has recorded more since then has a new one.

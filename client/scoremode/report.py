@@ -1,4 +1,4 @@
-"""A finished evaluation as a table for people and as JSON for the record."""
+"""A finished evaluation as text for people, and as JSON and arrays for the record."""
 
 import dataclasses
 import math
@@ -9,10 +9,8 @@ from typing import Any
 import httpx
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
-from rich.text import Text
 
-from scoremode._printable import printable
+from scoremode._printable import two_columns
 from scoremode._version import __version__
 from scoremode.evaluate import Evaluation
 from scoremode.presets import comparable_with
@@ -22,33 +20,28 @@ RECORD_VERSION = 1
 """Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""
 
 
-def as_table(evaluation: Evaluation) -> Table:
-    """Two columns that fit in 80."""
-    result, text = evaluation.result, evaluation.text_metrics
-    server = evaluation.server
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+def as_text(evaluation: Evaluation) -> str:
+    """What was measured, in two columns."""
+    plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
+    server, corpus = plan.server, plan.corpus.info
     rows = [
-        ("model", evaluation.model),
+        ("model", plan.model),
         ("weights", f"{server.quantization or 'not quantized'}, {server.dtype}"),
         *server_rows(server),
-        ("corpus", evaluation.corpus.info.in_words),
-        ("figures", comparable_with(evaluation.corpus.info, evaluation.context_length)),
-        ("method", evaluation.method),
-        ("context length", f"{evaluation.context_length:,} tokens"),
-        ("stride", f"{evaluation.stride:,} tokens"),
+        ("corpus", corpus.in_words),
+        ("figures", comparable_with(corpus, plan.context_length)),
+        ("method", plan.method),
+        ("context length", f"{plan.context_length:,} tokens"),
+        ("stride", f"{plan.stride:,} tokens"),
         ("windows", f"{len(evaluation.windows):,}"),
-        ("tokens", f"{result.num_scored:,} scored, {evaluation.num_tokens:,} in the text"),
+        ("tokens", f"{result.num_scored:,} scored, {len(plan.tokens):,} in the text"),
         ("time", f"{evaluation.seconds:,.1f} s, {evaluation.tokens_per_second:,.0f} tokens/s"),
         ("NLL", f"{_with_error(result.nll_mean, result.nll_stderr, 6)} nats/token"),
         ("bits per byte", "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.4f}"),
         ("word perplexity", f"{text.word_perplexity:,.4f}"),
         ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
     ]
-    for name, value in rows:
-        table.add_row(name, Text(printable(value)), style="bold" if name == "perplexity" else None)
-    return table
+    return two_columns(rows)
 
 
 def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
@@ -63,29 +56,30 @@ def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
 
 def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it; NLLs in nats. JSON lacks infinity: it becomes null."""
-    corpus, result, text = evaluation.corpus, evaluation.result, evaluation.text_metrics
+    plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     return {
         **record_beginning("perplexity", urls),
-        "model": evaluation.model,
-        "server": evaluation.server.model_dump(),
-        "corpus": {**corpus.info.model_dump(), "source": corpus.source},
+        "model": plan.model,
+        "server": plan.server.model_dump(),
+        "corpus": {**plan.corpus.info.model_dump(), "source": plan.corpus.source},
         "settings": {
-            "method": evaluation.method,
-            "context_length": evaluation.context_length,
-            "stride": evaluation.stride,
-            "max_tokens": evaluation.max_tokens,
-            "add_special_tokens": evaluation.add_special_tokens,
-            "server_side": evaluation.server_side,
+            "method": plan.method,
+            "context_length": plan.context_length,
+            "stride": plan.stride,
+            "max_tokens": plan.max_tokens,
+            "add_special_tokens": plan.add_special_tokens,
+            # True in files of earlier versions whose windows the server cut.
+            "server_side": False,
             "concurrency": evaluation.concurrency,
         },
-        "num_tokens": evaluation.num_tokens,
-        "num_bytes": evaluation.num_bytes,
-        "num_words": evaluation.num_words,
-        **_finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
+        "num_tokens": len(plan.tokens),
+        "num_bytes": plan.num_bytes,
+        "num_words": plan.num_words,
+        **finite_or_none(dataclasses.asdict(result) | dataclasses.asdict(text)),
         "seconds": evaluation.seconds,
         "tokens_per_second": evaluation.tokens_per_second,
         # Under the names that a comparison with a reference has for the served model.
-        "statistics": _finite_or_none(
+        "statistics": finite_or_none(
             {
                 "num_scored": result.num_scored,
                 "num_windows": len(evaluation.windows),
@@ -109,15 +103,13 @@ def as_json(evaluation: Evaluation, urls: Sequence[str]) -> dict[str, object]:
     }
 
 
-def as_arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]] | None:
-    """The values of every target, in the order of windows, and the windows' sizes; None where the server kept them."""
-    if evaluation.token_ids is None:
-        return None
+def as_arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]]:
+    """The values of every target, in the order of windows, and the windows' sizes."""
     windows = evaluation.windows
     arrays: dict[str, NDArray[Any]] = {
-        "token_ids": np.array(evaluation.token_ids, np.int32),
+        "token_ids": np.array(evaluation.plan.target_ids(), np.int32),
         # As the server sent them, which float32 holds.
-        "logprobs": np.array([-nll for window in windows for nll in window.nlls or ()], np.float32),
+        "logprobs": np.array([-nll for window in windows for nll in window.nlls], np.float32),
         "window_sizes": np.array([window.num_scored for window in windows], np.int32),
     }
     ranks = [rank for window in windows for rank in window.ranks or ()]
@@ -144,5 +136,8 @@ def _with_error(value: float, stderr: float | None, digits: int) -> str:
     return f"{value:,.{digits}f}" + ("" if stderr is None else f" ± {stderr:,.{digits}f}")
 
 
-def _finite_or_none(figures: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()}
+def finite_or_none(value: Any) -> Any:
+    """What JSON can have of a figure, or of several: infinity becomes null."""
+    if isinstance(value, dict):
+        return {name: finite_or_none(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

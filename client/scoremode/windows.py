@@ -6,7 +6,7 @@ tokens whose log-probabilities count. Everything here is arithmetic on positions
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -18,6 +18,21 @@ EXHAUSTIVE_METHODS: frozenset[Method] = frozenset({"sliding", "rolling"})
 """The methods that score each token of the text once, so that the sum of their NLLs is the NLL of the text."""
 
 DEFAULT_CONTEXT_LENGTH = 2048
+
+
+class WindowSettings(TypedDict, total=False):
+    """How a text is cut into windows."""
+
+    method: Method
+    """One of `METHODS`; `sliding` when left out."""
+    context_length: int | None
+    """Tokens per window; 2,048, or what the model takes if that is less."""
+    stride: int | None
+    """Tokens from one window to the next; a quarter of the context where the method takes a stride."""
+    max_tokens: int | None
+    """Take at most this many tokens of the text."""
+    add_special_tokens: bool | None
+    """Let the tokenizer add its special tokens; yes, except for `rolling`."""
 
 
 class WindowError(ValueError):
@@ -61,6 +76,12 @@ class Window:
     def moved(self, offset: int) -> "Window":
         """The same of a text that has so many tokens before."""
         return Window(self.start + offset, self.end + offset, self.first_target + offset, self.head)
+
+
+def adds_special_tokens(method: Method) -> bool:
+    """Whether the tokenizer adds its special tokens to a text if a request does not say; as in lm-eval, not for
+    `rolling`."""
+    return method != "rolling"
 
 
 def sequence_length(method: Method, context_length: int) -> int:

@@ -70,8 +70,8 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
         "99% KL": [plain(figures.kld_p99) for figures in runs],
         "99.9% KL": [plain(figures.kld_p999) for figures in runs],
         "max KL": [plain(figures.kld_max) for figures in runs],
-        "RMS Δp": _column([figures.delta_p_rms for figures in runs], percent=True),
-        "same top p": _column([figures.same_top_p for figures in runs], percent=True),
+        "RMS Δp": _column([figures.delta_p_rms for figures in runs], 100, "%"),
+        "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
         "times the floor": [plain(figures.kld_over_noise_floor, 1) for figures in runs],
     }
     used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
@@ -80,11 +80,11 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     return columns, [list(row) for row in zip(labels, *used.values(), strict=True)]
 
 
-def _column(figures: list[Figure | None], *, percent: bool = False) -> list[Cell]:
+def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:
     """With the digits of the finest of them, unless others need far fewer."""
-    digits = [_digits(figure, 100 if percent else 1) for figure in figures if figure is not None]
+    digits = [_digits(figure, scale) for figure in figures if figure is not None]
     common = max(digits) if digits and max(digits) - min(digits) < _FAR_FEWER else None
-    return [with_errors(figure, common, percent=percent) for figure in figures]
+    return [with_errors(figure, common, scale=scale, unit=unit) for figure in figures]
 
 
 def effects(comparison: Comparison) -> list[Effect]:
@@ -180,14 +180,15 @@ def plain(value: float | None, digits: int | None = None) -> Cell:
     return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
 
 
-def with_errors(figure: Figure | None, digits: int | None = None, *, percent: bool = False, sign: str = "") -> Cell:
+def with_errors(
+    figure: Figure | None, digits: int | None = None, *, scale: float = 1, unit: str = "", sign: str = ""
+) -> Cell:
     """A figure with the error that takes tokens as independent, and the interval that does not.
 
     All have so many digits after the point, or as many as give the former two that count.
     """
     if figure is None or math.isnan(figure.value):
         return Cell(NOT_KNOWN)
-    scale, unit = (100, "%") if percent else (1, "")
     digits = _digits(figure, scale) if digits is None else digits
     errors = []
     if figure.stderr is not None:

@@ -327,7 +327,7 @@ def _read_arrays(path: Path, record: Mapping[str, Any]) -> dict[str, NDArray[Any
     """The arrays whose checksum the record has, also where both files were renamed together."""
     described = record["arrays"]
     if described is None:
-        raise RunError(f"{path} has no values of single tokens, as a run with --server-side: measure it without")
+        raise RunError(f"{path} has no values of single tokens: an earlier version measured it with --server-side")
     for candidate in (path.parent / Path(described["file"]).name, path.with_suffix(ARRAYS_SUFFIX)):
         try:
             content = candidate.read_bytes()

@@ -2,12 +2,12 @@
 
 import csv
 import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
+from scoremode.comparison.report_tables import Cell, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.presets import comparable_with
@@ -92,7 +92,7 @@ def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
     label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
     weights: list[_Column[RunFigures]] = [
         _Column("weights", lambda row: _weights_in_words(row.run), right=False),
-        _Column("GiB", lambda row: _size(row.run)),
+        _Column("GiB", lambda row: _number(row.run.weight_bytes, 3, 2**-30)),
         _Column("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
         _Column("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
     ]
@@ -196,23 +196,16 @@ def _weights_in_words(run: RunFile) -> str:
     return f"{run.quantization or 'not quantized'}, {run.dtype}"
 
 
-def _size(run: RunFile) -> str:
-    return _number(None if run.weight_bytes is None else run.weight_bytes / 2**30, 3)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+def _number(value: float | None, digits: int, scale: float = 1) -> str:
+    return _in_words(plain(None if value is None else scale * value, digits))
 
 
 def _figure(figure: Figure | None, digits: int, scale: float = 1) -> str:
-    if figure is None:
-        return "-"
-    text = _number(scale * figure.value, digits)
-    if figure.stderr is not None:
-        text += f" ± {_number(scale * figure.stderr, digits)}"
-    if figure.low is not None and figure.high is not None:
-        text += f" [{_number(scale * figure.low, digits)}, {_number(scale * figure.high, digits)}]"
-    return text
+    return _in_words(with_errors(figure, digits, scale=scale))
+
+
+def _in_words(cell: Cell) -> str:
+    return " ".join((cell.text, *cell.errors)).replace("∞", "inf")
 
 
 def _run_values(figures: RunFigures) -> dict[str, Figure | float | None]:

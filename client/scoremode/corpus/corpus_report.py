@@ -1,11 +1,11 @@
 """What `ppl-client corpus` prints at the end."""
 
-from scoremode._printable import printable
+from scoremode._printable import two_columns
 from scoremode.corpus.settings import CorpusProgress
 
 
 def as_text(done: CorpusProgress) -> str:
-    """What a run came to, a line for each figure."""
+    """The figures of a finished run, one per line."""
     files = f"{done.files_done:,}"
     if done.num_finished_before:
         files += f", {done.num_finished_before:,} of them finished before"
@@ -21,5 +21,4 @@ def as_text(done: CorpusProgress) -> str:
         lines["perplexity"] = f"{done.perplexity:.4f}"
     rate = (done.num_tokens - done.num_tokens_resumed) / done.seconds if done.seconds else 0
     lines["time"] = f"{done.seconds:.1f} s, {rate:,.0f} tokens/s"
-    width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {printable(value)}" for name, value in lines.items())
+    return two_columns(list(lines.items()))

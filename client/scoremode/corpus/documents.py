@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode._retries import INTERNAL_ERROR, TIMED_OUT
-from scoremode._tasks import together
+from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
-from scoremode.corpus.answers import Answer, score_sequences, score_texts
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.pool import Pool, Result
+from scoremode.score import Score
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class DocumentScorer:
         """
         asked = [document for document in documents if isinstance(document, Document)]
         limit = self._likely_context_bytes()
-        short, long = await together(
+        short, long = await joined(
             [
                 self._score_texts([document for document in asked if document.num_bytes <= limit]),
                 self._score_long([document for document in asked if document.num_bytes > limit]),
@@ -163,7 +163,7 @@ class DocumentScorer:
         self._num_tokens += sum(result.num_tokens for result in scored)
 
     async def _score_long(self, documents: list[Document]) -> list[Scored | Unscored]:
-        return await together(map(self._tokenize_and_score, documents))
+        return await joined(map(self._tokenize_and_score, documents))
 
     async def _score_texts(self, documents: Sequence[Document]) -> list[Scored | Unscored]:
         if not documents:
@@ -180,14 +180,14 @@ class DocumentScorer:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
             return await _in_halves(self._score_texts, documents)
-        return await together(map(self._take, documents, answers))
+        return await joined(map(self._take, documents, answers))
 
-    async def _take(self, document: Document, answer: Answer) -> Scored | Unscored:
+    async def _take(self, document: Document, answer: Score) -> Scored | Unscored:
         if len(answer.token_ids) > self.context_length:
             return await self._score_tokens(answer.token_ids, document.num_bytes)
         if answer.num_scored != len(answer.token_ids):
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
-        kept = (answer.token_ids, answer.logprobs()) if self._per_token else (None, None)
+        kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
         return Scored(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
 
     async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
@@ -201,7 +201,7 @@ class DocumentScorer:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
         try:
-            parts = await together(
+            parts = await joined(
                 self._score_windows(tokens, windows[first : first + in_request])
                 for first in range(0, len(windows), in_request)
             )
@@ -224,7 +224,7 @@ class DocumentScorer:
             return await _in_halves(score, windows)
         if [answer.token_ids for answer in answers] != sequences:
             raise ResponseError("the server did not score the tokens that it was sent")
-        targets = [answer.logprobs()[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
+        targets = [answer.logprob_array[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
         if any(np.isnan(logprobs).any() for logprobs in targets):
             raise ResponseError("the server gave no logprob for a target of a window")
         return targets
@@ -235,11 +235,14 @@ class DocumentScorer:
             _log.warning("a document is left without figures, and any other like it: %s", error)
         return Unscored(str(error))
 
-    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Answer]:
-        return await _answer(client, client.send(score_texts(client.model, texts, self.prefix_token_id)), len(texts))
+    async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
+        scores = await _answer(client, client.score([[self.prefix_token_id]], texts), len(texts))
+        if len(scores) != len(texts):
+            raise ResponseError(f"the server gave {len(scores)} scores for {len(texts)} texts")
+        return scores
 
-    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Answer]:
-        return await _answer(client, client.send(score_sequences(client.model, sequences)), len(sequences))
+    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Score]:
+        return await _answer(client, client.score(sequences), len(sequences))
 
     async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
         return await _answer(client, client.tokenize(text, add_special_tokens=False), 1)
@@ -257,7 +260,7 @@ async def _in_halves(
     score: Callable[[Sequence[Part]], Coroutine[Any, Any, list[Result]]], parts: Sequence[Part]
 ) -> list[Result]:
     half = len(parts) // 2
-    first, second = await together(map(score, (parts[:half], parts[half:])))
+    first, second = await joined(map(score, (parts[:half], parts[half:])))
     return first + second
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from scoremode._tasks import in_thread, together
+from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
 from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
@@ -97,7 +97,7 @@ class Pipeline:
                 files stay, and the journal of each unfinished one.
         """
         try:
-            await together([self._read(), self._write()])
+            await joined([self._read(), self._write()])
         finally:
             await self._cancel_scoring()
             for output in self._open:

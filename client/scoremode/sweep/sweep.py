@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +38,11 @@ from scoremode.sweep.kept import (
 )
 from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
-from scoremode.windows import WindowError
+from scoremode.windows import WindowError, WindowSettings
 
 _log = logging.getLogger(__name__)
 
-_Measured = tuple[dict[str, object], Mapping[str, NDArray[Any]] | None, str]
+_Measured = tuple[dict[str, object], dict[str, NDArray[Any]], str]
 """The record of a run, its arrays, and its figures in words."""
 
 
@@ -314,7 +313,7 @@ class _Sweep:
         figure = f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
         return kld_report.as_json(measurement, [client.base_url]), kld_report.as_arrays(measurement), figure
 
-    def _windows(self) -> dict[str, Any]:
+    def _windows(self) -> WindowSettings:
         windows = self._plan.windows
         return {
             "method": windows.method,

@@ -113,9 +113,6 @@ def references(made) -> dict[str, Any]:
         ("--text a --resume", 2, "--resume needs --output", ""),
         ("--text a --url http://a --url http://a/v1/", 2, "twice", ""),
         ("--text a --url http://a:99999", 2, "not a server address", ""),
-        ("--text a --server-side --resume --output o", 2, "--resume does not work with --server-side", ""),
-        ("--text a --server-side --concurrency 2", 2, "--concurrency does not work with --server-side", ""),
-        ("--text a --server-side --url http://a --url http://b", 2, "takes one --url", ""),
         ("--text a kld", 2, "unrecognized arguments: kld", ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
@@ -152,7 +149,6 @@ def references(made) -> dict[str, Any]:
         ("--version", 0, f"ppl-client {__version__}\n", ""),
         ("SERVER TEXT", 0, f"{PERPLEXITY:.4f} ±", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
-        ("SERVER TEXT --server-side --output new.json", 0, "7.5", "new.json"),
         (
             "SERVER --dataset rows.jsonl --text-column body --num-samples 2",
             0,

@@ -1,28 +1,22 @@
 """Evaluations against a server whose log-probabilities are known: every figure is worked out anew here."""
 
 import asyncio
-import json
 import math
 
-import httpx
 import pytest
 from fake_server import (
     BOS,
-    FakeServer,
     answer,
     changed,
     client_of,
     error,
-    events,
     logprob,
     rank,
-    result_event,
-    window_event,
 )
 
 from scoremode import ResponseError, ServerError
 from scoremode.corpora import Corpus
-from scoremode.evaluate import evaluate, evaluate_on_server
+from scoremode.evaluate import evaluate
 from scoremode.metrics import TextMetrics
 from scoremode.windows import METHODS, WindowError, cut_windows
 
@@ -53,7 +47,7 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     expected = nlls_of(windows_of(tokens, method, stride))
     assert [window.nlls for window in evaluation.windows] == expected
     assert evaluation.windows[0].ranks is None
-    flat = [nll for window in expected for nll in window]
+    flat, plan = [nll for window in expected for nll in window], evaluation.plan
     mean = sum(flat) / len(flat)
     assert evaluation.result.num_scored == len(flat)
     assert evaluation.result.perplexity == pytest.approx(math.exp(mean), rel=1e-12)
@@ -62,7 +56,7 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     text_nll = sum(flat) if method in ("sliding", "rolling") else mean * len(tokens)
     assert evaluation.text_metrics.bits_per_byte == pytest.approx(text_nll / math.log(2) / len(TEXT))
     assert evaluation.text_metrics.word_perplexity == pytest.approx(math.exp(text_nll / 13))
-    assert (evaluation.num_tokens, evaluation.num_bytes, evaluation.num_words) == (len(tokens), len(TEXT), 13)
+    assert (len(plan.tokens), plan.num_bytes, plan.num_words) == (len(tokens), len(TEXT), 13)
 
 
 async def test_ranks_are_those_of_the_targets():
@@ -71,27 +65,28 @@ async def test_ranks_are_those_of_the_targets():
     assert [window.ranks for window in evaluation.windows] == [
         [rank(window, position) for position in range(first, len(window))] for window, first in windows
     ]
-    assert evaluation.token_ids == [token for window, first in windows for token in window[first:]]
+    assert evaluation.plan.target_ids() == [token for window, first in windows for token in window[first:]]
 
 
 async def test_settings_left_out_are_resolved_and_kept():
-    evaluation = await run()
-    assert (evaluation.context_length, evaluation.stride) == (64, 16), "the model's 64 tokens, and a quarter of them"
-    assert evaluation.add_special_tokens
-    assert not (await run(method="rolling")).add_special_tokens, "lm-eval adds none"
-    assert (evaluation.model, evaluation.server.scoremode_version) == ("bytes", "9.9.9")
+    plan = (await run()).plan
+    assert (plan.context_length, plan.stride) == (64, 16), "the model's 64 tokens, and a quarter of them"
+    assert plan.add_special_tokens
+    assert not (await run(method="rolling")).plan.add_special_tokens, "lm-eval adds none"
+    assert (plan.model, plan.server.scoremode_version) == ("bytes", "9.9.9")
 
 
 async def test_max_tokens_cuts_the_text_whose_bytes_and_words_are_counted():
     evaluation = await run(max_tokens=10, context_length=8, stride=3)
-    assert (evaluation.num_tokens, evaluation.num_words) == (10, 2)
-    assert evaluation.num_bytes == len("The quick"), "nine bytes after BOS, which is not part of the text"
+    plan = evaluation.plan
+    assert (len(plan.tokens), plan.num_words) == (10, 2)
+    assert plan.num_bytes == len("The quick"), "nine bytes after BOS, which is not part of the text"
     flat = [nll for window in nlls_of(windows_of([BOS, *b"The quick"], "sliding", 3)) for nll in window]
     assert evaluation.text_metrics == TextMetrics(
         pytest.approx(sum(flat) / math.log(2) / 9), pytest.approx(math.exp(sum(flat) / 2))
     )
     whole, limited = await run(context_length=8), await run(context_length=8, max_tokens=1000)
-    assert (limited.windows, limited.num_bytes) == (whole.windows, whole.num_bytes)
+    assert (limited.windows, limited.plan.num_bytes) == (whole.windows, whole.plan.num_bytes)
 
 
 async def test_a_failed_window_cancels_the_others():
@@ -133,37 +128,3 @@ async def test_scores_that_do_not_fit_the_window_are_not_summed(change, message)
     server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
     with pytest.raises(ResponseError, match=message):
         await run(server, context_length=8, return_ranks=True, concurrency=1)
-
-
-async def run_on_server(*stream, **settings):
-    """An evaluation whose server answers with a stream of events, and the body of the request for it."""
-    server, bodies = FakeServer(), []
-
-    def streaming(request):
-        if request.url.path != "/v1/perplexity":
-            return server(request)
-        bodies.append(json.loads(request.content))
-        return httpx.Response(200, content=events(*stream))
-
-    async with client_of(streaming) as client:
-        return await evaluate_on_server(client, CORPUS, **settings), bodies
-
-
-async def test_an_evaluation_on_the_server_has_its_figures_and_windows():
-    later = window_event(1, 2, [5.0] * 4, total_scored=4, perplexity=148.4)
-    first = window_event(0, 2, [0.0] * 6, total_scored=10, perplexity=7.4)
-    steps, settings = [], {"context_length": 4, "stride": 1, "max_tokens": 11}
-    evaluation, bodies = await run_on_server(later, first, result_event(), on_progress=steps.append, **settings)
-    assert bodies == [{"prompt": TEXT, "method": "sliding", "stream": True, **settings}]
-    assert [(step.windows_done, step.num_windows, step.num_scored) for step in steps] == [(1, 2, 4), (2, 2, 10)]
-    windows = [(window.index, window.nll_sum, window.nlls) for window in evaluation.windows]
-    assert windows == [(0, 0.0, None), (1, 20.0, None)]
-    assert evaluation.server_side
-    assert (evaluation.result.perplexity, evaluation.result.perplexity_stderr) == (7.5, 0.5)
-    assert evaluation.text_metrics == TextMetrics(1.25, 99.0)
-    assert (evaluation.num_tokens, evaluation.num_bytes, evaluation.num_words) == (11, 10, 3)
-
-
-async def test_an_evaluation_on_the_server_needs_bytes_and_words():
-    with pytest.raises(ResponseError, match="bytes and words"):
-        await run_on_server(result_event(num_bytes=None))

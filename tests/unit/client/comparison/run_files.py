@@ -1,5 +1,6 @@
 """Files of runs with made-up values, written by the functions that `ppl-client` writes its files with."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import made_up_runs
@@ -11,9 +12,10 @@ from scoremode._output import Output
 from scoremode.comparison import RunFile, load_run
 from scoremode.corpora import Corpus
 from scoremode.evaluate import Evaluation
-from scoremode.metrics import perplexity, text_metrics
-from scoremode.plan import WindowNlls
+from scoremode.metrics import perplexity
+from scoremode.plan import Plan, WindowNlls
 from scoremode.protocol import NoiseFloor, Reference, ServerInfo
+from scoremode.windows import Window
 
 TEXT = "a text of some length"
 WINDOW_SIZES = [100] * 30
@@ -32,22 +34,19 @@ def made_up_tokens(window_sizes=WINDOW_SIZES) -> np.ndarray:
 
 
 def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TEXT, server=None, **fields) -> Path:
-    """What `ppl-client --output` leaves, with other `fields` of `Evaluation`."""
-    result = perplexity(nlls.tolist())
-    sizes = {"num_tokens": len(nlls) + 1, "num_bytes": 4 * (len(nlls) + 1), "num_words": len(nlls) + 1}
-    parts = np.split(nlls, np.cumsum(window_sizes)[:-1])
+    """What `ppl-client --output` leaves, with other `fields` of `Plan`, and the text of some tokens."""
+    texts, ends = fields.pop("token_texts", {}), np.cumsum(window_sizes).tolist()
+    parts = np.split(nlls, ends[:-1])
     made_up = {
         "corpus": Corpus("text", text, "a made-up text", 1),
         "server": ServerInfo(**{**INFO, **(server or {})}),
-        **{"model": "bytes", "server_side": False, "max_tokens": None, "add_special_tokens": True, "concurrency": 8},
-        **{"method": "sliding", "context_length": 128, "stride": 100, **sizes},
-        "result": result,
-        "text_metrics": text_metrics(result, fields.get("method", "sliding"), **sizes),
-        "windows": [WindowNlls(index, len(part), float(part.sum()), part.tolist()) for index, part in enumerate(parts)],
-        "token_ids": made_up_tokens(window_sizes).tolist(),
-        "seconds": 1.0,
+        **{"model": "bytes", "max_tokens": None, "add_special_tokens": True},
+        **{"method": "sliding", "context_length": 128, "stride": 100},
+        **{"tokens": [0, *made_up_tokens(window_sizes).tolist()], "num_bytes": 4 * (len(nlls) + 1)},
+        **{"num_words": len(nlls) + 1, "windows": [Window(a, b + 1, a + 1) for a, b in pairwise([0, *ends])]},
     }
-    evaluation = Evaluation(**{**made_up, **fields})
+    windows = [WindowNlls(index, len(part), float(part.sum()), part.tolist()) for index, part in enumerate(parts)]
+    evaluation = Evaluation(Plan(**{**made_up, **fields}), 8, perplexity(nlls.tolist()), windows, 1.0, texts)
     Output(path, resume=False, force=True).write(
         report.as_json(evaluation, ["http://host"]), report.as_arrays(evaluation)
     )

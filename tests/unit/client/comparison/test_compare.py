@@ -166,7 +166,7 @@ TOKENS_DIFFER = f"the first in window 2: {OTHER_TOKENS[200] - 1} and {OTHER_TOKE
         ({"stride": 50}, "the stride is 100 in the first and 50 in the second"),
         ({"nlls": NLLS[:-100], "window_sizes": WINDOW_SIZES[:-1]}, "the number of windows is 30 in the first and 29"),
         ({"window_sizes": [99, 101, *WINDOW_SIZES[2:]]}, "their windows have different numbers of tokens"),
-        ({"token_ids": OTHER_TOKENS}, f"2,800 of 3,000 token ids differ, {TOKENS_DIFFER}"),
+        ({"tokens": [0, *OTHER_TOKENS.tolist()]}, f"2,800 of 3,000 token ids differ, {TOKENS_DIFFER}"),
     ],
 )
 def test_an_error_names_both_runs_and_what_differs(tmp_path, changes, difference):

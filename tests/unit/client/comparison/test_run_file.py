@@ -108,7 +108,7 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: changed(path, kind="guess"), "{path} is no result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
         (lambda path: changed(path, settings={}), "{path}: settings.method: Field required"),
-        (lambda path: write_perplexity_run(path, NLLS, token_ids=None), "{path} has no values of single tokens"),
+        (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
         (with_arrays_of_another_run, "run.safetensors, are missing beside it or of another run"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),

@@ -101,7 +101,7 @@ async def test_a_request_of_too_many_tokens_is_halved():
     server = FakeServer()
 
     def small(request):
-        return error(413, "too many tokens") if len(request.content) > 150 else server(request)
+        return error(413, "too many tokens") if len(request.content) > 300 else server(request)
 
     assert figures(await score(small, *["some text"] * 20)) == [sum(nlls("some text"))] * 20
     assert server.num_scored == 20
