@@ -77,8 +77,8 @@ CLIENT_FAULTS = {
     "comparison/pairing.py < comparison/test_pairing.py comparison/test_compare.py": [
         ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":')
     ],
-    "comparison/tables.py < comparison/test_comparison_tables.py comparison/test_compare_command_line.py": [
-        ("{_number(scale * figure.stderr, digits)}", "{_number(figure.stderr, digits)}")
+    "comparison/report_tables.py < comparison/test_comparison_tables.py comparison/test_report_tables.py": [
+        ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")
     ],
     "corpus/documents.py < corpus/test_documents.py": [
         ("(answer.token_ids) > self.context_length", "(answer.token_ids) > self._pool.info.max_model_len")

@@ -23,11 +23,7 @@ class TopLogprobs:
 
 
 def decode_top_logprobs(arrays: TopLogprobArrays | list[Any] | None) -> TopLogprobs | None:
-    """The arrays of an answer; None where there are none.
-
-    Raises:
-        ResponseError: they are not what the protocol says.
-    """
+    """The arrays of an answer; None where there are none."""
     if arrays is None:
         return None
     if isinstance(arrays, list):
@@ -39,11 +35,7 @@ def decode_top_logprobs(arrays: TopLogprobArrays | list[Any] | None) -> TopLogpr
 
 
 def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | None = None) -> NDArray[Any]:
-    """An array of an answer; `name` is its field.
-
-    Raises:
-        ResponseError: it is not base64, or not of that shape and dtype.
-    """
+    """An array of an answer; `name` is its field."""
     if not isinstance(encoded, str):
         raise ResponseError(f"the server's {name} are not in base64")
     try:

@@ -1,17 +1,127 @@
-"""What a request of the API is, and how its answer is read, apart from the sending, which is sync or async."""
+"""Requests of the API, and how their answers are read, chunk by chunk as the network cuts them: JSON and streams of
+server-sent events. They are sent by `client`, synchronously or not."""
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from scoremode._events import EventKind, EventReader
-from scoremode._failures import protocol_error
+from scoremode._failures import event_error, protocol_error
+from scoremode.errors import ResponseError
 from scoremode.kld_result import KldResult, KldWindowValues, result_of_event, window_of_event
 
+Content = TypeVar("Content")
+Window = TypeVar("Window")
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
+
+# A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
+# str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?=[\s\S])")
+_DONE = b"[DONE]"
+
+
+class EventParser:
+    """Collects chunks of a server-sent event stream into the `data` of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """The data of each event that `chunk` completes."""
+        *lines, self._rest = _LINE_END.split(self._rest + chunk)
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line.removeprefix(b"data:").removeprefix(b" "))
+            elif not line and self._data:
+                yield b"\n".join(self._data)
+                self._data = []
+
+
+@dataclass(frozen=True, slots=True)
+class EventKind(Generic[Content]):
+    """Events of one kind: their `object`, and how they are read."""
+
+    name: str
+    parse: Callable[[object], Content]
+
+
+class EventReader(Generic[Window, Answer]):
+    """Reads a stream of windows and a result: hands each window to `on_window`, and keeps the result.
+
+    `repeatable` says that a second request does not report the windows of the first again.
+    """
+
+    def __init__(
+        self,
+        window: EventKind[Window],
+        result: EventKind[Answer],
+        on_window: Callable[[Window], object] | None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        self._parser = EventParser()
+        self._window_kind = window
+        self._result_kind = result
+        self._on_window = on_window
+        self._repeatable = repeatable
+        self._result: Answer | None = None
+        self.can_restart = True
+        """Until a window was reported: a second run would report it again."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes of the stream.
+
+        Raises:
+            APIStatusError: the server reports an error.
+            ResponseError: an event that is none of the protocol's.
+        """
+        for data in self._parser.feed(chunk):
+            if data != _DONE:
+                self._take(data)
+
+    def finish(self) -> Answer:
+        """The result, once the stream has ended."""
+        if self._result is None:
+            raise ResponseError("the server's stream ended without a result")
+        return self._result
+
+    def _take(self, data: bytes) -> None:
+        event = _event(data)
+        kind = event.get("object")
+        try:
+            if kind == self._result_kind.name:
+                self._result = self._result_kind.parse(event)
+                return
+            if kind == self._window_kind.name:
+                window = self._window_kind.parse(event)
+                self.can_restart = self._repeatable
+                if self._on_window is not None:
+                    self._on_window(window)
+                return
+        except ValidationError as error:
+            raise protocol_error(error) from error
+        raise _unknown(data)
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise _unknown(data)
+    if "error" in event:
+        raise event_error(event["error"])
+    return event
+
+
+def _unknown(data: bytes) -> ResponseError:
+    return ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
 
 
 class Reader(Protocol[Answer_co]):

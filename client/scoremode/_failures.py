@@ -16,6 +16,12 @@ from scoremode.errors import (
     ServerError,
 )
 
+_CLASSES: dict[int, type[APIStatusError]] = {
+    **dict.fromkeys((400, 422), BadRequestError),
+    **dict.fromkeys((401, 403), AuthenticationError),
+    404: NotFoundError,
+    429: RateLimitError,
+}
 _LONGEST_PLAIN_MESSAGE = 300
 _SCORING_PATHS = ("/v1/score", "/v1/perplexity")
 _REFERENCE_PATHS = ("/v1/references", "/v1/kld")
@@ -70,24 +76,13 @@ def protocol_error(error: ValidationError) -> ResponseError:
 def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatusError:
     if status_code == HTTPStatus.GATEWAY_TIMEOUT:
         hint = _TIMEOUT_HINT
-    return _error_class(status_code)(
+    error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
+    return error_class(
         f"{failure.message} (HTTP {int(status_code)}){hint}",
         status_code=int(status_code),
         param=failure.param,
         type=failure.type,
     )
-
-
-def _error_class(status_code: int) -> type[APIStatusError]:
-    if status_code in (400, 422):
-        return BadRequestError
-    if status_code in (401, 403):
-        return AuthenticationError
-    if status_code == 404:
-        return NotFoundError
-    if status_code == 429:
-        return RateLimitError
-    return ServerError if status_code >= 500 else APIStatusError
 
 
 def _read_body(body: bytes) -> _Failure | None:

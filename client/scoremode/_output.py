@@ -68,11 +68,7 @@ class Output:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: OutputPlan[Result]) -> Journal[Result]:
-        """Open the run's journal, once there is room for all that is to be written.
-
-        Raises:
-            OutputError: there is not, or the journal is of another run, damaged or in use.
-        """
+        """Open the run's journal, once there is room for all that is to be written."""
         journal = open_journal(self._journal_path, plan)
         self._journal = journal
         if journal.num_done:
@@ -84,9 +80,6 @@ class Output:
         """Put the result and its arrays in their places, and delete the journal.
 
         The result says which file has its arrays, and the file's checksum, for a process may be killed between the two.
-
-        Raises:
-            OutputError: they cannot be written. The journal stays.
         """
         content = save(dict(arrays))
         described = {"file": self._arrays_path.name, "sha256": hashlib.sha256(content).hexdigest()}

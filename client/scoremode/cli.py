@@ -14,7 +14,8 @@ from scoremode._printable import printable
 from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus, load_corpus
-from scoremode.corpus import corpus_report, score_corpus
+from scoremode.corpus import score_corpus
+from scoremode.corpus.settings import figures_as_text
 from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
 from scoremode.evaluate import evaluate
@@ -125,9 +126,28 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
 
 def _compare_runs(options: argparse.Namespace) -> None:
     with _report_extra():
-        from scoremode.comparison.command import run_compare
+        from scoremode.comparison import compare, load_runs
+        from scoremode.comparison.card import card
+        from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
-        run_compare(options)
+        comparison = compare(
+            load_runs([options.base, *options.others], options.labels),
+            num_resamples=options.resamples,
+            seed=options.seed,
+        )
+        try:
+            # Each takes a second to import, and is not always asked for.
+            if options.plots is not None:
+                from scoremode.comparison.plots import write_plots
+
+                write_plots(comparison, options.plots)
+            if options.html is not None:
+                from scoremode.comparison.report import write_report
+
+                write_report(comparison, options.html)
+        finally:
+            as_table = card if options.card else as_markdown if options.markdown else as_csv if options.csv else as_text
+            sys.stdout.write(as_table(comparison))
 
 
 def _sweep(options: argparse.Namespace) -> bool:
@@ -163,7 +183,7 @@ async def _score_corpus(options: argparse.Namespace) -> None:
             resume=options.resume,
             on_progress=on_progress,
         )
-    print(corpus_report.as_text(done))
+    print(figures_as_text(done))
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:

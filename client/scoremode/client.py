@@ -16,8 +16,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from scoremode._calls import Call, KldReader, call, stream
-from scoremode._events import EventKind, EventReader
+from scoremode._calls import Call, EventKind, EventReader, KldReader, call, stream
 from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.errors import ResponseError

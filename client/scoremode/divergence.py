@@ -8,7 +8,6 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
-from scoremode.divergent_tokens import DivergentToken, divergent_tokens
 from scoremode.errors import ResponseError, ServersDifferError
 from scoremode.journal import Journal
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
@@ -17,7 +16,7 @@ from scoremode.plan import differences, server_header
 from scoremode.pool import Pool
 from scoremode.protocol import KldStatistics, Reference, ServerInfo
 from scoremode.run import OnProgress, Run
-from scoremode.token_texts import texts_of_occurring
+from scoremode.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""

@@ -81,9 +81,8 @@ async def evaluate(
         ScoremodeError: the only server or the last of several fails, the servers differ, or the journal cannot be
             written. Windows in flight are cancelled.
     """
-    clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
     pool = await Pool.connect(clients, concurrency)
-    plan = await make_plan(clients[0], pool.info, corpus, return_ranks=return_ranks, **windows)
+    plan = await make_plan(pool.clients[0], pool.info, corpus, return_ranks=return_ranks, **windows)
     journal = None if start_journal is None else start_journal(plan)
     run = Run(plan.num_windows, lambda window: window.nll_sum, journal, on_progress)
     await pool.score(run.missing(), partial(_score_window, plan), run.keep)

@@ -9,12 +9,13 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import Buffer
 
 from scoremode.errors import OutputError
 from scoremode.plan import obstacles
@@ -65,38 +66,18 @@ class JournalPlan(Protocol[Result]):
         """
 
 
-class Journal(Generic[Result]):
-    """The journal of a run: the windows of its earlier sittings, and a place for those of this one.
+class AppendedFile:
+    """A locked file that is only appended to, of what a run has finished."""
 
-    Args:
-        path: The file's.
-        file: Open for appending, without a buffer.
-        plan: The run.
-    """
-
-    def __init__(self, path: Path, file: FileIO, plan: JournalPlan[Result]) -> None:
+    def __init__(self, path: Path, file: FileIO) -> None:
         self.path = path
-        self.windows: dict[int, Result] = {}
-        """The windows of earlier sittings, by their indices."""
-        self.seconds = 0.0
-        """Scoring time of the earlier sittings."""
-        self.num_windows = plan.num_windows
         self.num_done = 0
-        self._plan = plan
+        """What the file has, in windows or rows."""
         self._file = file
         self._failure: OutputError | None = None
 
-    def add(self, window: Result, seconds: float) -> None:
-        """Write down a finished window, and the scoring time until then over all sittings.
-
-        Raises:
-            OutputError: it cannot be written. Nothing is written after that, so that a torn line stays the last.
-        """
-        self._append({**self._plan.to_line(window), "seconds": seconds})
-        self.num_done += 1
-
     def close(self) -> None:
-        """Close the file. One without a window is deleted: there is nothing to go on with."""
+        """Close the file. One without anything to resume from is deleted."""
         if not self.num_done:
             self.path.unlink(missing_ok=True)
         self._file.close()
@@ -106,22 +87,53 @@ class Journal(Generic[Result]):
         self.path.unlink(missing_ok=True)
         self._file.close()
 
+    def _append(self, record: Buffer) -> None:
+        """Nothing is written after a failure, so that a torn record stays the last."""
+        if self._failure is not None:
+            raise self._failure
+        rest = memoryview(record)
+        try:
+            while rest:
+                # A write without a buffer takes what there is room for.
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._failure = OutputError(f"cannot write {self.path}: {error.strerror}")
+            raise self._failure from error
+
+
+class Journal(AppendedFile, Generic[Result]):
+    """The journal of a run: the windows of its earlier sessions, and a place for those of this one."""
+
+    def __init__(self, path: Path, file: FileIO, plan: JournalPlan[Result]) -> None:
+        super().__init__(path, file)
+        self.windows: dict[int, Result] = {}
+        """The windows of earlier sessions, by their indices."""
+        self.seconds = 0.0
+        """Scoring time of the earlier sessions."""
+        self.num_windows = plan.num_windows
+        self._plan = plan
+
+    def add(self, window: Result, seconds: float) -> None:
+        """Write down a finished window, and the scoring time until then over all sessions."""
+        self._append_line({**self._plan.to_line(window), "seconds": seconds})
+        self.num_done += 1
+
     def start(self) -> None:
         """Begin the file anew, with a header."""
         self._file.truncate(0)
-        self._append(_header(self._plan))
+        self._append_line(_header(self._plan))
 
-    def go_on(self) -> None:
-        """Take the windows that the file has, and cut off a torn line."""
+    def resume(self) -> None:
+        """Read the windows that the file has, and cut off a torn line."""
         size = 0
         for number, line in enumerate(_whole_lines(self.path), start=1):
             if number > 1:
-                self._take(number, line)
+                self._read_window(number, line)
             size += len(line)
         self._file.truncate(size)
         self.num_done = len(self.windows)
 
-    def _take(self, number: int, text: bytes) -> None:
+    def _read_window(self, number: int, text: bytes) -> None:
         try:
             line = json.loads(text)
             seconds = _Seconds.model_validate(line).seconds
@@ -133,37 +145,21 @@ class Journal(Generic[Result]):
         self.windows[window.index] = window
         self.seconds = max(self.seconds, seconds)
 
-    def _append(self, record: dict[str, object]) -> None:
-        if self._failure is not None:
-            raise self._failure
-        rest = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
-        try:
-            while rest:
-                # A write without a buffer takes what there is room for.
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self._failure = OutputError(f"cannot write {self.path}: {error.strerror}")
-            raise self._failure from error
+    def _append_line(self, record: dict[str, object]) -> None:
+        self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
 def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
-    """Open the journal of a run: the one that is there, or a new one.
-
-    Raises:
-        OutputError: it is of another run, damaged, in use, no journal, or cannot be written.
-    """
+    """Open the journal of a run: the one that is there, or a new one."""
     file = open_locked(path)
     try:
         journal = Journal(path, file, plan)
         header = _read_header(path)
         if header is None:
             journal.start()
-        elif differing := obstacles(path, header, _header(plan)):
-            raise OutputError(
-                f"{path} is of another run: {differing}; give the options of that run, or delete it to start afresh"
-            )
         else:
-            journal.go_on()
+            check_same_run(path, header, _header(plan), "delete it to start afresh")
+            journal.resume()
     except OSError as error:
         file.close()
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
@@ -173,12 +169,14 @@ def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
     return journal
 
 
-def count_windows(path: Path) -> tuple[int, int]:
-    """The windows that a locked journal has, and those of its whole run; both 0 for one that was killed at its header.
+def check_same_run(path: Path, found: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
+    """Refuse a file of finished work whose header is that of another run."""
+    if differing := obstacles(path, found, wanted):
+        raise OutputError(f"{path} is of another run: {differing}; give the options of that run, or {other_way}")
 
-    Raises:
-        OutputError: it is no journal.
-    """
+
+def count_windows(path: Path) -> tuple[int, int]:
+    """The windows that a locked journal has, and those of its whole run; both 0 if it was killed at its header."""
     header = _read_header(path)
     if header is None:
         return 0, 0
@@ -212,15 +210,12 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def open_locked(path: Path) -> FileIO:
-    """Open a file for appending, without a buffer, and keep every other `ppl-client` from it until it is closed.
+    """Open a file for appending, without a buffer, and lock it against every other `ppl-client` until it is closed.
 
-    Who deletes such a file does so before it is closed.
-
-    Raises:
-        OutputError: it cannot be written, is in use or is no file.
+    Delete such a file before it is closed.
     """
     while not _is_at(path, file := _open_locked(path)):
-        # Deleted by who had it, after it was opened and before it was locked.
+        # Its owner deleted it after it was opened and before it was locked.
         file.close()
     return file
 
@@ -234,7 +229,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
 
 def _open_locked(path: Path) -> FileIO:
     if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is no file")
+        raise OutputError(f"{path} is not a file")
     try:
         file = FileIO(path, "a")
     except OSError as error:

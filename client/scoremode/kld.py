@@ -1,27 +1,7 @@
-"""From the KL divergence of every position to statistics: llama.cpp's, formula for formula, and what it lacks.
+"""From the KL divergence of every position to statistics: llama.cpp's, and more. docs/kld.md has the formulas.
 
 `p` is the distribution of the reference, `q` that of the compared model. Sums are in float64. A figure that is infinite
-or undefined is None, because JSON has neither.
-
-For values x of n positions, with their mean m:
-
-| figure | formula |
-|---|---|
-| standard error of m | sqrt((mean(x²) - m²) / (n - 1)), computed as sqrt(mean((x - m)²) / (n - 1)) |
-| the same, clustered by window | sqrt(G / (G - 1) · Σ_w (Σ_{i in w} (x_i - m))²) / n, for G windows w |
-| perplexity | exp(mean NLL) ± itself · standard error of the mean NLL |
-| covariance of mean NLLs | (mean(nll_q · nll_base) - mean(nll_q) · mean(nll_base)) / (n - 1) |
-| correlation of ln PPL | covariance / (standard error of q · standard error of base) |
-| ln ratio of perplexities | mean(nll_q) - mean(nll_base) ± standard error of the mean of nll_q - nll_base |
-| ratio | exp(ln ratio) ± itself · standard error of the ln ratio |
-| difference of perplexities | ppl_q - ppl_base ± standard error of the mean of ppl_q · nll_q - ppl_base · nll_base |
-| quantile f | linear between the order statistics around f · (n - 1) |
-| Δp | q(token) - p(token) |
-| RMS Δp | r = sqrt(mean(Δp²)) ± 0.5 / r · standard error of mean(Δp²) |
-| same top p | v = share of positions with the same likeliest token ± sqrt(v (1 - v) / (n - 1)) |
-
-The errors of the paired figures are those of a difference, position by position. That is llama.cpp's
-sqrt(a² + b² - 2 · covariance), without its subtraction of nearly equal numbers.
+or undefined is None, because JSON has neither. Errors of paired figures are those of a difference at each position.
 """
 
 import math

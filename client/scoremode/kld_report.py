@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from scoremode._printable import printable, two_columns
 from scoremode.divergence import KldMeasurement
-from scoremode.divergent_tokens import DivergentToken
 from scoremode.kld import POSITION_DTYPES
 from scoremode.presets import comparable_with
 from scoremode.protocol import ConfidenceBucket, KldFigures, KldStatistics, Reference
 from scoremode.recording import Recording
-from scoremode.report import finite_or_none, record_beginning, server_rows, token_texts_record
+from scoremode.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
+from scoremode.token_texts import DivergentToken
 
 _QUANTILES = {
     "Maximum": "max",
@@ -104,7 +104,7 @@ def _heading(measurement: KldMeasurement) -> str:
     seconds, rate = measurement.seconds, measurement.positions_per_second
     return two_columns(
         [
-            ("model (Q)", f"{measurement.model}: {server.quantization or 'not quantized'}, {server.dtype}"),
+            ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
             *server_rows(server),
             ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
             *_window_rows(reference),
@@ -128,7 +128,7 @@ def _window_rows(reference: Reference) -> list[tuple[str, str]]:
 
 def _weights(reference: Reference) -> str:
     revision = "" if reference.revision is None else f", revision {reference.revision}"
-    return f"{reference.quantization or 'not quantized'}, {reference.dtype}{revision}"
+    return f"{weights_in_words(reference)}{revision}"
 
 
 def _perplexity_table(figures: KldStatistics) -> list[str]:

@@ -52,12 +52,7 @@ class KldResult:
 
 
 def parse_result(body: bytes) -> KldResult:
-    """Read the body of a `POST /v1/kld` answer.
-
-    Raises:
-        ValidationError: it is no such answer.
-        ResponseError: its arrays are not those of its windows.
-    """
+    """Read the body of a `POST /v1/kld` answer."""
     return _result(_RESPONSE.validate_json(body))
 
 
@@ -72,11 +67,7 @@ def window_of_event(event: object) -> KldWindowValues:
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
-    """Arrays in base64, by the names of `KldPositions`, to arrays.
-
-    Raises:
-        ResponseError: one is missing, is not base64 of its type, is of another length, or has NaN.
-    """
+    """Arrays in base64, by the names of `KldPositions`, to arrays."""
     arrays = {name: decode_array(name, fields.get(name), dtype) for name, dtype in POSITION_DTYPES.items()}
     for name, array in arrays.items():
         if np.isnan(array).any():

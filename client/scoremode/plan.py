@@ -5,9 +5,10 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import ConfigDict, NonNegativeInt
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
@@ -29,27 +30,17 @@ _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weig
 _COMPUTED_BY = "server.computed_by."
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
 class WindowNlls:
-    """What one window came to, in nats."""
+    """The NLLs of one window, in nats; the fields of a line in the journal."""
 
-    index: int
+    index: NonNegativeInt
     num_scored: int
     nll_sum: float
     nlls: list[float]
     """NLL of each target, in order."""
     ranks: list[int] | None = None
     """Rank of each target in the vocabulary, 1 for the likeliest; None where they were not asked for."""
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    index: NonNegativeInt
-    num_scored: int
-    nll_sum: float
-    nlls: list[float]
-    ranks: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +105,15 @@ class Plan:
         return asdict(window)
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        """The window that a line of a journal has.
-
-        Raises:
-            ValueError: it has none of this run.
-        """
-        found = _Line.model_validate(line)
+        """The window that a line of a journal has."""
+        found = WindowNlls(**cast(dict[str, Any], line))
         expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
         num_ranks = None if found.ranks is None else len(found.ranks)
         if not found.num_scored == len(found.nlls) == expected or num_ranks != (
             expected if self.return_ranks else None
         ):
             raise ValueError("not a window of this run")
-        return WindowNlls(**found.model_dump())
+        return found
 
 
 async def make_plan(
@@ -141,12 +128,7 @@ async def make_plan(
     add_special_tokens: bool | None = None,
     return_ranks: bool = False,
 ) -> Plan:
-    """Tokenize a corpus on the server and cut it into windows.
-
-    Raises:
-        WindowError: windows that cannot be cut, or a text too short for one.
-        ScoremodeError: the server fails.
-    """
+    """Tokenize a corpus on the server and cut it into windows."""
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
     if add_special_tokens is None:

@@ -69,15 +69,12 @@ class Pool:
         """Of those that wait for room. A queue alone lets a newcomer overtake, and sends the overtaken to its end."""
 
     @classmethod
-    async def connect(cls, clients: Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
-        """Ask every server what it serves.
+    async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
+        """Ask every server, or the one, what it serves.
 
         `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at once.
-
-        Raises:
-            ServersDifferError: they do not serve the same.
-            ScoremodeError: a server fails.
         """
+        clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
         return cls(clients, [await client.info() for client in clients], concurrency)
 
     @property

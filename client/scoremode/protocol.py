@@ -552,7 +552,7 @@ class DivergentPosition(TypedDict):
 class KldStatistics(TypedDict):
     """What the positions of some windows come to: null where a figure is infinite, or undefined.
 
-    `q` is the served model, `base` the reference. `scoremode.kld.statistics` has the formulas, docs/kld.md the meaning.
+    `q` is the served model, `base` the reference. docs/kld.md has the formulas.
     """
 
     num_scored: int

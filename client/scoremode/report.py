@@ -14,7 +14,7 @@ from scoremode._printable import two_columns
 from scoremode._version import __version__
 from scoremode.evaluate import Evaluation
 from scoremode.presets import comparable_with
-from scoremode.protocol import ServerInfo
+from scoremode.protocol import Reference, ServerInfo
 
 RECORD_VERSION = 1
 """Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""
@@ -26,7 +26,7 @@ def as_text(evaluation: Evaluation) -> str:
     server, corpus = plan.server, plan.corpus.info
     rows = [
         ("model", plan.model),
-        ("weights", f"{server.quantization or 'not quantized'}, {server.dtype}"),
+        ("weights", weights_in_words(server)),
         *server_rows(server),
         ("corpus", corpus.in_words),
         ("figures", comparable_with(corpus, plan.context_length)),
@@ -42,6 +42,11 @@ def as_text(evaluation: Evaluation) -> str:
         ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
     ]
     return two_columns(rows)
+
+
+def weights_in_words(model: ServerInfo | Reference) -> str:
+    """Quantization and dtype."""
+    return f"{model.quantization or 'not quantized'}, {model.dtype}"
 
 
 def server_rows(server: ServerInfo) -> list[tuple[str, str]]:

@@ -56,12 +56,7 @@ class Score:
 
 
 def parse_scores(body: bytes) -> list[Score]:
-    """Read the body of a `POST /v1/score` answer.
-
-    Raises:
-        ValidationError: it is not a score response.
-        ResponseError: its logprobs do not fit its tokens.
-    """
+    """Read the body of a `POST /v1/score` answer."""
     return [_score(result) for result in _SCORE_RESPONSE.validate_json(body)["data"]]
 
 

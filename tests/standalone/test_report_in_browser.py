@@ -272,8 +272,8 @@ def test_a_passage_of_several_windows_names_first_and_last(shown, runs, monkeypa
 
 
 def test_divergences_from_different_references_have_no_difference(shown, runs):
-    reference = {**runs[2].record["reference"], "fingerprint": "of another model"}
-    other = replace(runs[2], record={**runs[2].record, "reference": reference})
+    reference = runs[2].reference.model_copy(update={"fingerprint": "of another model"})
+    other = replace(runs[2], reference=reference)
     with shown([*runs[:2], other]) as page:
         page.select_option("#measure", "kld_difference")
         offered = page.locator("#first option").evaluate_all("all => all.map(option => !option.disabled)")

@@ -12,7 +12,7 @@ It needs the extra: pip install "scoremode[report]".
 
 from scoremode.comparison.compare import compare
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures, Verdict
-from scoremode.comparison.labels import load_runs
+from scoremode.comparison.pairing import load_runs
 from scoremode.comparison.run_file import RunFile, load_run
 from scoremode.comparison.summary import summary
 

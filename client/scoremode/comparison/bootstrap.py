@@ -1,19 +1,9 @@
-"""Intervals that hold where neighbouring tokens are alike: a stationary block bootstrap over the windows of a text.
+"""Intervals that hold where neighboring tokens are alike: a stationary block bootstrap over the windows of a text.
 
-A *unit* is a window. Where windows are few, each is cut into segments; where they are very many, neighbours are joined.
-The units of a text are in its order. A resample strings together blocks of consecutive units, which begin anywhere and
-are of random length (Politis and Romano's stationary bootstrap), until it has as many units as the text; a mean over it
-is the sum of its units' sums over the sum of their sizes. The same resamples serve all figures of all runs, so that
-what runs have in common drops out of their differences.
-
-With n units, blocks of b on average and q = 1 - 1/b, the 95 % interval of a figure is
+docs/compare.md describes it. With n units, blocks of b on average, q = 1 - 1/b, and s the deviation of a figure over
+the resamples, its 95 % interval is
 
     value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1
-
-where s is the figure's deviation over the resamples, the root makes up for deviations being taken from the sample's own
-mean, and t(f) is Student's quantile for f degrees of freedom, about as many as there are blocks. With b = 1, which
-takes units as independent, this is the textbook's interval of a mean. What it covers is in docs/compare.md, from
-`bench/interval_coverage.py`.
 """
 
 import math

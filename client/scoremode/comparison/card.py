@@ -11,7 +11,7 @@ import yaml
 
 from scoremode._printable import printable
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.labels import model_name
+from scoremode.comparison.pairing import model_name
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES
@@ -44,10 +44,10 @@ def card(comparison: Comparison) -> str:
 
 
 def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
-    run, gib = figures.run, None if figures.run.weight_bytes is None else figures.run.weight_bytes / 2**30
+    run = figures.run
     return (
         _name(run.label),
-        "" if gib is None else f"{gib:.2f}",
+        "" if run.gib is None else f"{run.gib:.2f}",
         "" if run.bits_per_weight is None else f"{run.bits_per_weight:.2f}",
         _with_error(figures.perplexity),
         _with_error(_ppl_change(comparison, run), 100, "+"),

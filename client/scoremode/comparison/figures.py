@@ -38,10 +38,10 @@ class RunFigures:
     kld_p99: float | None
     kld_p999: float | None
     kld_max: float | None
-    same_top_p: Figure | None
-    """Share of positions with the reference's likeliest token."""
     delta_p_rms: Figure | None
     """Root mean square of the change in the probability of the text's tokens."""
+    same_top_p: Figure | None
+    """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None
     """Mean KL divergence over that of the reference's own model beside itself."""
 
@@ -93,5 +93,4 @@ class Comparison:
     @property
     def corpus_names(self) -> list[str]:
         """What the runs call their text, each name once; none where no run names it."""
-        names = dict.fromkeys(figures.run.corpus_name for figures in self.runs)
-        return [name for name in names if name is not None]
+        return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))

@@ -53,18 +53,7 @@ def plots(comparison: Comparison) -> list[Plot]:
 
 
 def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
-    """Write every plot as SVG and PNG for light and dark pages, and what they show to `captions.md`.
-
-    Args:
-        comparison: The runs and their figures.
-        folder: Where to; it is made if it is not there.
-
-    Returns:
-        The files.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; return the files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contents: dict[str, bytes] = {}

@@ -14,14 +14,14 @@ from markupsafe import Markup
 
 from scoremode._printable import printable
 from scoremode.comparison.card import card
-from scoremode.comparison.computed_by import computed_differently, in_words
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
 from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile
-from scoremode.comparison.summary import summary
+from scoremode.comparison.summary import computed_differently, in_words, summary
+from scoremode.report import weights_in_words
 
 MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
@@ -105,7 +105,7 @@ def _interval_note(comparison: Comparison) -> str:
 def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     run = comparison.base
     references = dict.fromkeys(
-        f"{reference.name}: {reference.model}, {reference.quantization or 'not quantized'}, {reference.dtype}"
+        f"{reference.name}: {reference.model}, {weights_in_words(reference)}"
         for figures in comparison.runs
         if (reference := figures.run.reference) is not None
     )
@@ -139,12 +139,12 @@ def _run_settings(run: RunFile) -> list[tuple[str, str]]:
     return [
         ("run", run.label),
         ("model", run.model),
-        ("weights", f"{run.quantization or 'not quantized'}, {run.dtype}"),
+        ("weights", weights_in_words(run.server)),
         ("server", run.versions),
         ("fingerprint", run.server.fingerprint or "-"),
         ("computed by", in_words(run.server.computed_by) or "-"),
-        ("client", str(run.record["client_version"])),
-        ("finished", str(run.record.get("finished", "-"))),
+        ("client", run.client_version),
+        ("finished", run.finished or "-"),
         ("file", printable(run.path.name)),
     ]
 

@@ -60,7 +60,7 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     runs = comparison.runs
     to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     cells = {
-        "GiB": [plain(_scaled(figures.run.weight_bytes, 2**-30), 3) for figures in runs],
+        "GiB": [plain(figures.run.gib, 3) for figures in runs],
         "bits per weight": [plain(figures.run.bits_per_weight, 2) for figures in runs],
         "perplexity": _column([figures.perplexity for figures in runs]),
         "PPL ratio": _column([to_base.get(figures.run.label) for figures in runs]),
@@ -100,9 +100,8 @@ def effects(comparison: Comparison) -> list[Effect]:
             parts.append(Cell(f"KLD {plain(figures.kld.value).text}"))
         if figures.same_top_p is not None:
             parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
-        if figures.run.weight_bytes and comparison.base.weight_bytes:
-            share = figures.run.weight_bytes / comparison.base.weight_bytes
-            parts.append(Cell(f"{share:.0%} of the size"))
+        if figures.run.gib and comparison.base.gib:
+            parts.append(Cell(f"{figures.run.gib / comparison.base.gib:.0%} of the size"))
         found.append(Effect(label, parts))
     return found
 
@@ -214,7 +213,3 @@ def number(value: float, digits: int, sign: str = "") -> str:
     if not math.isfinite(value):
         return "∞" if value > 0 else "-∞" if value < 0 else NOT_KNOWN
     return f"{value:{sign},.{digits}f}"
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor

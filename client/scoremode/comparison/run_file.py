@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -42,15 +42,11 @@ class _Settings(BaseModel):
     method: Method
     context_length: int
     stride: int
-    add_special_tokens: bool
 
 
-class _Text(BaseModel):
+class _PerplexityRecord(_Record):
     num_tokens: int
     num_bytes: int
-
-
-class _PerplexityRecord(_Record, _Text):
     corpus: CorpusInfo
     settings: _Settings
 
@@ -64,10 +60,7 @@ class _KldRecord(_Record):
     settings: _KldSettings
 
 
-_SHAPES: dict[str, TypeAdapter[Any]] = {
-    "perplexity": TypeAdapter(_PerplexityRecord),
-    "kld": TypeAdapter(_KldRecord),
-}
+_SHAPES: dict[str, type[_PerplexityRecord | _KldRecord]] = {"perplexity": _PerplexityRecord, "kld": _KldRecord}
 
 _LONGEST_INTEGER = 19
 """Digits, with a sign: of what 64 bits hold, and every float."""
@@ -81,8 +74,26 @@ class RunFile:
     label: str
     """What it is called in tables and plots; no two runs of a comparison share one."""
     kind: Literal["perplexity", "kld"]
-    record: Mapping[str, Any]
-    """The whole JSON, its texts as they are shown, but for those of tokens."""
+    model: str
+    """The name that it was served under."""
+    server: ServerInfo
+    """As it was when the run began."""
+    client_version: str
+    finished: str | None
+    """When, in ISO 8601 and UTC; None where the file does not say."""
+    reference: Reference | None
+    """What the run was compared with; None for kind `perplexity`."""
+    as_noise_floor: bool
+    """Whether the run compares the reference with its own model."""
+    corpus: CorpusInfo | None
+    """None for kind `kld` where the reference does not say where its text is from."""
+    method: Method
+    context_length: int
+    stride: int
+    num_tokens: int
+    """Tokens of the text used."""
+    num_bytes: int | None
+    """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
     window_sizes: NDArray[np.int32]
     """[windows]; their sum is n."""
     token_ids: NDArray[np.int32]
@@ -112,116 +123,34 @@ class RunFile:
         return len(self.window_sizes)
 
     @property
-    def model(self) -> str:
-        """The name that it was served under."""
-        name: str = self.record["model"]
-        return name
-
-    @property
-    def server(self) -> ServerInfo:
-        """As it was when the run began."""
-        return ServerInfo.model_validate(self.record["server"])
-
-    @property
-    def reference(self) -> Reference | None:
-        """What the run was compared with; None for kind `perplexity`."""
-        return Reference.model_validate(self.record["reference"]) if self.kind == "kld" else None
-
-    @property
     def reference_identity(self) -> tuple[str, str] | None:
         """Equal for runs against recordings of the same model over the same text, whatever their names."""
-        reference = self.reference
-        return None if reference is None else (reference.fingerprint, reference.text_fingerprint)
+        return None if self.reference is None else (self.reference.fingerprint, self.reference.text_fingerprint)
 
     @property
     def noise_floor(self) -> float | None:
         """Mean KL divergence of the reference's model from itself, nats; None where this run knew none."""
-        reference = self.reference
-        return None if reference is None or reference.noise_floor is None else reference.noise_floor.mean
-
-    @property
-    def as_noise_floor(self) -> bool:
-        """Whether the run is the reference's own model beside itself."""
-        return self.kind == "kld" and bool(self.record["settings"]["as_noise_floor"])
-
-    @property
-    def method(self) -> Method:
-        """How the text was cut into windows."""
-        return self._windows.method
-
-    @property
-    def context_length(self) -> int:
-        """Tokens a window."""
-        return self._windows.context_length
-
-    @property
-    def stride(self) -> int:
-        """Tokens from one window to the next."""
-        return self._windows.stride
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the text used."""
-        return self._text.num_tokens
-
-    @property
-    def num_bytes(self) -> int | None:
-        """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
-        return self._text.num_bytes
-
-    @property
-    def corpus(self) -> CorpusInfo | None:
-        """None for kind `kld` where the reference does not say where its text is from."""
-        reference = self.reference
-        return CorpusInfo.model_validate(self.record["corpus"]) if reference is None else reference.corpus
-
-    @property
-    def corpus_name(self) -> str | None:
-        """As `corpus` has it."""
-        return None if self.corpus is None else self.corpus.name
+        floor = None if self.reference is None else self.reference.noise_floor
+        return None if floor is None else floor.mean
 
     @property
     def text_identity(self) -> str:
         """Equal for runs of one kind on one text: the corpus' sha256, or the reference's of its tokens and windows."""
-        reference = self.reference
-        if reference is not None:
-            return reference.text_fingerprint
-        return CorpusInfo.model_validate(self.record["corpus"]).sha256
+        if self.reference is not None:
+            return self.reference.text_fingerprint
+        assert self.corpus is not None
+        return self.corpus.sha256
 
     @property
-    def dtype(self) -> str:
-        """As the server said it."""
-        return self.server.dtype
-
-    @property
-    def quantization(self) -> str | None:
-        """As the server said it; None for a model that is not quantized."""
-        return self.server.quantization
-
-    @property
-    def weight_bytes(self) -> int | None:
-        """Bytes of the weight files; None where the server did not say."""
-        size: int | None = self.record["server"].get("weight_bytes")
-        return size
-
-    @property
-    def num_parameters(self) -> int | None:
-        """None where the server did not say."""
-        number: int | None = self.record["server"].get("num_parameters")
-        return number
+    def gib(self) -> float | None:
+        """Size of the weight files in GiB; None where the server did not say."""
+        return None if self.server.weight_bytes is None else self.server.weight_bytes / 2**30
 
     @property
     def bits_per_weight(self) -> float | None:
         """Bits of the weight files for each parameter; None where the server did not say."""
-        if self.weight_bytes is None or not self.num_parameters:
-            return None
-        return 8 * self.weight_bytes / self.num_parameters
-
-    @property
-    def finished(self) -> str | None:
-        """When, in ISO 8601 and UTC; None where the record does not say."""
-        finished: str | None = self.record.get("finished")
-        return finished
+        size, number = self.server.weight_bytes, self.server.num_parameters
+        return None if size is None or not number else 8 * size / number
 
     @property
     def versions(self) -> str:
@@ -240,14 +169,6 @@ class RunFile:
         """[n], the probability of the target less the reference's; None for kind `perplexity`."""
         return None if self.reference_nlls is None else np.exp(-self.nlls) - np.exp(-self.reference_nlls)
 
-    @property
-    def _windows(self) -> _Settings | Reference:
-        return self.reference or _Settings.model_validate(self.record["settings"])
-
-    @property
-    def _text(self) -> _Text | Reference:
-        return self.reference or _Text.model_validate(self.record)
-
 
 def load_run(path: str | Path, label: str | None = None) -> RunFile:
     """Read what `ppl-client --output` or `ppl-client kld --output` wrote.
@@ -263,28 +184,42 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     path = Path(path)
     record = _read_record(path)
     arrays = _read_arrays(path, record)
-    kind: Literal["perplexity", "kld"] = record["kind"]
+    reference = record.reference if isinstance(record, _KldRecord) else None
+    windows = record.reference if isinstance(record, _KldRecord) else record.settings
+    text = record.reference if isinstance(record, _KldRecord) else record
+    kind: Literal["perplexity", "kld"] = "perplexity" if reference is None else "kld"
     _check_arrays(path, kind, arrays)
-    of_reference = arrays if kind == "kld" else {}
+    of_reference = {} if reference is None else arrays
     return RunFile(
         path=path,
-        label=record["model"] if label is None else printable(label),
+        label=record.model if label is None else printable(label),
         kind=kind,
-        record=record,
+        model=record.model,
+        server=record.server,
+        client_version=record.client_version,
+        finished=record.finished,
+        reference=reference,
+        as_noise_floor=isinstance(record, _KldRecord) and record.settings.as_noise_floor,
+        corpus=text.corpus,
+        method=windows.method,
+        context_length=windows.context_length,
+        stride=windows.stride,
+        num_tokens=text.num_tokens,
+        num_bytes=text.num_bytes,
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
         ranks=arrays.get("ranks"),
         kld=_as_float64(of_reference.get("kld")),
-        reference_nlls=None if kind == "perplexity" else _nlls(arrays["reference_logprobs"]),
+        reference_nlls=None if reference is None else _nlls(arrays["reference_logprobs"]),
         top_token_ids=of_reference.get("top_token_ids"),
         reference_top_token_ids=of_reference.get("reference_top_token_ids"),
         reference_confidence=_as_float64(of_reference.get("reference_confidence")),
-        token_texts=record["token_texts"],
+        token_texts=record.token_texts or {},
     )
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _read_record(path: Path) -> _PerplexityRecord | _KldRecord:
     try:
         content: Any = json.loads(path.read_bytes(), parse_int=_integer)
         record: dict[str, Any] = _shown(content)
@@ -301,11 +236,10 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
     record["token_texts"] = content.get("token_texts")
     try:
-        record["token_texts"] = _SHAPES[kind].validate_python(record).token_texts or {}
+        return _SHAPES[kind].model_validate(record)
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    return record
 
 
 def _integer(digits: str) -> int:
@@ -323,22 +257,22 @@ def _shown(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-def _read_arrays(path: Path, record: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
     """The arrays whose checksum the record has, also where both files were renamed together."""
-    described = record["arrays"]
+    described = record.arrays
     if described is None:
         raise RunError(f"{path} has no values of single tokens: an earlier version measured it with --server-side")
-    for candidate in (path.parent / Path(described["file"]).name, path.with_suffix(ARRAYS_SUFFIX)):
+    for candidate in (path.parent / Path(described.file).name, path.with_suffix(ARRAYS_SUFFIX)):
         try:
             content = candidate.read_bytes()
         except OSError:
             continue
-        if hashlib.sha256(content).hexdigest() == described["sha256"]:
+        if hashlib.sha256(content).hexdigest() == described.sha256:
             try:
                 return load(content)
             except (SafetensorError, KeyError, ValueError) as error:
                 raise RunError(f"cannot read {candidate}: {type(error).__name__}: {error}") from error
-    raise RunError(f"{path}: the values of its tokens, {described['file']}, are missing beside it or of another run")
+    raise RunError(f"{path}: the values of its tokens, {described.file}, are missing beside it or of another run")
 
 
 def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -18,7 +18,6 @@ from scoremode.comparison.plot_style import plain_log_axis as log_axis
 _LOG_RATIO = 8.0
 """Values that lie farther apart than this share a log axis."""
 _LOG_SIZE_RATIO = 2.0
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ def size_axis(comparison: Comparison) -> tuple[str | None, Callable[[RunFigures]
     runs = [figures.run for figures in comparison.runs]
     if all(run.bits_per_weight is not None for run in runs):
         return "bits per weight", lambda figures: figures.run.bits_per_weight
-    if all(run.weight_bytes is not None for run in runs):
-        return "weight files (GiB)", lambda figures: (figures.run.weight_bytes or 0) / _GIB
+    if all(run.gib is not None for run in runs):
+        return "weight files (GiB)", lambda figures: figures.run.gib
     return None, lambda figures: None
 
 

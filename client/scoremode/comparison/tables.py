@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
@@ -11,6 +11,7 @@ from scoremode.comparison.report_tables import Cell, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.presets import comparable_with
+from scoremode.report import weights_in_words
 
 Row = TypeVar("Row")
 
@@ -91,8 +92,8 @@ def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
     weights: list[_Column[RunFigures]] = [
-        _Column("weights", lambda row: _weights_in_words(row.run), right=False),
-        _Column("GiB", lambda row: _number(row.run.weight_bytes, 3, 2**-30)),
+        _Column("weights", lambda row: weights_in_words(row.run.server), right=False),
+        _Column("GiB", lambda row: _number(row.run.gib, 3)),
         _Column("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
         _Column("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
     ]
@@ -174,7 +175,7 @@ def escaped(text: str) -> str:
 
 
 def _weights(run: RunFile) -> tuple[str, str]:
-    return run.quantization or "", run.dtype
+    return run.server.quantization or "", run.server.dtype
 
 
 def _of_run(run: RunFile) -> list[str | None]:
@@ -192,12 +193,8 @@ def _of_run(run: RunFile) -> list[str | None]:
     ]
 
 
-def _weights_in_words(run: RunFile) -> str:
-    return f"{run.quantization or 'not quantized'}, {run.dtype}"
-
-
-def _number(value: float | None, digits: int, scale: float = 1) -> str:
-    return _in_words(plain(None if value is None else scale * value, digits))
+def _number(value: float | None, digits: int) -> str:
+    return _in_words(plain(value, digits))
 
 
 def _figure(figure: Figure | None, digits: int, scale: float = 1) -> str:
@@ -210,21 +207,10 @@ def _in_words(cell: Cell) -> str:
 
 def _run_values(figures: RunFigures) -> dict[str, Figure | float | None]:
     return {
-        "weight_bytes": figures.run.weight_bytes,
-        "num_parameters": figures.run.num_parameters,
+        "weight_bytes": figures.run.server.weight_bytes,
+        "num_parameters": figures.run.server.num_parameters,
         "bits_per_weight": figures.run.bits_per_weight,
-        "nll": figures.nll,
-        "perplexity": figures.perplexity,
-        "bits_per_byte": figures.bits_per_byte,
-        "kld": figures.kld,
-        "kld_median": figures.kld_median,
-        "kld_p95": figures.kld_p95,
-        "kld_p99": figures.kld_p99,
-        "kld_p999": figures.kld_p999,
-        "kld_max": figures.kld_max,
-        "delta_p_rms": figures.delta_p_rms,
-        "same_top_p": figures.same_top_p,
-        "kld_over_noise_floor": figures.kld_over_noise_floor,
+        **{field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "run"},
     }
 
 

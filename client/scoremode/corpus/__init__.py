@@ -5,8 +5,7 @@ from pathlib import Path
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
-from scoremode.corpus.inputs import find_inputs
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, find_inputs
 from scoremode.errors import ScoremodeError
 from scoremode.pool import Pool
 
@@ -62,7 +61,6 @@ async def score_corpus(
         raise ScoremodeError('pyarrow is missing: pip install "scoremode[corpora]"') from error
     folder = Path(output)
     files = find_inputs([Path(path) for path in inputs], folder)
-    clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)
     scorer = DocumentScorer(pool, context_length=context_length, per_token=per_token)
     settings = CorpusSettings(
@@ -71,7 +69,7 @@ async def score_corpus(
         per_token=per_token,
         filter=filter,
         context_length=scorer.context_length,
-        model=clients[0].model or pool.info.model,
+        model=pool.clients[0].model or pool.info.model,
         server=pool.info,
     )
     pipeline = Pipeline(files, folder, settings, pool, scorer, resume=resume, on_progress=on_progress)

@@ -24,11 +24,7 @@ def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:
 
 
 def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], where: str) -> None:
-    """Refuse rows without the text, or with a column of a name that is added.
-
-    Raises:
-        CorpusError: it names the column.
-    """
+    """Refuse rows without the text, or with a column of a name that is added."""
     if not schema.names:  # A file of JSON lines without a line.
         return
     if schema.names.count(text_column) != 1:

@@ -104,11 +104,6 @@ def cut_into_requests(documents: Sequence[Document | Unscored]) -> Iterator[tupl
 class DocumentScorer:
     """Scores documents on the servers of a pool.
 
-    Args:
-        pool: The servers.
-        context_length: Tokens a window; as many as the model takes when left out.
-        per_token: Keep the ids and logprobs of all tokens.
-
     Raises:
         WindowError: the model takes no windows of that length, or has no token to put before a text.
     """

@@ -11,63 +11,35 @@ from pathlib import Path
 import pyarrow as pa
 
 from scoremode.errors import OutputError
-from scoremode.journal import open_locked
-from scoremode.plan import obstacles
+from scoremode.journal import AppendedFile, check_same_run, open_locked
 
 HEADER_KEY = b"scoremode"
 
 
-class FiguresJournal:
-    """The journal of one output file: the figures of earlier sittings, and a place for those of this one.
-
-    Args:
-        path: The file's.
-        header: Everything that decides the figures.
-        schema: Of the figures.
-
-    Raises:
-        OutputError: it is of another run, damaged, in use, or cannot be written.
-    """
+class FiguresJournal(AppendedFile):
+    """The journal of one output file: the figures of earlier sessions, and a place for those of this one."""
 
     def __init__(self, path: Path, header: Mapping[str, object], schema: pa.Schema) -> None:
-        self.path = path
-        self.num_rows = 0
-        """Rows whose figures it has."""
+        super().__init__(path, open_locked(path))
         self._schema = schema.with_metadata({HEADER_KEY: json.dumps(header)})
-        self._file = open_locked(path)
         try:
             self._size = self._check(header)
-            self.num_resumed = self.num_rows
+            self.num_resumed = self.num_done
             self._file.truncate(self._size)
             if not self._size:
-                self._write(self._schema.serialize())
+                self._append(self._schema.serialize())
         except BaseException:
             self._file.close()
             raise
 
     def earlier(self) -> "_Rows":
-        """The figures of earlier sittings."""
+        """The figures of earlier sessions."""
         return _Rows(self._batches() if self.num_resumed else iter(()), self._schema)
 
     def add(self, figures: pa.RecordBatch) -> None:
-        """Write down the figures of the next rows.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
-        self._write(figures.serialize())
-        self.num_rows += figures.num_rows
-
-    def close(self) -> None:
-        """Close the file. One without figures is deleted: there is nothing to go on with."""
-        if not self.num_rows:
-            self.path.unlink(missing_ok=True)
-        self._file.close()
-
-    def remove(self) -> None:
-        """Delete the file."""
-        self.path.unlink(missing_ok=True)
-        self._file.close()
+        """Write down the figures of the next rows."""
+        self._append(figures.serialize())
+        self.num_done += figures.num_rows
 
     def _check(self, header: Mapping[str, object]) -> int:
         """Count the rows that are there; returns the size of the file without a torn end."""
@@ -82,15 +54,11 @@ class FiguresJournal:
                     return 0
                 raise OutputError(f"{self.path} is no journal of this version of ppl-client; move it away") from None
             of_file = json.loads((found.metadata or {}).get(HEADER_KEY, b"{}"))
-            if differing := obstacles(self.path, of_file, header):
-                raise OutputError(
-                    f"{self.path} is of another run: {differing}; give the options of that run, or delete it to start "
-                    "afresh"
-                )
+            check_same_run(self.path, of_file, header, "delete it to start afresh")
             end = int(source.tell())
             while (batch := _next_batch(source, self._schema)) is not None:
                 end = int(source.tell())
-                self.num_rows += batch.num_rows
+                self.num_done += batch.num_rows
         return end
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
@@ -98,14 +66,6 @@ class FiguresJournal:
             pa.ipc.read_schema(source)
             while source.tell() < self._size and (batch := _next_batch(source, self._schema)) is not None:
                 yield batch
-
-    def _write(self, message: pa.Buffer) -> None:
-        rest = memoryview(message)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 class _Rows:

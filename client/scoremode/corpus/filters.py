@@ -50,11 +50,7 @@ def parse_filter(text: str) -> pc.Expression:
 
 
 def check_filter(expression: pc.Expression, schema: pa.Schema) -> None:
-    """Refuse a condition on columns that a file lacks, or that cannot be compared.
-
-    Raises:
-        CorpusError: what pyarrow says of it.
-    """
+    """Refuse a condition on columns that a file lacks, or that cannot be compared."""
     try:
         schema.empty_table().filter(expression)
     except (pa.ArrowException, TypeError) as error:

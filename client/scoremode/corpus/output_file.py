@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from scoremode._output import sync_folder
 from scoremode.corpus.figures_journal import HEADER_KEY, FiguresJournal
 from scoremode.errors import OutputError
-from scoremode.plan import obstacles
+from scoremode.journal import check_same_run
 
 _ROW_GROUP_BYTES = 64 << 20
 _ROW_GROUP_ROWS = 65_536
@@ -33,9 +33,6 @@ class OutputFile:
         rows: Schema of the rows as they are read.
         added: Schema of the added columns.
         condition: Of the rows that are kept; all when left out.
-
-    Raises:
-        OutputError: the file's journal is of another run, damaged or in use, or nothing can be written there.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class OutputFile:
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
     def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> int:
-        """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new.
-
-        Raises:
-            OutputError: they cannot be written.
-        """
+        """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new."""
         if is_new:
             self._journal.add(figures)
         columns = [*rows.columns, *figures.columns]
@@ -86,11 +79,7 @@ class OutputFile:
         return int(table.num_rows)
 
     def finish(self) -> None:
-        """Put the file in its place, and delete the journal.
-
-        Raises:
-            OutputError: it cannot be written. The journal stays.
-        """
+        """Put the file in its place, and delete the journal."""
         self._write_waiting()
         try:
             self._writer.close()
@@ -121,21 +110,14 @@ class OutputFile:
 
 
 def check_finished(path: Path, header: Mapping[str, object]) -> None:
-    """Refuse to take a finished file for that of a run.
-
-    Raises:
-        OutputError: it is of another run, or of none.
-    """
+    """Refuse to take a finished file for that of a run."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         found = json.loads(metadata[_header_key(header)])
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         raise OutputError(f"{path} is there, and is not of ppl-client corpus: choose another folder") from error
     # The journal has the checksum of its input; a finished file is trusted by its name and size.
-    if differing := obstacles(path, found, {"input_sha256": found.get("input_sha256"), **header}):
-        raise OutputError(
-            f"{path} is of another run: {differing}; give the options of that run, or choose another folder"
-        )
+    check_same_run(path, found, {"input_sha256": found.get("input_sha256"), **header}, "choose another folder")
     journal_of(path).unlink(missing_ok=True)
 
 

@@ -18,10 +18,9 @@ from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
 from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
-from scoremode.corpus.inputs import InputFile
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import Rows, open_rows
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, checksum_of
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress, checksum_of
 from scoremode.errors import OutputError, ScoremodeError
 from scoremode.pool import Pool
 
@@ -43,21 +42,7 @@ class _Piece:
 
 
 class Pipeline:
-    """One run over files.
-
-    Args:
-        files: In order.
-        folder: Of the outputs.
-        settings: What is asked for.
-        pool: The servers.
-        scorer: Of documents, on this pool.
-        resume: Whether to go on with what is in the folder.
-        on_progress: Called after each piece and each file.
-
-    Raises:
-        CorpusError: the filter is no condition.
-        OutputError: outputs are in the folder, and `resume` is false.
-    """
+    """One run over files."""
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,27 +13,8 @@ _BATCH_ROWS = 256
 """Few, because each may be a long document."""
 
 
-class Rows(Protocol):
-    """A file's rows."""
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Of every batch, with the file's metadata."""
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows, in order.
-
-        Raises:
-            CorpusError: the file is damaged.
-        """
-
-
 class ParquetRows:
-    """The rows of a parquet file.
-
-    Raises:
-        CorpusError: it cannot be read.
-    """
+    """The rows of a parquet file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,11 +25,7 @@ class ParquetRows:
         self.schema: pa.Schema = self._file.schema_arrow
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows, in order.
-
-        Raises:
-            CorpusError: the file is damaged.
-        """
+        """All rows, in order. Raises CorpusError where the file is damaged."""
         with self._file:
             try:
                 yield from self._file.iter_batches(_BATCH_ROWS)
@@ -57,10 +33,9 @@ class ParquetRows:
                 raise CorpusError(f"cannot read {self._path}: {error}") from error
 
 
-def open_rows(path: Path) -> Rows:
-    """Open a file by its suffix. Of JSON lines all are read once, for the types of their columns.
+Rows = ParquetRows | JsonLines
 
-    Raises:
-        CorpusError: it cannot be read, or a column of JSON lines has no one type.
-    """
+
+def open_rows(path: Path) -> Rows:
+    """Open a file by its suffix. JSON lines are all read once, for the types of their columns; raises as they do."""
     return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)

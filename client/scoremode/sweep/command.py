@@ -2,11 +2,10 @@
 
 import argparse
 import asyncio
-import json
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from scoremode._printable import printable
@@ -23,16 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def run_plan(options: argparse.Namespace) -> bool:
-    """Measure the models of the plan that the options name, and compare them: the table on stdout last.
-
-    Returns:
-        Whether every model was measured.
-
-    Raises:
-        ScoremodeError: the plan or its text cannot be read, or there is no folder for the runs.
-        OSError: a file of the comparison cannot be written.
-        asyncio.CancelledError: SIGTERM came. Servers are stopped, as after Ctrl-C.
-    """
+    """Measure the models of the plan that the options name, and compare them, with the table on stdout last; returns
+    whether every model was measured. SIGTERM stops servers as Ctrl-C does."""
     plan = read_plan(options.plan)
     result = asyncio.run(_measure(plan, options))
     try:
@@ -67,7 +58,7 @@ def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
             result.failures[label] = str(error)
     if not runs:
         return
-    _warn_of_versions({run.label: run.path for run in runs})
+    _warn_of_versions(runs)
     comparison = compare(runs)
     output = folder / plan.output
     if plan.compare.plots is not None:
@@ -78,13 +69,11 @@ def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
     sys.stdout.write(as_text(comparison))
 
 
-def _warn_of_versions(runs: Mapping[str, Path]) -> None:
-    """Runs are kept when vLLM is updated; what they differ by may then be its doing."""
+def _warn_of_versions(runs: Sequence[RunFile]) -> None:
+    """Runs are kept when vLLM is updated, which may then explain their differences."""
     versions: dict[str, list[str]] = {}
-    for label, path in runs.items():
-        server = json.loads(path.read_text())["server"]
-        version = f"scoremode {server['scoremode_version']} on vLLM {server['vllm_version']}"
-        versions.setdefault(version, []).append(label)
+    for run in runs:
+        versions.setdefault(run.versions.replace(", ", " on "), []).append(run.label)
     if len(versions) > 1:
         found = "; ".join(f"{version}: {', '.join(labels)}" for version, labels in versions.items())
         _log.warning("the runs are of different versions, delete the older ones to measure them again: %s", found)

@@ -85,11 +85,7 @@ class TextOptions(_Part):
         return self
 
     def load(self, folder: Path) -> Corpus:
-        """The text; files are looked for in `folder`, where the plan is.
-
-        Raises:
-            CorpusError: it cannot be read.
-        """
+        """The text; files are looked for in `folder`, where the plan is."""
         dataset = self.dataset
         if dataset is not None and (folder / dataset).exists():
             dataset = str(folder / dataset)
@@ -171,11 +167,7 @@ class SweepPlan(_Part):
 
 
 def check_local_models(plan: SweepPlan, folder: Path) -> None:
-    """See that models which can only be local paths are there, before hours are spent on those before them.
-
-    Raises:
-        PlanError: which are not.
-    """
+    """See that models which can only be local paths are there, before hours are spent on those before them."""
     missing = [
         f"{entry.name}: there is no {folder / entry.model}"
         for entry in plan.models

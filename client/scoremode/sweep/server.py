@@ -43,11 +43,7 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """The result of some work with the server, which is given up when the server ends.
-
-        Raises:
-            ServerProcessError: it ended.
-        """
+        """The result of some work with the server, which is given up when the server ends."""
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)

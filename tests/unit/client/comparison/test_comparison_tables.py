@@ -37,7 +37,7 @@ def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
         "3,000 tokens of text, sha256 e4fcc6171e2a.",
         "30 windows: sliding, context length 128, stride 100; "
         "comparable with nobody's published figures (no --preset).",
-        f"scoremode 9.9.9, vLLM 0.32.0; {comparison.base.record['finished'][:10]}.",
+        f"scoremode 9.9.9, vLLM 0.32.0; {comparison.base.finished[:10]}.",
         "± takes tokens as independent. [95 % interval] does not:",
         f"500 resamples, {comparison.blocks}, seed 0.",
     ]
@@ -80,7 +80,7 @@ def test_csv_has_every_figure_in_full(comparison):
         assert (row["quantization"], row["dtype"], row["verdict"]) == ("awq", "float32", verdict)
         assert (row["path"], row["finished"], row["versions"]) == (
             str(int4.run.path),
-            int4.run.record["finished"],
+            int4.run.finished,
             "scoremode 9.9.9, vLLM 0.32.0",
         )
     assert found["base", "", "nll"]["corpus_sha256"] == comparison.base.text_identity

@@ -39,7 +39,7 @@ def without(comparison, *names):
     """A comparison of runs whose servers did not tell these facts."""
 
     def change(run):
-        return replace(run, record={**run.record, "server": {**run.record["server"], **dict.fromkeys(names)}})
+        return replace(run, server=run.server.model_copy(update=dict.fromkeys(names)))
 
     return changed(comparison, change)
 

@@ -40,8 +40,12 @@ def test_a_run_of_perplexity_is_read_back(perplexity_file):
     assert run.window_sizes.tolist() == WINDOW_SIZES
     assert (run.method, run.context_length, run.stride) == ("sliding", 128, 100)
     assert (run.num_windows, run.num_scored, run.num_tokens, run.num_bytes) == (30, 3000, 3001, 12004)
-    assert (run.corpus_name, run.text_identity) == ("text", Corpus("text", TEXT, "", 1).fingerprint)
-    assert (run.dtype, run.quantization, run.versions) == ("float32", None, "scoremode 9.9.9, vLLM 0.32.0")
+    assert (run.corpus.name, run.text_identity) == ("text", Corpus("text", TEXT, "", 1).fingerprint)
+    assert (run.server.dtype, run.server.quantization, run.versions) == (
+        "float32",
+        None,
+        "scoremode 9.9.9, vLLM 0.32.0",
+    )
     assert {run.kld is None, run.same_top is None, run.reference is None, run.noise_floor is None} == {True}
     assert run.token_texts == {}
 
@@ -55,7 +59,7 @@ def test_a_run_against_a_reference_is_read_back(tmp_path):
     assert run.reference_confidence.tolist() == [0.5] * 3000
     assert (run.method, run.context_length, run.stride, run.num_bytes) == ("sliding", 128, 100, 12004)
     assert (run.reference.name, run.noise_floor, run.as_noise_floor) == ("base", 0.01, False)
-    assert (run.text_identity, run.corpus_name) == ("of the text", None)
+    assert (run.text_identity, run.corpus) == ("of the text", None)
     assert run.reference_identity == ("of the model", "of the text")
 
 
@@ -66,7 +70,7 @@ def test_sizes_of_weights_and_texts_of_tokens_are_optional(tmp_path, num_bytes, 
     server, texts = {"weight_bytes": num_bytes, "num_parameters": num_parameters}, {7: " the", 8: "<b>"}
     run = perplexity_run(tmp_path, "run", NLLS, server=server, token_texts=texts)
     assert run.token_texts == texts
-    assert (run.weight_bytes, run.num_parameters, run.bits_per_weight) == (num_bytes, num_parameters, bits)
+    assert (run.gib and run.gib * 2**30, run.bits_per_weight) == (num_bytes, bits)
 
 
 def test_both_files_may_be_renamed_together(perplexity_file):
