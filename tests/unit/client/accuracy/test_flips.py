@@ -9,7 +9,7 @@ from scipy.stats import binom, norm
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from scoremode.tasks.flips import (
+from scoremode.accuracy.flips import (
     Flips,
     exact_p,
     holm,

@@ -1,13 +1,17 @@
 """Samples of lm-eval, read and compared question by question."""
 
+import csv
+import io
 import json
 from pathlib import Path
 
 import pytest
+from run_files import made_up_nlls, perplexity_run
 
+from scoremode.accuracy.compare_tasks import compare_tasks
+from scoremode.accuracy.samples import Answer, load_tasks
+from scoremode.cli import main
 from scoremode.errors import RunError
-from scoremode.tasks.comparison import compare_tasks
-from scoremode.tasks.samples import Answer, load_tasks
 
 
 def line(doc_id: int, right: object, **changes: object) -> dict[str, object]:
@@ -122,3 +126,58 @@ def test_another_prompt_for_the_same_question_is_a_warning(tmp_path):
         "Left out, as q or base does not have it: another.",
         "t: 1 prompt differs between q and the base (examples, chat template?).",
     ]
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two tasks of 100 questions: of one, the second model loses 20 answers."""
+    for name, lost in (("base", 0), ("q", 20)):
+        for task in ("arc", "a|task"):
+            write(tmp_path / name, task, [line(at, at >= lost or task == "arc") for at in range(100)])
+    return [str(tmp_path / "base"), str(tmp_path / "q")]
+
+
+def test_tables_have_each_task_and_all(folders, capsys):
+    command = ["compare", "--tasks", f"base={folders[0]}", f"4-bit={folders[1]}", "--task-metric", "acc"]
+    assert main(command) == 0
+    header, arc, of_task, pooled = (
+        [*map(str.strip, row.split("  "))] for row in capsys.readouterr().out.splitlines()[:4]
+    )
+    assert (header[0], header[-1]) == ("task", "verdict")
+    assert [of_task[-1], pooled[-1]] == ["worse", "worse"]
+    assert arc[-1] == "too few questions: 790 needed"
+    assert {"-20.00 [-28.88, -13.34]", "-10.00 [-14.94, -6.57]"} <= {*of_task, *pooled}
+    assert main([*command, "--markdown"]) == 0
+    assert "\n| a\\|task | acc | 100 | 100.00 | 80.00 | " in capsys.readouterr().out
+    assert main([*command, "--csv"]) == 0
+    rows = {(row["task"], row["figure"]): row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    assert float(rows["a|task", "accuracy_difference"]["value"]) == -0.2
+    assert rows["all tasks", "accuracy_difference"]["verdict"] == "worse"
+    assert (rows["arc", "num_questions_needed"]["value"], rows["a|task", "lost"]["value"]) == ("790", "20")
+    assert ("a|task", "num_questions_needed") not in rows
+
+
+def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):
+    runs = [str(perplexity_run(tmp_path, name, made_up_nlls(seed)).path) for seed, name in enumerate(("one", "two"))]
+    report = tmp_path / "report.html"
+    command = ["compare", *runs, "--labels", "one,two", "--resamples", "100", "--html", str(report)]
+    assert main([*command, "--tasks", *folders, "--task-metric", "acc"]) == 0
+    assert "two, %" in capsys.readouterr().out
+    text = report.read_text()
+    assert text.count("a|task 7: one is right, two is not (target 0). Question 7\\nAnswer:") == 1
+    assert "Questions that two answers otherwise than one" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("one.json", "give two runs or more, or --tasks"),
+        ("--tasks a=x", "--tasks needs a folder for the base and one per other model"),
+        ("--tasks x y", "--tasks has 2 folders for 0 runs: give names to them (NAME=DIR)"),
+        ("--tasks a=x b=y --card", "--card needs runs"),
+    ],
+)
+def test_options_that_do_not_fit(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", *options.split()])
+    assert capsys.readouterr().err.endswith(f"{message}\n")

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, holm, task_figures
+from scoremode.accuracy.samples import Sample, TaskSamples
 from scoremode.errors import RunError
-from scoremode.tasks.flips import Flips, TaskFigures, exact_p, holm, task_figures
-from scoremode.tasks.samples import Sample, TaskSamples
 
 ALL_TASKS = "all tasks"
 DEFAULT_SMALLEST_DIFFERENCE = 0.01
@@ -41,6 +41,11 @@ class ModelTasks:
     pooled: TaskRow
     """All questions of all tasks, whose verdict is the model's."""
     flipped: list[FlippedAnswer]
+
+    @property
+    def all_rows(self) -> list[TaskRow]:
+        """Those of tables: the pooled one last, where there are several tasks."""
+        return [*self.rows, self.pooled] if len(self.rows) > 1 else self.rows
 
 
 @dataclass(frozen=True, slots=True)
