@@ -37,6 +37,10 @@ def _at_least(least: int) -> Any:
     return number
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _seconds(text: str) -> float:
     if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
@@ -201,13 +205,41 @@ _COMMANDS = {
         "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
         {
             "": {
-                "base": _option("the run that others are compared with", type=Path, metavar="BASE.json"),
-                "others": _option("a run on the same text and windows", type=Path, nargs="+", metavar="RUN.json"),
+                "runs": _option(
+                    "finished runs on the same text and windows, the base first",
+                    type=Path,
+                    nargs="*",
+                    metavar="RUN.json",
+                ),
                 "--labels": _option(
                     "the names of the runs, in their order; default: the models' names, or the files' where they are "
                     "equal",
-                    type=lambda text: text.split(","),
+                    type=_names,
                     metavar="A,B,...",
+                ),
+            },
+            "tasks": {
+                "--tasks": _option(
+                    "accuracies on tasks, question by question: the folders that lm-eval wrote with --log_samples "
+                    "--output_path, one per model, the base first; without names, in the order of the runs",
+                    nargs="+",
+                    metavar="[NAME=]DIR",
+                ),
+                "--task-metric": _option(
+                    "which metrics judge the answers: the first that a task has; needed where a task has several",
+                    type=_names,
+                    default=[],
+                    metavar="A,B,...",
+                ),
+                "--task-filter": _option(
+                    "which of lm-eval's filters, likewise", type=_names, default=[], metavar="A,B,..."
+                ),
+                "--smallest-difference": _option(
+                    "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
+                    "%(default)g",
+                    type=_seconds,
+                    default=1.0,
+                    metavar="POINTS",
                 ),
             },
             "table": {
@@ -370,13 +402,21 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 
 
 def _compare_contradiction(options: argparse.Namespace) -> str | None:
-    paths = [options.base, *options.others]
-    if len({path.resolve() for path in paths}) < len(paths):
+    runs, tasks = options.runs, options.tasks or []
+    if len(runs) < 2 and not tasks:
+        return "give two runs or more, or --tasks"
+    if len({path.resolve() for path in runs}) < len(runs):
         return "a run is named twice"
-    if options.labels is None:
-        return None
-    if len(options.labels) != len(paths):
-        return f"--labels has {len(options.labels)} names for {len(paths)} runs"
-    if not all(options.labels) or len(set(options.labels)) < len(paths):
-        return "--labels needs another name for every run"
+    if options.labels is not None:
+        if len(options.labels) != len(runs):
+            return f"--labels has {len(options.labels)} names for {len(runs)} runs"
+        if not all(options.labels) or len(set(options.labels)) < len(runs):
+            return "--labels needs another name for every run"
+    if len(tasks) == 1:
+        return "--tasks needs a folder for the base and one per other model"
+    if any("=" not in each for each in tasks) and len(tasks) != len(runs):
+        return f"--tasks has {len(tasks)} folders for {len(runs)} runs: give names to them (NAME=DIR)"
+    for name in ("card", "html", "plots"):
+        if getattr(options, name) and not runs:
+            return f"--{name} needs runs"
     return None

@@ -129,28 +129,9 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
 
 def _compare_runs(options: argparse.Namespace) -> None:
     with _report_extra():
-        from scoremode.comparison import compare, load_runs
-        from scoremode.comparison.card import card
-        from scoremode.comparison.tables import as_csv, as_markdown, as_text
+        from scoremode.comparison.command import run_compare
 
-        comparison = compare(
-            load_runs([options.base, *options.others], options.labels),
-            num_resamples=options.resamples,
-            seed=options.seed,
-        )
-        try:
-            # Each takes a second to import, and is not always asked for.
-            if options.plots is not None:
-                from scoremode.comparison.plots import write_plots
-
-                write_plots(comparison, options.plots)
-            if options.html is not None:
-                from scoremode.comparison.report import write_report
-
-                write_report(comparison, options.html)
-        finally:
-            as_table = card if options.card else as_markdown if options.markdown else as_csv if options.csv else as_text
-            sys.stdout.write(as_table(comparison))
+        run_compare(options)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from scoremode._printable import printable
+from scoremode.accuracy.compare_tasks import TaskComparison
+from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
@@ -31,12 +33,15 @@ _VERDICTS = "It is better or worse only where the whole 95 % interval is."
 _KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
 
 
-def write_report(comparison: Comparison, path: str | Path, *, max_bytes: int = MAX_BYTES) -> None:
+def write_report(
+    comparison: Comparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
+) -> None:
     """Write the report.
 
     Args:
         comparison: The runs and their figures.
         path: Of the HTML file.
+        tasks: Accuracies on tasks, to be shown as well.
         max_bytes: The file is no longer than this: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
 
@@ -47,6 +52,9 @@ def write_report(comparison: Comparison, path: str | Path, *, max_bytes: int = M
         loader=PackageLoader("scoremode.comparison"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
     context = _context(comparison, environment)
+    context["accuracies"] = [] if tasks is None else report_sections(tasks)
+    context["accuracy_notes"] = [] if tasks is None else accuracy_notes(tasks)
+    context["base_of_tasks"] = "" if tasks is None else tasks.base
     template = environment.get_template("report.html.j2")
     without_text = template.render(**context, data="", text_note="")
     data = text_data([figures.run for figures in comparison.runs], max_bytes - len(without_text.encode()) - 1000)

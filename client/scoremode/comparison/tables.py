@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
@@ -23,8 +23,8 @@ def as_text(comparison: Comparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
     parts = [
         _settings(comparison),
-        *(_aligned(section, comparison.runs) for section in _run_sections(comparison)),
-        *(_aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
+        *(aligned(section, comparison.runs) for section in _run_sections(comparison)),
+        *(aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
         summary(comparison),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
@@ -33,34 +33,49 @@ def as_text(comparison: Comparison) -> str:
 def as_markdown(comparison: Comparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
     parts = [
-        _markdown(_merged(_run_sections(comparison)), comparison.runs),
-        _markdown(_merged(_pair_sections(comparison)), comparison.pairs),
+        markdown_rows(_merged(_run_sections(comparison)), comparison.runs),
+        markdown_rows(_merged(_pair_sections(comparison)), comparison.pairs),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
         [f"{escaped(' '.join(_settings(comparison)))}"],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def as_csv(comparison: Comparison) -> str:
-    """A line for every figure, in full precision. A pair's `run` is the second, `beside` the first."""
+def as_csv(comparison: Comparison | None, accuracies: Iterable[Sequence[object]] = ()) -> str:
+    """One line per figure, in full precision. A pair's `run` is the second, `beside` the first.
+
+    Args:
+        comparison: Of runs, if there are any.
+        accuracies: Run, `beside`, task, figure, value, ends of its interval, and verdict.
+    """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*_CSV_HEADER, *_CSV_OF_RUN])
+    writer.writerow([*_CSV_HEADER, *_CSV_OF_RUN, "task"])
+    if comparison is not None:
+        writer.writerows(_csv_rows(comparison))
+    for run, beside, task, figure, value, low, high, verdict in accuracies:
+        row = [run, beside, "", "", figure, value, None, low, high, verdict]
+        writer.writerow([*row, *[None] * len(_CSV_OF_RUN), task])
+    return file.getvalue()
+
+
+def _csv_rows(comparison: Comparison) -> Iterator[list[object]]:
     for figures in comparison.runs:
         for name, value in _run_values(figures).items():
             if value is not None:
                 row = [figures.run.label, "", *_weights(figures.run), name, *_values(value), ""]
-                writer.writerow([*row, *_of_run(figures.run)])
+                yield [*row, *_of_run(figures.run), None]
     for pair in comparison.pairs:
         for name, figure, verdict in _pair_values(pair):
             if figure is not None:
                 row = [pair.second.label, pair.first.label, *_weights(pair.second), name]
-                writer.writerow([*row, *_values(figure), verdict, *_of_run(pair.second)])
-    return file.getvalue()
+                yield [*row, *_values(figure), verdict, *_of_run(pair.second), None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Column(Generic[Row]):
+class TextColumn(Generic[Row]):
+    """A column of a table, in text or in Markdown."""
+
     header: str
     cell: Callable[[Row], str]
     right: bool = True
@@ -88,61 +103,62 @@ def measured_by(comparison: Comparison) -> str:
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _run_sections(comparison: Comparison) -> list[list[_Column[RunFigures]]]:
+def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
-    label: _Column[RunFigures] = _Column("run", lambda row: row.run.label, right=False)
-    weights: list[_Column[RunFigures]] = [
-        _Column("weights", lambda row: weights_in_words(row.run.server), right=False),
-        _Column("GiB", lambda row: _number(row.run.gib, 3)),
-        _Column("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
-        _Column("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+    label: TextColumn[RunFigures] = TextColumn("run", lambda row: row.run.label, right=False)
+    weights: list[TextColumn[RunFigures]] = [
+        TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
+        TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
+        TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
+        TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
     ]
-    perplexity: list[_Column[RunFigures]] = [
-        _Column("perplexity", lambda row: _figure(row.perplexity, 4)),
-        _Column(f"over that of {comparison.base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
+    perplexity: list[TextColumn[RunFigures]] = [
+        TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
+        TextColumn(f"over that of {comparison.base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
     ]
-    kld: list[_Column[RunFigures]] = [
-        _Column("mean KLD, nats", lambda row: _figure(row.kld, 6)),
-        _Column("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-        _Column("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
+    kld: list[TextColumn[RunFigures]] = [
+        TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
+        TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
+        TextColumn("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
     ]
-    tail: list[_Column[RunFigures]] = [
-        _Column("median KLD", lambda row: _number(row.kld_median, 6)),
-        _Column("95 %", lambda row: _number(row.kld_p95, 4)),
-        _Column("99 %", lambda row: _number(row.kld_p99, 4)),
-        _Column("99.9 %", lambda row: _number(row.kld_p999, 4)),
-        _Column("max KLD", lambda row: _number(row.kld_max, 4)),
-        _Column("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
+    tail: list[TextColumn[RunFigures]] = [
+        TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),
+        TextColumn("95 %", lambda row: _number(row.kld_p95, 4)),
+        TextColumn("99 %", lambda row: _number(row.kld_p99, 4)),
+        TextColumn("99.9 %", lambda row: _number(row.kld_p999, 4)),
+        TextColumn("max KLD", lambda row: _number(row.kld_max, 4)),
+        TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
     ]
     has_kld = any(figures.kld is not None for figures in comparison.runs)
     return [[label, *weights], [label, *perplexity], *([[label, *kld], [label, *tail]] if has_kld else [])]
 
 
-def _pair_sections(comparison: Comparison) -> list[list[_Column[PairFigures]]]:
+def _pair_sections(comparison: Comparison) -> list[list[TextColumn[PairFigures]]]:
     if not comparison.pairs:
         return []
-    labels: list[_Column[PairFigures]] = [
-        _Column("run", lambda row: row.second.label, right=False),
-        _Column("compared with", lambda row: row.first.label, right=False),
+    labels: list[TextColumn[PairFigures]] = [
+        TextColumn("run", lambda row: row.second.label, right=False),
+        TextColumn("compared with", lambda row: row.first.label, right=False),
     ]
-    perplexity: list[_Column[PairFigures]] = [
-        _Column("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
-        _Column("by perplexity", lambda row: row.verdict, right=False),
+    perplexity: list[TextColumn[PairFigures]] = [
+        TextColumn("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
+        TextColumn("by perplexity", lambda row: row.verdict, right=False),
     ]
-    kld: list[_Column[PairFigures]] = [
-        _Column("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
-        _Column("by KLD", lambda row: row.kld_verdict or "-", right=False),
+    kld: list[TextColumn[PairFigures]] = [
+        TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
+        TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False),
     ]
     has_kld = any(pair.kld_difference is not None for pair in comparison.pairs)
     return [[*labels, *perplexity], *([[*labels, *kld]] if has_kld else [])]
 
 
-def _merged(sections: Sequence[Sequence[_Column[Row]]]) -> list[_Column[Row]]:
+def _merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:
     """All columns, those that several sections have only once."""
     return list({column.header: column for section in sections for column in section}.values())
 
 
-def _aligned(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]:
+def aligned(columns: Sequence[TextColumn[Row]], rows: Sequence[Row]) -> list[str]:
+    """A table's lines for a terminal."""
     table = [[column.header, *(_one_line(column.cell(row)) for row in rows)] for column in columns]
     widths = [max(map(len, cells)) for cells in table]
     aligned = [
@@ -152,7 +168,8 @@ def _aligned(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]:
     return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
 
 
-def _markdown(columns: Sequence[_Column[Row]], rows: Sequence[Row]) -> list[str]:
+def markdown_rows(columns: Sequence[TextColumn[Row]], rows: Sequence[Row]) -> list[str]:
+    """A table's lines in Markdown, none without rows."""
     if not rows:
         return []
     lines = [

@@ -1,0 +1,133 @@
+"""Models compared by their answers to the same questions, task by task and over all tasks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, holm, task_figures
+from scoremode.accuracy.samples import Sample, TaskSamples
+from scoremode.errors import RunError
+
+ALL_TASKS = "all tasks"
+DEFAULT_SMALLEST_DIFFERENCE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class FlippedAnswer:
+    """A question that one of two models answers right."""
+
+    task: str
+    doc_id: int
+    base: Sample
+    other: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """A model's answers to one task's questions next to the base's."""
+
+    task: str
+    metric: str
+    filter: str
+    figures: TaskFigures
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTasks:
+    """What the answers show about a model, against the base."""
+
+    label: str
+    rows: list[TaskRow]
+    """One per task; p-values and verdicts are adjusted for their number (Holm)."""
+    pooled: TaskRow
+    """All questions of all tasks, whose verdict is the model's."""
+    flipped: list[FlippedAnswer]
+
+    @property
+    def all_rows(self) -> list[TaskRow]:
+        """Those of tables: the pooled one last, where there are several tasks."""
+        return [*self.rows, self.pooled] if len(self.rows) > 1 else self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class TaskComparison:
+    """Every model but the base against the base."""
+
+    base: str
+    models: list[ModelTasks]
+    smallest_difference: float
+    warnings: list[str]
+
+
+def compare_tasks(
+    models: Mapping[str, Mapping[str, TaskSamples]], smallest_difference: float = DEFAULT_SMALLEST_DIFFERENCE
+) -> TaskComparison:
+    """Compare models with the first of them.
+
+    Args:
+        models: Answers by label and task.
+        smallest_difference: Of accuracies, 0 to 1. Where no difference is shown, the verdict is "too few questions" if
+            so many could not have shown this one.
+
+    Raises:
+        RunError: the questions are not the same, or nothing can be compared.
+    """
+    (base, base_tasks), *others = models.items()
+    warnings: list[str] = []
+    compared = []
+    for label, tasks in others:
+        shared = [task for task in base_tasks if task in tasks]
+        if not shared:
+            raise RunError(f"{label} and {base} have no task in common: {_listed(tasks)}, and {_listed(base_tasks)}")
+        if missing := sorted(set(base_tasks) ^ set(tasks)):
+            warnings.append(f"Left out, as {label} or {base} does not have it: {', '.join(missing)}.")
+        pairs = [(base_tasks[task], tasks[task]) for task in shared]
+        warnings += [warning for pair in pairs for warning in _check(label, *pair)]
+        compared.append(_model(label, pairs, smallest_difference))
+    return TaskComparison(base, compared, smallest_difference, list(dict.fromkeys(warnings)))
+
+
+def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_difference: float) -> ModelTasks:
+    flips = [_flips(base, other) for base, other in pairs]
+    rows = [
+        TaskRow(base.task, base.metric, base.filter, task_figures(each, smallest_difference, p))
+        for (base, _), each, p in zip(pairs, flips, holm([exact_p(each) for each in flips]), strict=True)
+    ]
+    total = sum(flips[1:], flips[0])
+    flipped = [
+        FlippedAnswer(base.task, doc_id, sample, other.samples[doc_id])
+        for base, other in pairs
+        for doc_id, sample in base.samples.items()
+        if sample.is_right != other.samples[doc_id].is_right
+    ]
+    return ModelTasks(label, rows, TaskRow(ALL_TASKS, "", "", task_figures(total, smallest_difference)), flipped)
+
+
+def _flips(base: TaskSamples, other: TaskSamples) -> Flips:
+    pairs = [(sample.is_right, other.samples[doc_id].is_right) for doc_id, sample in base.samples.items()]
+    return Flips(len(pairs), sum(first for first, _ in pairs), pairs.count((True, False)), pairs.count((False, True)))
+
+
+def _check(label: str, base: TaskSamples, other: TaskSamples) -> list[str]:
+    """Refuse answers to other questions; warn of other prompts for the same."""
+    place = f"{other.path}: task {base.task}"
+    if (base.metric, base.filter) != (other.metric, other.filter):
+        raise RunError(
+            f"{place} is judged by {other.metric} with filter {other.filter}, in {base.path} by {base.metric} with "
+            f"{base.filter}: choose with --task-metric and --task-filter"
+        )
+    if base.samples.keys() != other.samples.keys():
+        raise RunError(
+            f"{place} has {len(other.samples):,} questions, {base.path} has {len(base.samples):,}, "
+            f"{len(base.samples.keys() & other.samples.keys()):,} of them the same: use one --limit for all models"
+        )
+    pairs = [(sample, other.samples[doc_id]) for doc_id, sample in base.samples.items()]
+    if num_others := sum((a.doc_hash, a.target_hash) != (b.doc_hash, b.target_hash) for a, b in pairs):
+        raise RunError(f"{place} has {num_others:,} questions or targets that differ from those in {base.path}")
+    if num_others := sum(a.prompt_hash != b.prompt_hash for a, b in pairs):
+        differ = "prompt differs" if num_others == 1 else "prompts differ"
+        return [f"{base.task}: {num_others:,} {differ} between {label} and the base (examples, chat template?)."]
+    return []
+
+
+def _listed(tasks: Mapping[str, TaskSamples]) -> str:
+    return ", ".join(tasks) or "none"

@@ -1,0 +1,181 @@
+"""Two models' right and wrong answers to the same questions: is one worse, and could so few questions have shown it?
+
+Only questions whose answer flips say anything: `lost`, which the base answers right and the other wrong, and `gained`.
+
+| figure | formula |
+|---|---|
+| p | exact McNemar: two-sided binomial test of lost among lost + gained, against one half |
+| interval | Tango's score interval of (gained - lost) / n, 95 % (Statistics in Medicine 17, 1998) |
+| smallest difference shown | the one that the exact test finds with 80 % power, at the observed rate of flips |
+| adjusted p | Holm's, over the tasks of one comparison |
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtri
+from scipy.stats import binom, binomtest
+
+TaskVerdict = Literal["better", "worse", "no difference shown", "too few questions"]
+
+LEVEL = 0.05
+"""Of the two-sided test."""
+POWER = 0.8
+_NEGLIGIBLE = 1e-9
+"""Chance of the numbers of flips that power leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """How often two models are right about the same questions."""
+
+    num_questions: int
+    num_right: int
+    """Of the base."""
+    lost: int
+    gained: int
+
+    def __add__(self, other: "Flips") -> "Flips":
+        return Flips(
+            self.num_questions + other.num_questions,
+            self.num_right + other.num_right,
+            self.lost + other.lost,
+            self.gained + other.gained,
+        )
+
+    @property
+    def base_accuracy(self) -> float:
+        """Share of right answers, 0 to 1."""
+        return self.num_right / self.num_questions
+
+    @property
+    def accuracy(self) -> float:
+        """Of the other model."""
+        return (self.num_right - self.lost + self.gained) / self.num_questions
+
+    @property
+    def difference(self) -> float:
+        """Of the accuracies, -1 to 1: negative where the other model is worse."""
+        return (self.gained - self.lost) / self.num_questions
+
+    @property
+    def rate(self) -> float:
+        """Share of questions whose answer flips."""
+        return (self.lost + self.gained) / self.num_questions
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFigures:
+    """What the answers to one task's questions, or to those of all tasks, show about a model."""
+
+    flips: Flips
+    p: float
+    """Adjusted for the number of tasks, where it is one of several."""
+    interval: tuple[float, float]
+    smallest_shown: float
+    """The difference that so many questions show four times in five."""
+    verdict: TaskVerdict
+    num_needed: int | None
+    """Questions that would show `smallest_difference`, where there are too few."""
+
+
+def task_figures(flips: Flips, smallest_difference: float, p: float | None = None) -> TaskFigures:
+    """Figures and verdict.
+
+    Args:
+        flips: Of at least one question.
+        smallest_difference: Of accuracies, 0 to 1: where none is shown, so many questions should have shown this one.
+        p: In the place of the test's own.
+    """
+    p = exact_p(flips) if p is None else p
+    smallest_shown = smallest_difference_shown(flips.num_questions, flips.rate)
+    verdict: TaskVerdict = "worse" if flips.difference < 0 else "better"
+    num_needed = None
+    if p >= LEVEL:
+        verdict = "no difference shown"
+        if smallest_shown > smallest_difference:
+            verdict = "too few questions"
+            num_needed = questions_needed(smallest_difference, flips.rate)
+    return TaskFigures(flips, p, score_interval(flips), smallest_shown, verdict, num_needed)
+
+
+def exact_p(flips: Flips) -> float:
+    """The exact McNemar test, two-sided."""
+    num_flips = flips.lost + flips.gained
+    return float(binomtest(flips.lost, num_flips).pvalue) if num_flips else 1.0
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Adjusted p-values: where no model differs, the chance that any of them is below a level is at most that level."""
+    order = sorted(range(len(ps)), key=lambda at: ps[at])
+    adjusted, largest = [0.0] * len(ps), 0.0
+    for rank, at in enumerate(order):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[at]))
+        adjusted[at] = largest
+    return adjusted
+
+
+def score_interval(flips: Flips) -> tuple[float, float]:
+    """The differences that a score test at 5 % does not reject."""
+    n, lost, gained = flips.num_questions, flips.lost, flips.gained
+    z = float(ndtri(1 - LEVEL / 2))
+
+    def distance(difference: float) -> float:
+        """In standard errors, less z, of the observed difference from this one."""
+        # The most likely rate of losses if this were the difference.
+        linear = (2 * n + lost - gained) * difference - lost - gained
+        root = math.sqrt(linear**2 + 8 * n * lost * difference * (1 - difference))
+        rate = (root - linear) / (4 * n)
+        variance = n * (2 * rate + difference * (1 - difference))
+        observed = gained - lost - n * difference
+        return abs(observed) / math.sqrt(variance) - z if variance > 0 else math.inf if observed else -z
+
+    observed = flips.difference
+    low = -1.0 if distance(-1.0) <= 0 else float(brentq(distance, -1.0, observed))
+    high = 1.0 if distance(1.0) <= 0 else float(brentq(distance, observed, 1.0))
+    return low, high
+
+
+def power(num_questions: int, rate: float, difference: float) -> float:
+    """The chance that the exact test shows a difference of accuracies, over all numbers of flips."""
+    lowest, highest = binom.ppf([_NEGLIGIBLE, 1 - _NEGLIGIBLE], num_questions, rate)
+    num_flips = np.arange(lowest, highest + 1)
+    # The most losses of so many flips for which p is below the level.
+    most = binom.ppf(LEVEL / 2, num_flips, 0.5)
+    most -= binom.cdf(most, num_flips, 0.5) >= LEVEL / 2
+    one_way = 0.5 * (1 + difference / rate)
+    shown = binom.cdf(most, num_flips, one_way) + binom.sf(num_flips - most - 1, num_flips, one_way)
+    return float(binom.pmf(num_flips, num_questions, rate) @ shown)
+
+
+@lru_cache(maxsize=256)
+def smallest_difference_shown(num_questions: int, rate: float) -> float:
+    """The smallest difference of accuracies that the test shows with `POWER`; 1 where it shows none.
+
+    Answers flip at `rate`, or as often as the difference alone needs, if that is more.
+    """
+
+    def lack(difference: float) -> float:
+        return power(num_questions, max(rate, difference), difference) - POWER
+
+    return float(brentq(lack, 1 / (1000 * num_questions), 1.0, xtol=1e-7)) if lack(1.0) > 0 else 1.0
+
+
+@lru_cache(maxsize=256)
+def questions_needed(difference: float, rate: float) -> int:
+    """The fewest questions, to three digits, that show a difference of accuracies with `POWER`."""
+    fewest, most = 1, 8
+    while smallest_difference_shown(most, rate) > difference:
+        fewest, most = most, 2 * most
+    while most - fewest > max(1, fewest // 1000):
+        middle = (fewest + most) // 2
+        if smallest_difference_shown(middle, rate) > difference:
+            fewest = middle
+        else:
+            most = middle
+    return most

@@ -1,0 +1,141 @@
+"""lm-eval's `--log_samples` files, read back: for each question, whether the answer was right, and what was answered.
+
+They are what any of its backends writes: `samples_TASK_DATE.jsonl`, below the folder that `--output_path` named.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scoremode._printable import printable
+from scoremode.errors import RunError
+
+_FILE_NAME = re.compile(r"samples_(.+)_(\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
+_RIGHT = {"1": True, "1.0": True, "True": True, "0": False, "0.0": False, "False": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An option with its logprob, or a text that was generated."""
+
+    text: str
+    logprob: float | None
+    """Nats, of the whole option; None for a generated text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question."""
+
+    doc_hash: str
+    prompt_hash: str
+    target_hash: str
+    prompt: str
+    target: str
+    answers: tuple[Answer, ...]
+    is_right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSamples:
+    """A model's answers to a task's questions."""
+
+    task: str
+    metric: str
+    filter: str
+    path: Path
+    samples: dict[int, Sample]
+    """By lm-eval's `doc_id`."""
+
+
+def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str] = ()) -> dict[str, TaskSamples]:
+    """The latest samples of every task below a folder.
+
+    Args:
+        folder: What `--output_path` named, or a folder in it.
+        metrics: The first of these that a task has is used. With none, the only one that is yes or no.
+        filters: Likewise, of lm-eval's filters.
+
+    Raises:
+        RunError: there are no samples, a file is not what lm-eval writes, or the metric or filter is not clear.
+    """
+    latest: dict[str, tuple[str, Path]] = {}
+    for path in folder.rglob("samples_*.jsonl"):
+        if found := _FILE_NAME.fullmatch(path.name):
+            task, date = found.groups()
+            latest[task] = max(latest.get(task, ("", path)), (date, path))
+    if not latest:
+        raise RunError(f"{folder}: no samples_TASK_DATE.jsonl below it; run lm-eval with --log_samples --output_path")
+    return {task: _load_task(task, path, metrics, filters) for task, (_, path) in sorted(latest.items())}
+
+
+def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[str]) -> TaskSamples:
+    records = list(_records(path))
+    offered = dict.fromkeys(str(record.get("filter")) for record in records)
+    chosen = _choice(path, task, "filter", list(offered), filters)
+    records = [record for record in records if str(record.get("filter")) == chosen]
+    yes_or_no = [name for name in _strings(records[0].get("metrics")) if _is_yes_or_no(name, records)]
+    metric = _choice(path, task, "metric", yes_or_no, metrics)
+    samples: dict[int, Sample] = {}
+    for record in records:
+        try:
+            if samples.setdefault(record["doc_id"], sample := _sample(record, metric)) is not sample:
+                raise RunError(f"{path}: question {record['doc_id']} is there twice; repeats cannot be compared")
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise RunError(f"{path}: a line is not what lm-eval writes with --log_samples: {error!r}") from error
+    return TaskSamples(task, metric, chosen, path, samples)
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise RunError(f"{path}:{number}: not an object")
+                yield record
+        if path.stat().st_size == 0:
+            raise RunError(f"{path}: no questions")
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{path}: {error}") from error
+
+
+def _choice(path: Path, task: str, kind: str, offered: Sequence[str], wanted: Sequence[str]) -> str:
+    chosen = [name for name in wanted if name in offered] if wanted else offered
+    if not chosen or (not wanted and len(chosen) > 1):
+        has = ", ".join(offered) or f"no {kind} that is yes or no"
+        raise RunError(f"{path}: task {task} has {has}: choose with --task-{kind}")
+    return chosen[0]
+
+
+def _is_yes_or_no(metric: str, records: Sequence[dict[str, Any]]) -> bool:
+    return all(str(record.get(metric)) in _RIGHT for record in records)
+
+
+def _strings(value: object) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
+
+
+def _sample(record: dict[str, Any], metric: str) -> Sample:
+    arguments = list(record["arguments"].values())
+    return Sample(
+        doc_hash=str(record["doc_hash"]),
+        prompt_hash=str(record["prompt_hash"]),
+        target_hash=str(record["target_hash"]),
+        prompt=printable(str(arguments[0]["arg_0"])),
+        target=printable(str(record["target"])),
+        answers=tuple(_answers(arguments, record["filtered_resps"])),
+        is_right=_RIGHT[str(record[metric])],
+    )
+
+
+def _answers(arguments: Sequence[dict[str, Any]], answers: Sequence[Any]) -> Iterator[Answer]:
+    """Options have [logprob, is_greedy] as strings, generated texts are strings."""
+    for option, answer in zip(arguments, answers, strict=False):
+        if isinstance(answer, list):
+            yield Answer(printable(str(option["arg_1"])), float(answer[0]))
+        else:
+            yield Answer(printable(str(answer)), None)

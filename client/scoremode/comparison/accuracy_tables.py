@@ -1,0 +1,138 @@
+"""Accuracies on tasks as tables: for a terminal, in Markdown, as CSV, and in the report."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison, TaskRow
+from scoremode.accuracy.samples import Sample
+from scoremode.comparison.tables import TextColumn, aligned, escaped, markdown_rows
+
+_MAX_FLIPPED = 200
+"""Questions that a report shows of a model."""
+_END = 300
+"""Characters of a question's prompt that are shown, its last."""
+
+
+def tasks_as_text(tasks: TaskComparison) -> str:
+    """A table for each model, and what its verdicts are."""
+    parts = [aligned(_columns(tasks, model), model.all_rows) for model in tasks.models]
+    return "\n\n".join("\n".join(lines) for lines in [*parts, accuracy_notes(tasks)]) + "\n"
+
+
+def tasks_as_markdown(tasks: TaskComparison) -> str:
+    """As `tasks_as_text`, as GitHub shows it."""
+    parts = [markdown_rows(_columns(tasks, model), model.all_rows) for model in tasks.models]
+    return (
+        "\n\n".join("\n".join(lines) for lines in [*parts, [f"- {escaped(note)}" for note in accuracy_notes(tasks)]])
+        + "\n"
+    )
+
+
+def tasks_as_csv(tasks: TaskComparison) -> Iterator[list[object]]:
+    """Rows of the CSV table: run, compared with, task, figure, value, ends of its interval, verdict."""
+    for model in tasks.models:
+        for row in model.all_rows:
+            figures, flips = row.figures, row.figures.flips
+            shared = [model.label, tasks.base, row.task]
+            yield [*shared, "accuracy_difference", flips.difference, *figures.interval, figures.verdict]
+            for name, value in (
+                ("base_accuracy", flips.base_accuracy),
+                ("accuracy", flips.accuracy),
+                ("num_questions", flips.num_questions),
+                ("lost", flips.lost),
+                ("gained", flips.gained),
+                ("p", figures.p),
+                ("smallest_difference_shown", figures.smallest_shown),
+                ("num_questions_needed", figures.num_needed),
+            ):
+                if value is not None:
+                    yield [*shared, name, value, None, None, ""]
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracySection:
+    """A model's part of the report."""
+
+    label: str
+    columns: list[str]
+    rows: list[tuple[list[str], str]]
+    """Cells, and a class of the style sheet for the last, which is the verdict."""
+    flipped: list[tuple[str, list[tuple[str, str, str]]]]
+    """What a question is and was answered, and each option with the logprobs of base and model."""
+    num_left_out: int
+
+
+def report_sections(tasks: TaskComparison) -> list[AccuracySection]:
+    """One per model; questions whose answers the models hold most firmly first, near ties last."""
+    sections = []
+    for model in tasks.models:
+        columns = _columns(tasks, model)
+        rows = [
+            ([column.cell(row) for column in columns], row.figures.verdict.partition(" ")[0]) for row in model.all_rows
+        ]
+        flipped = sorted(model.flipped, key=lambda each: -min(_margin(each.base), _margin(each.other)))
+        shown = [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]]
+        left_out = len(flipped) - len(shown)
+        sections.append(AccuracySection(model.label, [column.header for column in columns], rows, shown, left_out))
+    return sections
+
+
+def accuracy_notes(tasks: TaskComparison) -> list[str]:
+    """Warnings, and how verdicts are found."""
+    level = f"{100 * tasks.smallest_difference:g}"
+    return [
+        *tasks.warnings,
+        "Differences are in points, with their 95 % score interval. p is McNemar's exact test, two-sided, and "
+        "for a task it is adjusted for the number of tasks (Holm).",
+        "Smallest shown: the difference that so many questions show with 80 % power, at the observed rate of flips. "
+        f"There are too few questions where it exceeds {level} {'point' if level == '1' else 'points'}.",
+    ]
+
+
+def _columns(tasks: TaskComparison, model: ModelTasks) -> list[TextColumn[TaskRow]]:
+    return [
+        TextColumn("task", lambda row: row.task, right=False),
+        TextColumn("judged by", lambda row: _judged_by(row), right=False),
+        TextColumn("questions", lambda row: f"{row.figures.flips.num_questions:,}"),
+        TextColumn(f"{tasks.base}, %", lambda row: f"{100 * row.figures.flips.base_accuracy:.2f}"),
+        TextColumn(f"{model.label}, %", lambda row: f"{100 * row.figures.flips.accuracy:.2f}"),
+        TextColumn("difference", lambda row: _difference(row)),
+        TextColumn("lost", lambda row: f"{row.figures.flips.lost:,}"),
+        TextColumn("gained", lambda row: f"{row.figures.flips.gained:,}"),
+        TextColumn("p", lambda row: "< 0.0001" if row.figures.p < 1e-4 else f"{row.figures.p:.4f}"),
+        TextColumn("smallest shown", lambda row: f"{100 * row.figures.smallest_shown:.2f}"),
+        TextColumn("verdict", lambda row: _verdict(row), right=False),
+    ]
+
+
+def _judged_by(row: TaskRow) -> str:
+    return row.metric if row.filter in ("", "none") else f"{row.metric}, {row.filter}"
+
+
+def _difference(row: TaskRow) -> str:
+    low, high = row.figures.interval
+    return f"{100 * row.figures.flips.difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
+
+
+def _verdict(row: TaskRow) -> str:
+    needed = row.figures.num_needed
+    return row.figures.verdict if needed is None else f"{row.figures.verdict}: {needed:,} needed"
+
+
+def _margin(sample: Sample) -> float:
+    """Nats between the best two options; of a generated text, 0."""
+    logprobs = sorted((answer.logprob for answer in sample.answers if answer.logprob is not None), reverse=True)
+    return logprobs[0] - logprobs[1] if len(logprobs) > 1 else 0.0
+
+
+def _flipped(base: str, label: str, flipped: FlippedAnswer) -> tuple[str, list[tuple[str, str, str]]]:
+    right, wrong = (base, label) if flipped.base.is_right else (label, base)
+    prompt = flipped.base.prompt
+    shown = prompt if len(prompt) <= _END else f"…{prompt[-_END:]}"
+    heading = (
+        f"{flipped.task} {flipped.doc_id}: {right} is right, {wrong} is not (target {flipped.base.target}). {shown}"
+    )
+    pairs = zip(flipped.base.answers, flipped.other.answers, strict=False)
+    if all(answer.logprob is None for answer in flipped.base.answers):
+        return heading, [("answer", first.text, second.text) for first, second in pairs]
+    return heading, [(first.text, f"{first.logprob:.3f}", f"{second.logprob:.3f}") for first, second in pairs]

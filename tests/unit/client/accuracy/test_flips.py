@@ -1,0 +1,107 @@
+"""McNemar's test, its interval, and the power that it has, against SciPy, statsmodels, and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize_scalar
+from scipy.stats import binom, norm
+from statsmodels.stats.contingency_tables import mcnemar
+from statsmodels.stats.multitest import multipletests
+
+from scoremode.accuracy.flips import (
+    Flips,
+    exact_p,
+    holm,
+    power,
+    questions_needed,
+    score_interval,
+    smallest_difference_shown,
+    task_figures,
+)
+
+TABLES = [Flips(200, 120, 14, 5), Flips(50, 20, 0, 9), Flips(1000, 640, 31, 31), Flips(14042, 9000, 300, 240)]
+
+
+@pytest.mark.parametrize("flips", TABLES)
+def test_p_is_that_of_the_exact_test(flips):
+    table = [[0, flips.lost], [flips.gained, 0]]
+    assert exact_p(flips) == pytest.approx(mcnemar(table, exact=True).pvalue, abs=1e-9)
+
+
+def test_p_values_are_adjusted_as_by_holm():
+    ps = np.random.default_rng(0).uniform(0, 0.1, 12).tolist()
+    assert holm(ps) == pytest.approx(multipletests(ps, method="holm")[1].tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("flips", TABLES)
+def test_ends_of_the_interval_are_just_not_rejected(flips):
+    """The variance comes from the likeliest shares of losses and gains that differ by an end, found by search."""
+    n, kept = flips.num_questions, flips.num_questions - flips.lost - flips.gained
+
+    def unlikeliness(lost: float, difference: float) -> float:
+        shares = ((flips.lost, lost), (flips.gained, lost + difference), (kept, 1 - 2 * lost - difference))
+        return -math.fsum(count * math.log(share) for count, share in shares if count)
+
+    for difference in score_interval(flips):
+        bounds = (max(0.0, -difference) + 1e-12, (1 - difference) / 2 - 1e-12)
+        search = {"method": "bounded", "options": {"xatol": 1e-12}}
+        lost = minimize_scalar(unlikeliness, bounds=bounds, args=(difference,), **search).x
+        stderr = math.sqrt((2 * lost + difference - difference**2) / n)
+        assert abs(flips.difference - difference) / stderr == pytest.approx(norm.ppf(0.975), rel=1e-4)
+
+
+def test_power_is_the_share_of_samples_in_which_a_difference_is_shown():
+    rng = np.random.default_rng(0)
+    num_flips = rng.binomial(600, 0.06, 4000)
+    lost = rng.binomial(num_flips, 0.5 * (1 + 0.02 / 0.06))
+    ps = [exact_p(Flips(600, 300, int(a), int(b))) for a, b in zip(lost, num_flips - lost, strict=True)]
+    assert power(600, 0.06, 0.02) == pytest.approx(np.mean(np.array(ps) < 0.05), abs=3 * math.sqrt(0.25 / 4000))
+
+
+def test_a_planted_loss_is_found_with_the_questions_that_are_needed():
+    needed = questions_needed(0.01, 0.04)
+    assert power(needed, 0.04, 0.01) >= 0.8 > power(round(0.95 * needed), 0.04, 0.01)
+    assert smallest_difference_shown(needed, 0.04) == pytest.approx(0.01, rel=0.01)
+    # Without flips so far: as many as the difference alone needs. Six are the fewest that show one.
+    needed = questions_needed(0.01, 0.0)
+    assert binom.sf(5, needed, 0.01) >= 0.8 > binom.sf(5, round(0.99 * needed), 0.01)
+
+
+def test_equal_models_are_rarely_called_different():
+    """1,000 times ten tasks: over all questions, and in any one task."""
+    rng = np.random.default_rng(1)
+    pooled = anywhere = covered = 0
+    for _ in range(1000):
+        sizes, rates = rng.integers(100, 1500, 10), rng.uniform(0.005, 0.1, 10)
+        num_flips = rng.binomial(sizes, rates)
+        lost = rng.binomial(num_flips, 0.5)
+        tasks = [
+            Flips(int(n), int(n) // 2, int(a), int(b)) for n, a, b in zip(sizes, lost, num_flips - lost, strict=True)
+        ]
+        total = sum(tasks[1:], tasks[0])
+        low, high = score_interval(total)
+        covered += low <= 0 <= high
+        pooled += exact_p(total) < 0.05
+        anywhere += min(holm([exact_p(task) for task in tasks])) < 0.05
+    # Of 1,000, 50 are expected at most, with a standard error of 7.
+    assert max(pooled, anywhere) <= 50
+    assert 929 <= covered <= 971
+
+
+@pytest.mark.parametrize(
+    ("flips", "verdict", "has_needed"),
+    [
+        (Flips(500, 300, 40, 10), "worse", False),
+        (Flips(500, 300, 10, 40), "better", False),
+        (Flips(500, 300, 20, 14), "too few questions", True),
+        (Flips(14042, 9000, 160, 150), "no difference shown", False),
+        (Flips(1, 1, 0, 0), "too few questions", True),
+    ],
+)
+def test_the_verdict_says_whether_there_were_enough_questions(flips, verdict, has_needed):
+    figures = task_figures(flips, 0.01)
+    assert (figures.verdict, figures.num_needed is not None) == (verdict, has_needed)
+    assert figures.interval[0] <= flips.difference <= figures.interval[1]
+    if figures.num_needed:
+        assert figures.num_needed > flips.num_questions
