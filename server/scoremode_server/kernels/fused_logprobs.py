@@ -47,7 +47,7 @@ def compute(
         targets: [rows] tokens.
         hidden_states: [rows, hidden].
         logits_fn: [rows, hidden] -> logits [rows, vocabulary].
-        num_top: likeliest tokens, 0 to `MAX_TOP`.
+        num_top: number of top tokens, 0 to `MAX_TOP`.
         limit: rows whose logits are held at a time.
         shard: whose logits `logits_fn` gives, where it does not give all; every rank of its group must come here at the
             same time, with the same rows, `num_top` and `limit`.
@@ -55,7 +55,7 @@ def compute(
         temperature: T of the distribution, the softmax of logits / T. Ranks do not depend on it.
 
     Returns:
-        Tokens [rows, 1 + m + num_top] int32: the target, the candidates, the likeliest; their logprobs in nats,
+        Tokens [rows, 1 + m + num_top] int32: the target, the candidates, the top tokens; their logprobs in nats,
         float32, NaN where a row has a NaN; ranks of the targets [rows] int32: how many logits are as high, so 1 for the
         highest.
     """

@@ -32,7 +32,7 @@ class Scored:
     """What one side makes of each row.
 
     Attributes:
-        tokens: [rows, 1 + k] int32: the target, and the k likeliest; -1 where there are fewer.
+        tokens: [rows, 1 + k] int32: the target, and the top k; -1 where there are fewer.
         logprobs: [rows, 1 + k] float32, theirs, in nats; NaN where a row has a NaN.
         ranks: [rows] int32, of the targets: how many logits are as high, so 1 for the highest.
     """
@@ -79,7 +79,7 @@ def compare(
         hidden_states: [rows, hidden], of the served model.
         reference_logits_fn: of the reference, over the same vocabulary; dtypes and hidden sizes may differ.
         reference_hidden_states: [rows, hidden], of the reference.
-        num_top: likeliest tokens, 0 to `fused_logprobs.MAX_TOP`; the likeliest comes with 0 too.
+        num_top: number of top tokens, 0 to `fused_logprobs.MAX_TOP`; with 0 there is still the top one.
         limit: rows whose logits are held at a time.
         shard: whose logits both functions give, where they do not give all; every rank of its group must come here at
             the same time, with the same rows, `num_top` and `limit`.

@@ -1,8 +1,8 @@
 """What the Triton kernels do, in float64 PyTorch: for a server on a CPU, which has no Triton, and to test them against.
 
-A block of whole rows at a time is converted to float64, so that what is held beside the logits depends on neither their
-number nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks are computed in the same memory: a server on a CPU
-returns large tensors to the system at once (`cli.MMAP_THRESHOLD`), and new pages take longer than the arithmetic.
+A block of whole rows at a time is converted to float64, so that the memory in addition to the logits depends neither on
+their number nor, up to `BLOCK_ENTRIES`, on the vocabulary. All blocks are computed in the same memory: a server on a
+CPU returns large tensors to the system at once (`cli.MMAP_THRESHOLD`), and new pages take longer than the arithmetic.
 """
 
 import math
@@ -100,7 +100,7 @@ def _blocks(logits: torch.Tensor, columns: int, num_buffers: int) -> Iterator[tu
 
 
 def _excess(p: torch.Tensor, q: torch.Tensor, log_ratios: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
-    """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 beside p > 0 infinity.
+    """[rows]: the sum of p log(p/q) - p + q, where p = 0 adds q, and q = 0 with p > 0 infinity.
 
     As p and q each add up to 1, this is the sum of p log(p/q). But an error of their normalizers, which makes all of p
     or q a little too large or too small, cancels to the first order. What `terms` holds is replaced.

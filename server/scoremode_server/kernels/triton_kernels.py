@@ -4,7 +4,7 @@ A program takes one row and walks through it in tiles of `LANES` x `WIDTH` entri
 l * WIDTH to (l + 1) * WIDTH, one load of a thread, and keeps what it has seen in all tiles: the maximum, the sum of
 exponentials below it (online softmax, Milakov and Gimelshein 2018), and how many entries reach the target. So the loop
 needs no exchange between threads, and at its end the maxima of the lanes serve the top k as well: k entries that are
-the likeliest lie in the k lanes with the highest maxima.
+the top k lie in the k lanes with the highest maxima.
 
 Everything is computed in float32, into which the logits' own dtypes convert exactly. A NaN anywhere in a row makes its
 sum NaN.
@@ -178,7 +178,7 @@ def _reduce_rows(
     counts = tl.zeros([LANES], tl.int32)
     origins = tl.zeros([LANES], tl.int32)
     whole = columns // tile * tile
-    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is no multiple of 16.
+    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
     for origin in tl.range(0, whole, tile, num_stages=STAGES):
         seen = tl.load(start + origin + entries).to(tl.float32)
         maxima, sums, counts, origins = _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED)
@@ -196,7 +196,7 @@ def _reduce_rows(
     tl.store(ranks + row, count)
     if BEST:
         group = tl.min(tl.where(maxima == maximum, origins + lanes * WIDTH, NO_COLUMN), 0)
-        # No entry equals a maximum of NaN; the row is NaN whatever is picked.
+        # No entry equals a maximum of NaN; the row is NaN with any choice.
         group = tl.where(group == NO_COLUMN, 0, group)
         width = tl.arange(0, WIDTH)
         held = tl.load(start + group + width, mask=group + width < columns, other=float("-inf")).to(tl.float32)

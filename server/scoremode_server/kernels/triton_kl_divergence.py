@@ -122,7 +122,7 @@ def _add_up(
     backward = tl.zeros([LANES], tl.float32)
     distances = tl.zeros([LANES], tl.float32)
     whole = columns // tile * tile
-    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is no multiple of 16.
+    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
     for origin in tl.range(0, whole, tile, num_stages=STAGES):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)

@@ -57,7 +57,7 @@ class LogitsShape:
 
 
 def row_bytes_v1(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
-    """Peak working memory per row on the V1 runner, with `num_top` likeliest tokens.
+    """Peak working memory per row on the V1 runner, with `num_top` top tokens.
 
     Three peaks: the projection; `log_softmax` (the logits, a float32 copy unless they are float32, the logprobs); and
     top-k over the logprobs. vLLM compiles the rank count, which then allocates nothing per entry.
@@ -69,15 +69,15 @@ def row_bytes_v1(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
 
 
 def row_bytes_v2(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
-    """Peak working memory per row of vLLM's own way on the V2 runner, with `num_top` likeliest tokens.
+    """Peak working memory per row of vLLM's own function on the V2 runner, with `num_top` top tokens.
 
-    Two peaks: the projection, and top-k beside the logits. Its kernels for logprobs and ranks read logits in place.
+    Two peaks: the projection, and top-k next to the logits. Its kernels for logprobs and ranks read logits in place.
     """
     return _row_bytes(shape, max(shape.projection_bytes, shape.logit_bytes + TOP_K_BYTES), num_top)
 
 
 def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharded: bool = False) -> int:
-    """Peak working memory per row of `fused_logprobs`, with `num_top` likeliest tokens.
+    """Peak working memory per row of `fused_logprobs`, with `num_top` top tokens.
 
     Args:
         copies: of the logits that the projection holds at its peak; None where it is not known.
@@ -89,10 +89,10 @@ def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharde
 def row_bytes_compared(
     shape: LogitsShape, reference_logit_bytes: int, num_top: int, copies: int | None, sharded: bool = False
 ) -> int:
-    """Peak working memory per row of `kl_divergence.compare`, with `num_top` likeliest tokens of both sides.
+    """Peak working memory per row of `kl_divergence.compare`, with `num_top` top tokens of both sides.
 
     Two peaks: the served model's projection, and both sides' logits.
-    On a CPU there is `block_bytes` beside it, for all rows together.
+    On a CPU add `block_bytes`, once for all rows.
 
     Args:
         shape: of the served model's logits.
@@ -110,7 +110,7 @@ def row_bytes_compared(
 
 
 def block_bytes(shape: LogitsShape) -> int:
-    """Peak working memory of `torch_kernels` beside logits and results: four float64 buffers of a block and a mask."""
+    """Peak memory of `torch_kernels` in addition to logits and results: a block in four float64 buffers, and a mask."""
     return max(BLOCK_ENTRIES, shape.padded) * (4 * FLOAT64_BYTES + 1)
 
 

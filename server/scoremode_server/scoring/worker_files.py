@@ -1,9 +1,8 @@
-"""What engine workers read and write for windows of references: ordered before a window is sent to the engine, and
-waited for here, so that no step of the engine waits for a file.
+"""Files that engine workers read and write for windows of references. An API server orders them before it sends a
+window to the engine and waits for them here, so no step of the engine waits for a file.
 
 References whose LM heads do not fit at once take turns. A turn ends after some seconds, once another reference waits
-for the room: no more of its windows are let into the engine, and when those that are there have left it, the other
-reference's head takes the place.
+for the memory: no more of its windows enter the engine, and when the last has left, the other head replaces this one.
 """
 
 import asyncio
@@ -24,32 +23,32 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from scoremode_server.errors import EngineOutputError, RequestError, engine_has_died, stopping
 from scoremode_server.prefix_cache.admission import Admission, Gate
 from scoremode_server.references.manifest import HeadFormat
-from scoremode_server.vllm_patches.head_room import FAILED
+from scoremode_server.vllm_patches.head_memory import FAILED
 from scoremode_server.vllm_patches.reference_windows import HeadOrder, Orders, WindowMark
 from scoremode_server.vllm_patches.window_params import call_engines
 
 SECONDS_TO_READ = 120
-"""In which a worker must have read a window or an LM head."""
+"""Time for a worker to read a window or an LM head."""
 
 TURN_SECONDS = 5.0
-"""That a reference keeps its head in its place while another waits for the room. The change takes half a second or so,
-in which neither is compared."""
+"""How long a reference keeps its head in memory while another waits. Replacing a head takes half a second or so, in
+which neither is compared."""
 
 IDLE_SECONDS = 0.5
-"""After which a reference of which no window is asked for lets its head go. It stays until another needs the room."""
+"""Time without requests for its windows after which a reference releases its head; the memory is kept until needed."""
 
 HEADS_IN_LINE = 2
-"""LM heads that workers read or keep on the host, until there is room for them."""
+"""LM heads that workers read or keep on the host until there is memory for them on the device."""
 
 SLOW_SECONDS = 10.0
-"""After which a head that is not in line for room does not count among them: a file may never answer."""
+"""Time after which a head that is still being read does not count among them: a file may never answer."""
 
 STEPS_READ = 3
 """Times what the engine is handed: tokens of the windows of a reference that workers keep or read at a time. Some are
 in the engine, some wait for it, and some are read ahead."""
 
 AHEAD_SECONDS = 5.0
-"""That a window which was read ahead is kept for whoever asks for it."""
+"""How long a window that was read ahead is kept for the next request."""
 
 ALIVE_SECONDS = 1.0
 """After which an engine that does not answer is asked whether it has died: vLLM drops its calls then."""
@@ -63,7 +62,7 @@ Failure = Callable[[], Exception]
 """Makes the exception: each that waits raises its own."""
 
 HeadState = Literal["absent", "reading", "read", "waiting", "placed", "leaving"]
-"""On the host it is reading and read; then it waits for room, is placed, and leaves when the engine has no window."""
+"""`reading` and `read` on the host, `waiting` for memory, `placed`, and `leaving` until the engine has no window."""
 
 
 class UnreadableFileError(Exception):
@@ -286,7 +285,7 @@ class _Engine:
     def _must_leave(self, head: _Head, now: float) -> bool:
         if now - max(head.used, head.since) > IDLE_SECONDS:
             return True
-        # One at a time makes room.
+        # One at a time frees its memory.
         is_next = all(each.state != "leaving" for each in self.heads.values()) and head.since == min(
             each.since for each in self.heads.values() if each.state == "placed"
         )
@@ -320,7 +319,7 @@ class _Engine:
             self._orders.release.append(head.order.key)
             self._fail(head, partial(UnreadableFileError, failure.removeprefix(FAILED)))
         elif "absent" in states:
-            # Another API server has dropped it, or its room was taken.
+            # Another API server has dropped it, or another head has its memory.
             head.enter("absent")
         elif head.state == "reading" and set(states) == {"read"}:
             head.enter("read")

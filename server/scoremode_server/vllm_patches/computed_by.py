@@ -1,6 +1,6 @@
 """What computes a server's numbers besides the weights: asked of the first worker, and read of vLLM's configuration.
 
-All of it is told to readers of a run, and nothing depends on it: what this vLLM does not have is None.
+Readers of a run see it, and nothing depends on it: fields that this vLLM does not have are None.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from scoremode.protocol import ComputedBy
 from scoremode_server.vllm_patches.window_params import call_workers
 
-# vLLM writes what comes below its own name.
+# vLLM shows only the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.computed_by")
 
 _RUNNERS = {"vllm.v1.worker.gpu_model_runner": "v1", "vllm.v1.worker.gpu.model_runner": "v2"}

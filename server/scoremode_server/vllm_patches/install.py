@@ -38,7 +38,7 @@ def install() -> None:
         patch_runners(*group.broadcast_object((budget, head_bytes)))
 
     WorkerWrapperBase.init_device = init_device_then_patch
-    # Not by the worker extension, which is another's or nobody's where there is no folder for references.
+    # Not in the worker extension: without a folder for references the server has another one, or none.
     WorkerWrapperBase.scoremode_computed_by = describe_worker
     WorkerWrapperBase._scoremode_patched = True
 

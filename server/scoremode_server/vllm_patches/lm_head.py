@@ -1,6 +1,6 @@
 """What a model's `compute_logits` does, found out by calling it: how much memory it takes, and what part is local.
 
-Most models hand hidden states to vLLM's `LogitsProcessor` and return what comes back. Some change that once more: they
+Most models hand hidden states to vLLM's `LogitsProcessor` and return its result. Some change that once more: they
 mask tokens, scale, cap. Nothing is assumed of these, and their logits are gathered from all ranks as in vLLM. Types do
 not tell the two kinds apart, so a trial call does.
 """
@@ -77,7 +77,9 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
     # What a rank computes by itself must be the very columns that it gets from all.
     same = call is not None and shard is not None and local is not None and _same(local(example), shard, call.output)
     if group.world_size > 1 and not all_ranks_agree(group, same):
-        logger.warning("Prompt logprobs gather the whole vocabulary on each rank: what computes logits is not known")
+        logger.warning(
+            "Prompt logprobs gather the whole vocabulary on each rank: the module that computes logits is not known"
+        )
         shard = None
     copies = _copies(call) if call else None
     # Some models scale hidden states before they project them.
@@ -117,7 +119,7 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> _Call | 
     finally:
         for hook in hooks:
             hook.remove()
-    # Where a logit is no number, a change could not be seen.
+    # Where a logit is NaN, a change could not be seen.
     untouched = len(calls) == 1 and logits is calls[0].output and torch.equal(logits, calls[0].before)
     return calls[0] if untouched and bool(logits.isfinite().all()) else None
 

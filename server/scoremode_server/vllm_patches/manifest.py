@@ -1,6 +1,6 @@
 """What Scoremode uses of vLLM that vLLM does not promise to keep: all that is replaced, wrapped, overridden or private.
 
-`private.toml` beside this file lists it. `manifest.json` has a hash of each one's source text for every supported
+`private.toml` next to this file lists it. `manifest.json` has a hash of each one's source text for every supported
 version, and of every name that Scoremode imports from vLLM. `scripts/check_vllm.py VERSION --write` writes it.
 """
 

@@ -51,7 +51,7 @@ def is_scoring(state: Any) -> bool:
 
 
 def decode_within_character(tokenizer: TokenizerLike, token_id: int, context: Sequence[int]) -> str:
-    """Text of a token that ends within a character, by vLLM's own rule: what it completes with the tokens before it."""
+    """Text that a token completes with the tokens before it where it ends within a character, by vLLM's own rule."""
     processor = LogprobsProcessor(tokenizer, None, None, None, None, None)
     text: str = processor._correct_decoded_token(token_id, list(context))
     return text

@@ -132,7 +132,7 @@ class HeadLayer:
         self._weights = [part.data for part in parts]
 
     def place(self, memory: torch.Tensor) -> None:
-        """Copy what was read to memory [num_bytes] of the device, and keep nothing of it on the host."""
+        """Copy the weights that were read to memory [num_bytes] of the device, and free those on the host."""
         with torch.inference_mode():
             placed, start = [], 0
             for weight in self._weights:

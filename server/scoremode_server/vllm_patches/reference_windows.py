@@ -22,12 +22,12 @@ from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.vllm_patches.head_room import HeadRoom
+from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead, copy_to_host
 from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from scoremode_server.vllm_patches.windows import Projections, Window, marked_with
 
-# vLLM writes what comes below its own name.
+# vLLM shows only the messages of loggers below its own.
 logger = init_logger(f"vllm.{__name__}")
 
 MARK = "scoremode_reference"
@@ -106,7 +106,7 @@ def find_mark(sampling_params: Any) -> WindowMark | None:
 
 
 class ComparedWindow(Window):
-    """Tokens: of the served model the target and the likeliest, of the reference the same, the reference's rank of the
+    """Tokens: of the served model the target and the top tokens, of the reference the same, the reference's rank of the
     target [2 (1 + k) + 1]. Logprobs: theirs in the same order, KL(reference||served), KL(served||reference), acceptance
     [2 (1 + k) + 3]. Ranks: the served model's. Where the reference was not read, all logprobs are NaN."""
 
@@ -196,24 +196,24 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReferenceWindows(ScoredWindows):
-    """The windows that are with this worker, the files that they need, and the room for references' LM heads.
+    """The windows in this worker, the files that they need, and the memory for references' LM heads.
 
     No step and no call waits for a file: threads read what API servers order before they send a window, and write what
-    windows leave. API servers ask how far that is.
+    windows leave. API servers ask about the progress.
 
     Attributes:
-        room: made while vLLM profiles; where it does not, as on a CPU, when it is first asked for.
+        heads: made while vLLM profiles, or, where it does not (on a CPU), when it is first needed.
     """
 
     def __init__(self, root: ReferenceDirectory, head_bytes: int = 0) -> None:
         """
         Args:
             root: where references are.
-            head_bytes: room for LM heads, all ranks together.
+            head_bytes: memory for LM heads, all ranks together.
         """
         super().__init__()
         self.root = root
-        self.room: HeadRoom | None = None
+        self.heads: HeadMemory | None = None
         self._head_bytes = head_bytes
         self._threads = FileThreads()
         self._read: dict[str, Future[torch.Tensor]] = {}
@@ -236,23 +236,23 @@ class ReferenceWindows(ScoredWindows):
         return ComparedWindow(mark, hidden_states, lambda local: self._head(mark, local))
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor, projections: Projections) -> None:
-        """Make the room for references' heads, and compare as many rows as a chunk has, while vLLM profiles."""
-        self.make_room(runner.vllm_config, hidden_states.device)
+        """Allocate the memory for references' heads, and compare as many rows as a chunk has, while vLLM profiles."""
+        self.allocate_heads(runner.vllm_config, hidden_states.device)
         states = hidden_states.new_zeros((runner.max_num_tokens, hidden_states.shape[-1]))
         targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
         head = ReferenceHead(projections.project, runner.model_config.head_dtype.itemsize)
         projections.compare(targets, states, head, states, RESERVED_TOP)
 
-    def make_room(self, config: VllmConfig, device: torch.device) -> HeadRoom:
-        """The room for references' heads."""
-        if self.room is None:
+    def allocate_heads(self, config: VllmConfig, device: torch.device) -> HeadMemory:
+        """The memory for references' heads."""
+        if self.heads is None:
             part = self._head_bytes // config.parallel_config.tensor_parallel_size
             make_layer = partial(HeadLayer, config=config)
-            self.room = HeadRoom(self._head_bytes, part, device, make_layer, self._threads)
-        return self.room
+            self.heads = HeadMemory(self._head_bytes, part, device, make_layer, self._threads)
+        return self.heads
 
     def exchange(self, holder: str, orders: Orders, *, pinned: bool) -> dict[str, Any]:
-        """Do what an API server orders, which is never more than to begin something.
+        """Begin what an API server orders. Returns at once.
 
         Args:
             holder: names the API server.
@@ -261,30 +261,30 @@ class ReferenceWindows(ScoredWindows):
 
         Returns:
             files: by ticket, why something could not be read or written, or nothing if it was; None until then.
-            heads: by key, see `HeadRoom.state`.
-            is_contended: whether somebody waits for room for a head.
+            heads: by key, see `HeadMemory.state`.
+            is_contended: whether a head waits for memory.
         """
-        assert self.room is not None
+        assert self.heads is not None
         for ticket in orders.forget:
             if ticket in self._read:
                 self._read.pop(ticket).cancel()
         for key in orders.release:
-            self.room.release(key, holder)
+            self.heads.release(key, holder)
         for key in orders.forget_heads:
-            self.room.forget(key)
+            self.heads.forget(key)
         for fields in orders.read:
             mark = WindowMark(**fields)
             self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark, pinned))
         for fields in orders.read_heads:
             order = HeadOrder(**fields)
             open_reference = partial(self.root.open_same, order.reference, order.identity)
-            self.room.read(order.key, order.reference, HeadFormat.model_validate(order.head), open_reference)
+            self.heads.read(order.key, order.reference, HeadFormat.model_validate(order.head), open_reference)
         for key in orders.hold:
-            self.room.hold(key, holder)
+            self.heads.hold(key, holder)
         return {
             "files": {ticket: self._file_state(ticket) for ticket in orders.files},
-            "heads": {key: self.room.state(key, holder) for key in orders.heads},
-            "is_contended": self.room.is_contended,
+            "heads": {key: self.heads.state(key, holder) for key in orders.heads},
+            "is_contended": self.heads.is_contended,
         }
 
     def _file_state(self, ticket: str) -> str | None:
@@ -302,8 +302,8 @@ class ReferenceWindows(ScoredWindows):
         return hidden_states.pin_memory() if pinned else hidden_states
 
     def _head(self, mark: WindowMark, local: bool) -> ReferenceHead | None:
-        assert self.room is not None
-        return self.room.find(mark.head, local=local)
+        assert self.heads is not None
+        return self.heads.find(mark.head, local=local)
 
     def written(self, ticket: str, failure: str = "") -> None:
         """Keep for API servers that something was written, or why not."""

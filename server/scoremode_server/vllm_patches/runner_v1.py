@@ -2,7 +2,7 @@
 
 The runner projects all rows that a step has of a prompt at once, [tokens, vocabulary] in float32. That is not in the
 memory that vLLM profiles, and a server that has given the rest to its KV cache dies of it. Here it takes as many rows
-at a time as a budget holds, whatever the vocabulary and the length of the prompt, and one such chunk is computed while
+at a time as a budget holds, for any vocabulary and any length of the prompt, and one such chunk is computed while
 vLLM profiles. There is no extension point.
 """
 
@@ -74,7 +74,7 @@ def exact_logprobs(logits: torch.Tensor) -> torch.Tensor:
 def reserve(runner: Any, hidden_states: torch.Tensor, budget_bytes: int, windows: ScoredWindows) -> None:
     projections = ChunkedProjections(runner, budget_bytes)
     rows = min(projections.chunk_rows(RESERVED_TOP), runner.max_num_tokens)
-    # A step still holds the logits that it sampled from when it comes to prompt logprobs.
+    # A step still holds the logits that it sampled from when it computes prompt logprobs.
     sampled_logits = runner.model.compute_logits(hidden_states)
     states, targets = dummy_rows(hidden_states, rows)
     projections.score(targets, states, RESERVED_TOP)

@@ -35,7 +35,7 @@ of 1B, chunks of 2,048 rows take 6 % less time than chunks of 512."""
 class PromptLogprobs:
     """What takes the place of vLLM's function: its parameters, smaller integers.
 
-    vLLM's own, which takes logits modes and more likeliest tokens than `fused_logprobs` can, works within the budget as
+    vLLM's own, which supports logits modes and more top tokens than `fused_logprobs` can, works within the budget as
     its chunks are set to.
     """
 

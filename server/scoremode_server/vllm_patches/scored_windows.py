@@ -35,12 +35,12 @@ class ScoredMark:
 
     @property
     def num_columns(self) -> int:
-        """Of the rows: the target, the candidates, the likeliest."""
+        """Of the rows: the target, the candidates, the top tokens."""
         return 1 + self.num_candidates + self.num_top
 
     @property
     def identity(self) -> str:
-        """All that decides the rows of a sequence, but the number of the likeliest, which come last."""
+        """Everything that determines the rows of a sequence, except the number of top tokens, which come last."""
         digest = blake2b(self.candidates, digest_size=16).hexdigest()
         # The rows that candidates of their own belong to depend on where these begin.
         first = self.first if len(self.candidates) > 4 * self.num_candidates else None
@@ -52,7 +52,7 @@ class ScoredMark:
 
 
 class ScoredWindow(Window):
-    """Tokens and logprobs [1 + m + k]: the target, the candidates, the likeliest. Ranks of the targets."""
+    """Tokens and logprobs [1 + m + k]: the target, the candidates, the top tokens. Ranks of the targets."""
 
     def __init__(self, mark: ScoredMark, device: torch.device) -> None:
         super().__init__(mark.first, mark.last_token)

@@ -1,6 +1,6 @@
-"""A time of grace for scoring requests when the server is told to stop, whether it was told, and an end of all waiting.
+"""Time for scoring requests to finish after the server is told to stop, and the event that ends all waiting.
 
-On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine go on, but
+On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine finish, but
 the API server stops reading what it computes. vLLM calls `shutdown` of the engine client from a thread, so there
 scoring requests can be waited for while the event loop still answers them. Then uvicorn waits for every connection to
 close, which one whose client reads nothing never does.

@@ -29,7 +29,7 @@ class Sources:
         """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None where none does.
 
         A name that is defined several times, as overloads and properties are, has all definitions. Imports are none.
-        Of "module:Class.*" it is the class's bases and public names, one a line, whatever they do.
+        For "module:Class.*": the class's bases and the names of its public attributes, one per line.
         """
         module, _, name = key.partition(":")
         found = self.module(module)

@@ -15,12 +15,12 @@ class ReferenceWorker:
     exception vLLM makes one line that names neither its type nor the worker."""
 
     def scoremode_head_bytes(self) -> int | None:
-        """Bytes of the LM heads of references for which there is room, all ranks together; None on a rank without
+        """Bytes of memory for the LM heads of references, all ranks together; None on a rank without
         one."""
         if not get_pp_group().is_last_rank:
             return None
         runner = self._scoremode_runner()
-        return self._scoremode_windows().make_room(runner.vllm_config, runner.device).num_bytes
+        return self._scoremode_windows().allocate_heads(runner.vllm_config, runner.device).num_bytes
 
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
@@ -52,7 +52,7 @@ class ReferenceWorker:
         if not get_pp_group().is_last_rank or index not in orders:
             return None
         windows = self._scoremode_windows()
-        windows.make_room(runner.vllm_config, runner.device)
+        windows.allocate_heads(runner.vllm_config, runner.device)
         return windows.exchange(holder, Orders(**orders[index]), pinned=runner.device.type == "cuda")
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:

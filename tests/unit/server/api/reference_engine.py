@@ -14,7 +14,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.vllm_patches.head_room import HeadRoom
+from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows, find_mark
 from tests.bad_inputs import REFERENCES
@@ -67,10 +67,10 @@ class HeadInMemory:
         return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)
 
 
-def make_room(windows: ReferenceWindows, num_heads: int) -> HeadRoom:
+def allocate_heads(windows: ReferenceWindows, num_heads: int) -> HeadMemory:
     """The room for heads in a worker, without that for the padding of vLLM's layers: hundreds of these heads."""
     num_bytes = num_heads * HEAD_FORMAT.num_bytes
-    room = HeadRoom(num_bytes, num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
+    room = HeadMemory(num_bytes, num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
     room._memory = room._memory[:num_bytes]
     return room
 
@@ -91,7 +91,7 @@ class ReferenceEngine(HeldEngine):
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
         self.windows = ReferenceWindows(self.directory)
-        self.windows.room = make_room(self.windows, num_heads)
+        self.windows.heads = allocate_heads(self.windows, num_heads)
         self.vllm_config.parallel_config = SimpleNamespace(
             data_parallel_size=1, local_engines_only=False, data_parallel_index=0
         )

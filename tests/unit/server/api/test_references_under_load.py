@@ -272,7 +272,7 @@ async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Pa
         await files._task
     assert not engine.windows._read
     assert not engine.windows._threads._lanes
-    room = engine.windows.room
+    room = engine.windows.heads
     assert room is not None
     assert not room._read
     assert not room._waiting

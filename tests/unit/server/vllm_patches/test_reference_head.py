@@ -22,7 +22,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches import worker_extension
-from scoremode_server.vllm_patches.head_room import FAILED, HeadRoom
+from scoremode_server.vllm_patches.head_memory import FAILED, HeadMemory
 from scoremode_server.vllm_patches.lm_head import examine
 from scoremode_server.vllm_patches.reference_head import (
     HeadLayer,
@@ -124,12 +124,12 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     return ReferenceDirectory(root).open(name)
 
 
-def room_for(num_bytes: int, config: VllmConfig) -> HeadRoom:
+def room_for(num_bytes: int, config: VllmConfig) -> HeadMemory:
     part = num_bytes // config.parallel_config.tensor_parallel_size
-    return HeadRoom(num_bytes, part, CPU, partial(HeadLayer, config=config), FileThreads())
+    return HeadMemory(num_bytes, part, CPU, partial(HeadLayer, config=config), FileThreads())
 
 
-def load(room: HeadRoom, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
+def load(room: HeadMemory, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
     key, head = reference.name, reference.manifest.head
     assert head is not None
@@ -149,7 +149,7 @@ def load(room: HeadRoom, reference: StoredReference, *, local: bool = False) -> 
     return found
 
 
-def logits_are_those_of_the_model(room: HeadRoom, reference: StoredReference, model: Model) -> None:
+def logits_are_those_of_the_model(room: HeadMemory, reference: StoredReference, model: Model) -> None:
     hidden_states, head = model.hidden_states(), examine(model.compute_logits, HIDDEN, model.dtype, get_tp_group())
     whole = load(room, reference).logits_fn(hidden_states)
     assert whole.dtype == model.dtype

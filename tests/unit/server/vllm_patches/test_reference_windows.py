@@ -99,7 +99,7 @@ def steps(window: Any, *ends: int, projections: Projections | None = None) -> Lo
 def windows_in(root: Path) -> Iterator[ReferenceWindows]:
     """Windows of a worker. At the end all files are written, as they are when a worker ends."""
     windows = ReferenceWindows(ReferenceDirectory(root))
-    windows.room = Room()  # type: ignore[assignment]
+    windows.heads = Room()  # type: ignore[assignment]
     yield windows
     let_all_be_written(windows)
 
@@ -277,7 +277,7 @@ def test_a_name_may_be_given_again_while_a_window_is_computed(reference: StoredR
 
 def test_a_head_that_is_not_in_its_place_gives_no_numbers(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
-        windows.room = SimpleNamespace(find=lambda key, local: None)  # type: ignore[assignment]
+        windows.heads = SimpleNamespace(find=lambda key, local: None)  # type: ignore[assignment]
         rows = steps(add(windows, mark("compare", 1)), NUM_FED)
     assert rows is not None
     assert rows.logprobs.isnan().all()

@@ -143,7 +143,7 @@ def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
     engine, generator = Engine(), torch.Generator().manual_seed(8)
     reference_weight = torch.randn(HIDDEN, VOCAB, generator=generator)
     head = ReferenceHead(lambda hidden_states: hidden_states @ reference_weight, 4)
-    windows.room = SimpleNamespace(find=lambda key, local: head)  # type: ignore[assignment]
+    windows.heads = SimpleNamespace(find=lambda key, local: head)  # type: ignore[assignment]
     reference = windows.root.open("base")
     kept = torch.randn(9 + 1 - FIRST, HIDDEN, generator=generator)
     windows._read["1"] = Future()

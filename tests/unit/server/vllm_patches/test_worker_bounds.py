@@ -23,7 +23,7 @@ WINDOW_BYTES = 5 * HIDDEN * 4
 @pytest.fixture
 def windows(tmp_path: Path) -> ReferenceWindows:
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    windows.room = SimpleNamespace(is_contended=False)  # type: ignore[assignment]
+    windows.heads = SimpleNamespace(is_contended=False)  # type: ignore[assignment]
     return windows
 
 

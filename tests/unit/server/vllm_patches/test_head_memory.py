@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scoremode_server.vllm_patches.head_room import ALIGNMENT, FAILED, HeadRoom
+from scoremode_server.vllm_patches.head_memory import ALIGNMENT, FAILED, HeadMemory
 
 CPU = torch.device("cpu")
 
@@ -52,24 +52,24 @@ def threads() -> Threads:
 
 
 @pytest.fixture
-def room(threads: Threads) -> HeadRoom:
-    room = HeadRoom(0, 0, CPU, Layer, threads)  # type: ignore[arg-type]
+def room(threads: Threads) -> HeadMemory:
+    room = HeadMemory(0, 0, CPU, Layer, threads)  # type: ignore[arg-type]
     room._memory = room._memory[: 4 * ALIGNMENT]
     room._placing = threads  # type: ignore[assignment]
     return room
 
 
-def read(room: HeadRoom, key: str, units: int) -> None:
+def read(room: HeadMemory, key: str, units: int) -> None:
     room.read(key, key, units, lambda: None)  # type: ignore[arg-type, return-value]
 
 
-def hold(room: HeadRoom, key: str, units: int, holder: str = "one") -> str:
+def hold(room: HeadMemory, key: str, units: int, holder: str = "one") -> str:
     read(room, key, units)
     room.hold(key, holder)
     return room.state(key, holder)
 
 
-def test_the_head_that_was_held_last_stays_longest(room: HeadRoom):
+def test_the_head_that_was_held_last_stays_longest(room: HeadMemory):
     for key in "abcd":
         assert hold(room, key, 1) == "placed"
         room.release(key, "one")
@@ -80,7 +80,7 @@ def test_the_head_that_was_held_last_stays_longest(room: HeadRoom):
     assert [room.find(key, local=False) is not None for key in "abcde"] == [True, False, True, True, True]
 
 
-def test_a_held_head_stays_and_others_wait_in_order(room: HeadRoom):
+def test_a_held_head_stays_and_others_wait_in_order(room: HeadMemory):
     hold(room, "a", 3)
     hold(room, "a", 3, "two")
     assert hold(room, "b", 3) == "waiting"
@@ -94,7 +94,7 @@ def test_a_held_head_stays_and_others_wait_in_order(room: HeadRoom):
     assert not room.is_contended
 
 
-def test_heads_of_other_sizes_do_not_overlap(room: HeadRoom):
+def test_heads_of_other_sizes_do_not_overlap(room: HeadMemory):
     for key, units in (("a", 1), ("b", 2), ("c", 1)):
         hold(room, key, units)
     room.release("b", "one")
@@ -108,7 +108,7 @@ def test_heads_of_other_sizes_do_not_overlap(room: HeadRoom):
     assert sorted(set(room._memory.tolist()) & set(b"acde")) == list(b"acde")
 
 
-def test_no_decision_depends_on_how_far_a_thread_is(room: HeadRoom, threads: Threads):
+def test_no_decision_depends_on_how_far_a_thread_is(room: HeadMemory, threads: Threads):
     """A rank that is slow says so, and has the same heads in the same places."""
     hold(room, "a", 3)
     room.release("a", "one")
@@ -123,7 +123,7 @@ def test_no_decision_depends_on_how_far_a_thread_is(room: HeadRoom, threads: Thr
     assert room.state("b", "one") == "placed"
 
 
-def test_a_head_that_cannot_be_read_is_told_until_it_is_forgotten(room: HeadRoom):
+def test_a_head_that_cannot_be_read_is_told_until_it_is_forgotten(room: HeadMemory):
     read(room, "large", 5)
     assert room.state("large", "one") == f"{FAILED}the LM head of reference 'large' does not fit"
     room.forget("large")

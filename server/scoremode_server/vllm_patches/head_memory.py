@@ -1,4 +1,4 @@
-"""Room in an engine worker for the LM heads of references: which are there, who needs them, and what is read for them.
+"""Memory in an engine worker for the LM heads of references: which are there, which are needed, which are being read.
 
 Ranks of a tensor-parallel group decide the same, because they decide by the order of calls, which come to all of them,
 and never by what a file or a thread has done meanwhile.
@@ -20,7 +20,7 @@ from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead
 
 PADDING_BYTES = 64 * 32_768 * 4
-"""Added to the room: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
+"""Added to the memory: vLLM pads the vocabulary to a multiple of 64 rows. No hidden state has more entries."""
 
 ALIGNMENT = 256
 """Of heads in memory, in bytes."""
@@ -38,9 +38,9 @@ class _PlacedHead:
     holders: set[str] = field(default_factory=set)
 
 
-class HeadRoom:
-    """Heads by key. One is first read to the host; then it is held, and placed as soon as there is room. Whoever holds
-    it lets it go; it then stays until another needs the room.
+class HeadMemory:
+    """Heads by key. A head is first read to the host, then held, and placed as soon as there is memory for it. After
+    its holder releases it, it stays until another head needs the memory.
 
     Args:
         num_bytes: of all heads that fit at once, all ranks together.
@@ -90,7 +90,7 @@ class HeadRoom:
             self._evict(key)
 
     def hold(self, key: str, holder: str) -> None:
-        """Have a head placed that was read on every rank, once there is room, and keep it in its place."""
+        """Place a head that was read on every rank, once there is memory for it, and keep it there."""
         self._waiting[key, holder] = None
         self._place_waiting()
 
@@ -103,11 +103,11 @@ class HeadRoom:
 
     @property
     def is_contended(self) -> bool:
-        """Whether somebody waits for room."""
+        """Whether a head waits for memory."""
         return bool(self._waiting)
 
     def state(self, key: str, holder: str) -> str:
-        """`absent`, `reading`, `read`, `waiting` for room, `placed`, or `FAILED` and the reason."""
+        """`absent`, `reading`, `read`, `waiting` for memory, `placed`, or `FAILED` and the reason."""
         placed = self._placed.get(key)
         if placed is None:
             if key not in self._read:
@@ -154,7 +154,7 @@ class HeadRoom:
         return next((end for (_, end), (start, _) in pairwise(edges) if start - end >= size), None)
 
     def _evict(self, key: str) -> None:
-        # A copy that is under way must not write into what comes there next.
+        # A copy that has begun must not write into the next head there.
         self._placed.pop(key).ready.exception()
 
 
