@@ -13,6 +13,7 @@ from scoremode import kld_report
 from scoremode._output import Output
 from scoremode.divergence import KldMeasurement
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.kld_result import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
 from scoremode.protocol import NoiseFloor, Reference, ServerInfo
 
 NUM_PARAMETERS = 134_515_008
@@ -87,6 +88,25 @@ def run_arrays(model: MadeUpModel, reference: dict[str, NDArray[Any]], vocab_siz
     }
 
 
+def top_tokens(arrays: Mapping[str, NDArray[Any]], vocab_size: int, seed: int) -> TopTokens:
+    """Of the most divergent positions: the run's top token and then the reference's other four, each half as likely."""
+    random = np.random.default_rng(seed)
+    at = np.sort(np.argsort(-arrays["kld"], kind="stable")[:MAX_TOP_POSITIONS])
+    confidence = np.clip(arrays["reference_confidence"][at], 0.02, 0.98).astype(np.float64)
+    shares = np.stack([confidence, *((1 - confidence) / 2**place for place in range(1, NUM_TOP))], axis=1)
+    logprobs = -np.sort(-np.log(shares), axis=1)
+    steps = random.integers(1, vocab_size // NUM_TOP, (len(at), 1))
+    ids = (arrays["reference_top_token_ids"][at, None] + steps * np.arange(NUM_TOP)) % vocab_size
+    of_run = np.hstack([arrays["top_token_ids"][at, None], ids[:, 1:]])
+    of_noise = logprobs - np.sqrt(arrays["kld"][at, None]) * random.uniform(0, 1, logprobs.shape)
+    return TopTokens(
+        at,
+        np.stack([of_run, ids], axis=1),
+        np.stack([-np.sort(-of_noise, axis=1), logprobs], axis=1),
+        len(arrays["kld"]),
+    )
+
+
 def made_up_reference(window_sizes: Sequence[int], **fields: Any) -> Reference:
     """A complete recording of a text in windows of these sizes. `fields` override those here."""
     num_scored, num_windows = sum(window_sizes), len(window_sizes)
@@ -149,6 +169,7 @@ def write_kld_run(
     server: ServerInfo,
     reference: Reference,
     texts: Mapping[int, str] | None = None,
+    tops: TopTokens | None = None,
 ) -> Path:
     """Write what `ppl-client kld --output` would: `arrays` [n] of every field of `KldPositions`, and `window_sizes`
     whose sum is n. Returns the path."""
@@ -165,6 +186,7 @@ def write_kld_run(
         most_divergent=[],
         seconds=1.0,
         token_texts=dict(texts or {}),
+        top_tokens=tops,
     )
     record = kld_report.as_json(measurement, ["http://localhost:8000"])
     Output(path, resume=False, force=True).write(record, kld_report.as_arrays(measurement))
@@ -192,7 +214,9 @@ def write_runs(
     texts, paths = token_texts(vocab_size), []
     for index, model in enumerate(models):
         arrays = run_arrays(model, of_reference, vocab_size, seed + 1 + index)
-        used = np.unique([arrays[name] for name in ("token_ids", "top_token_ids", "reference_top_token_ids")])
+        tops = top_tokens(arrays, vocab_size, seed)
+        names = ("token_ids", "top_token_ids", "reference_top_token_ids")
+        used = np.unique(np.concatenate([*(arrays[name] for name in names), tops.token_ids.ravel()]))
         path = write_kld_run(
             folder / f"{model.name}.json",
             arrays,
@@ -200,6 +224,7 @@ def write_runs(
             server=server_of(model),
             reference=reference,
             texts={int(token): texts[int(token)] for token in used},
+            tops=tops,
         )
         paths.append(path)
     return paths

@@ -52,10 +52,21 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The servers of this worker."""
     needed = {name for item in request.session.items for name in getattr(item, "fixturenames", ()) if name in SERVERS}
     servers = Servers(lambda: tmp_path_factory.mktemp("server"), request.getfixturevalue, needed)
+    request.config.stash[RUNNING] = servers
     try:
         yield servers
     finally:
         servers.stop()
+
+
+RUNNING = pytest.StashKey[Servers]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Servers end with the last test of their group: what comes next needs their memory."""
+    if nextitem is not None and RUNNING in item.config.stash and _group(nextitem) != _group(item):
+        item.config.stash[RUNNING].stop()
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,11 @@ SERVERS = {
     "smollm2_server": Server(
         "real",
         "smollm2",
-        ("--served-model-name", "smollm2", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+        (
+            *("--served-model-name", "smollm2", *_FOR_TRAINERS, *_COMMON, "--enforce-eager"),
+            # Six sequences of full length, half of a GiB.
+            *("--num-gpu-blocks-override", "384"),
+        ),
         (*_WITH_STOCK_ROUTES, "scoremode"),
         references="smollm2",
     ),
@@ -108,7 +112,12 @@ SERVERS = {
         ),
         references="shared",
     ),
-    "rounded_server": Server("real", "rounded_smollm2", ("--max-model-len", "1024", *_SMALL), references="smollm2"),
+    "rounded_server": Server(
+        "real",
+        "rounded_smollm2",
+        ("--max-model-len", "1024", *_SMALL, "--block-size", "32", "--num-gpu-blocks-override", "256"),
+        references="smollm2",
+    ),
     # Two of one model: tests kill the second, then stop the first.
     "first_server": TO_END,
     "second_server": TO_END,

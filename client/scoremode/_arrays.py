@@ -34,6 +34,12 @@ def decode_top_logprobs(arrays: TopLogprobArrays | list[Any] | None) -> TopLogpr
     )
 
 
+def encode_top_logprobs(top: TopLogprobs) -> TopLogprobArrays:
+    """The arrays as `decode_top_logprobs` takes them."""
+    token_ids, logprobs = (base64.b64encode(array.tobytes()).decode() for array in (top.token_ids, top.logprobs))
+    return {"shape": list(top.token_ids.shape), "token_ids": token_ids, "logprobs": logprobs}
+
+
 def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | None = None) -> NDArray[Any]:
     """An array of an answer; `name` is its field."""
     if not isinstance(encoded, str):

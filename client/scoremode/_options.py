@@ -12,6 +12,7 @@ from scoremode import corpora
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
+from scoremode.kld_result import NUM_TOP
 from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
@@ -189,7 +190,10 @@ _COMMANDS = {
                 **_CONCURRENCY,
             },
             "server": _SEVERAL_SERVERS,
-            "output": _output("write the result as JSON, and the values of every token next to it as safetensors"),
+            "output": {
+                **_output("write the result as JSON, and the values of every token next to it as safetensors"),
+                "--top-logprobs": _number("top tokens in --output; default: %(default)s", 0, NUM_TOP),
+            },
         },
     ),
     "compare": _Command(

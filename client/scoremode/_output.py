@@ -129,8 +129,8 @@ class Output:
 
     def _check_room(self, plan: OutputPlan[Result], journal: Journal[Result]) -> None:
         num_kept = sum(window.num_scored for window in journal.windows.values())
-        # A position has its own token and the likeliest of both models.
-        num_texts = min(3 * plan.num_scored, plan.server.vocab_size)
+        # A position has its own token, and often the five likeliest of both models.
+        num_texts = min(11 * plan.num_scored, plan.server.vocab_size)
         needed = (
             plan.JOURNAL_BYTES_PER_TOKEN * (plan.num_scored - num_kept)
             + plan.OUTPUT_BYTES_PER_TOKEN * plan.num_scored

@@ -115,6 +115,7 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
                 clients,
                 options.reference,
                 return_token_texts=output is not None,
+                top_logprobs=0 if output is None else options.top_logprobs,
                 concurrency=options.concurrency,
                 start_journal=None if output is None else output.start_journal,
                 on_progress=on_progress,

@@ -5,16 +5,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from scoremode._arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ServersDifferError
 from scoremode.journal import Journal
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.kld_result import KldWindowValues, decode_positions, encode_positions
+from scoremode.kld_result import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.plan import differences, server_header
 from scoremode.pool import Pool
-from scoremode.protocol import KldStatistics, Reference, ServerInfo
+from scoremode.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
 from scoremode.run import OnProgress, Run
 from scoremode.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
 
@@ -28,19 +29,21 @@ class _Line(BaseModel):
     index: NonNegativeInt
     num_scored: int
     positions: dict[str, str]
+    tops: list[TopLogprobArrays] = Field([], max_length=2)
 
 
 @dataclass(frozen=True, slots=True)
 class KldPlan:
     """A comparison, as its journal has it."""
 
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 6 * len(POSITION_DTYPES)
+    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 6 * (len(POSITION_DTYPES) + 4 * NUM_TOP)
     """Four bytes are six in base64, at most."""
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 4 * len(POSITION_DTYPES)
+    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 4 * (len(POSITION_DTYPES) + 4 * NUM_TOP)
 
     server: ServerInfo
     model: str
     reference: Reference
+    top_logprobs: int = 0
 
     @property
     def num_windows(self) -> int:
@@ -58,15 +61,18 @@ class KldPlan:
             "kind": "kld",
             **{f"reference.{name}": value for name, value in _identity(self.reference).items()},
             "model": self.model,
+            **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
             **server_header(self.server),
         }
 
     def to_line(self, window: KldWindowValues) -> dict[str, object]:
         """A finished window as JSON: its arrays in base64, exact to the last bit."""
+        tops = (window.top_logprobs, window.reference_top_logprobs)
         return {
             "index": window.index,
             "num_scored": window.num_scored,
             "positions": encode_positions(window.positions),
+            "tops": [encode_top_logprobs(top) for top in tops if top is not None],
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:
@@ -77,7 +83,9 @@ class KldPlan:
         """
         found = _Line.model_validate(line)
         try:
-            window = KldWindowValues(found.index, decode_positions(found.positions))
+            window = KldWindowValues(
+                found.index, decode_positions(found.positions), *map(decode_top_logprobs, found.tops)
+            )
         except ResponseError as error:
             raise ValueError(str(error)) from error
         if found.index >= self.num_windows or found.num_scored != window.num_scored:
@@ -108,7 +116,8 @@ class KldMeasurement:
     seconds: float
     """From the first request for a window to the last answer; of a run in several sessions, the sum."""
     token_texts: dict[int, str] = field(default_factory=dict)
-    """Of every token id in `positions`, where they were asked for and a server gave them."""
+    """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
+    top_tokens: TopTokens | None = None
 
     @property
     def positions_per_second(self) -> float:
@@ -127,6 +136,7 @@ async def measure_kld(
     name: str,
     *,
     return_token_texts: bool = False,
+    top_logprobs: int = 0,
     concurrency: int | None = None,
     start_journal: StartKldJournal | None = None,
     on_progress: OnProgress | None = None,
@@ -137,6 +147,7 @@ async def measure_kld(
         clients: One, or one for each server; all must have the reference.
         name: Of a complete reference.
         return_token_texts: Keep the text of every token that is a target or the top token of either; as for `evaluate`.
+        top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
         start_journal: As for `evaluate`.
         on_progress: Called for the windows of the journal together, and then for each that was compared.
@@ -149,7 +160,8 @@ async def measure_kld(
     clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
     pool = await Pool.connect(clients, concurrency)
     reference = await _common_reference(clients, name)
-    plan = KldPlan(pool.info, clients[0].model or pool.info.model, reference)
+    num_top = min(top_logprobs, pool.info.max_top_logprobs)
+    plan = KldPlan(pool.info, clients[0].model or pool.info.model, reference, num_top)
     run = Run(plan.num_windows, _kld_sum, None if start_journal is None else start_journal(plan), on_progress)
     await pool.score(run.missing(), partial(_compare_window, plan), run.keep)
     return await _measurement(
@@ -212,7 +224,7 @@ async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> R
 
 
 async def _compare_window(plan: KldPlan, client: AsyncScoreClient, index: int) -> KldWindowValues:
-    result = await client.kld(plan.reference.name, (index, index + 1))
+    result = await client.kld(plan.reference.name, (index, index + 1), top_logprobs=plan.top_logprobs)
     if [window.index for window in result.data] != [index]:
         raise ResponseError("the server did not compare the window that it was asked for")
     if plan.server.fingerprint is not None and result.fingerprint != plan.server.fingerprint:
@@ -240,6 +252,13 @@ async def _measurement(
     if differing := differences(_identity(reference), _identity(plan.reference)):
         raise ResponseError(f"the reference was replaced while it was compared with: {differing}")
     window_sizes = [window.num_scored for window in windows]
+    try:
+        top_tokens = most_divergent(windows, positions.kld) if plan.top_logprobs else None
+    except ValueError as error:
+        raise ResponseError(f"the server's top tokens do not fit the windows: {error}") from error
+    occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
+    if top_tokens is not None:
+        occurring.append(top_tokens.token_ids.ravel())
     figures = statistics(positions, window_sizes)
     return KldMeasurement(
         server=plan.server,
@@ -254,13 +273,8 @@ async def _measurement(
             client, figures["most_divergent"], positions, window_sizes, reference.method
         ),
         seconds=seconds,
-        token_texts=await _token_texts(client, positions) if return_token_texts else {},
-    )
-
-
-async def _token_texts(client: AsyncScoreClient, positions: KldPositions) -> dict[int, str]:
-    return await texts_of_occurring(
-        client, positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids
+        token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
+        top_tokens=top_tokens,
     )
 
 

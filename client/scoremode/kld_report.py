@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scoremode._printable import printable, two_columns
 from scoremode.divergence import KldMeasurement
 from scoremode.kld import POSITION_DTYPES
+from scoremode.kld_result import TOP_DTYPES
 from scoremode.presets import comparable_with
 from scoremode.protocol import ConfidenceBucket, KldFigures, KldStatistics, Reference
 from scoremode.recording import Recording
@@ -94,8 +95,10 @@ def as_json(measurement: KldMeasurement, urls: Sequence[str]) -> dict[str, objec
 
 
 def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
-    """The values of every position, in the order of windows, and the windows' sizes."""
+    """The values of every position, in the order of windows, top tokens of some, and the windows' sizes."""
     arrays = {name: getattr(measurement.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
+    if (top := measurement.top_tokens) is not None:
+        arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}
     return {**arrays, "window_sizes": np.array(measurement.window_sizes, np.int32)}
 
 

@@ -1,17 +1,23 @@
 """What `/v1/kld` answers, as arrays, and how it is read from the wire."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from scoremode._arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.protocol import KldResponse, KldStatistics, KldWindow
+
+NUM_TOP = 5
+"""Top tokens that commands keep, of the most divergent positions."""
+MAX_TOP_POSITIONS = 20_000
+TOP_DTYPES = {"positions": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
 
 _WINDOW = TypeAdapter(KldWindow)
 _RESPONSE = TypeAdapter(KldResponse)
@@ -49,6 +55,43 @@ class KldResult:
     """Of the positions of these windows, by the server; `scoremode.kld.statistics` gives the same."""
     data: list[KldWindowValues]
     """In the order of windows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """At m of the `num_scored` positions, the top tokens [m, 2, k] of the served model and of the reference."""
+
+    positions: NDArray[Any]
+    token_ids: NDArray[Any]
+    logprobs: NDArray[Any]
+    num_scored: int
+
+    def __post_init__(self) -> None:
+        shape = (*self.positions.shape[:1], 2, *self.token_ids.shape[-1:])
+        for name, dtype in TOP_DTYPES.items():
+            array, expected = getattr(self, name), shape[:1] if name == "positions" else shape
+            if array.shape != expected or array.dtype.kind != np.dtype(dtype).kind or np.isnan(array).any():
+                raise ValueError(f"{name} are of type {array.dtype} and shape {array.shape}, or NaN")
+        if (np.diff(self.positions, prepend=-1, append=self.num_scored) <= 0).any():
+            raise ValueError(f"positions do not ascend from 0 to {self.num_scored - 1}")
+
+    def at(self, positions: NDArray[np.intp]) -> "TopTokens":
+        """Those at some positions."""
+        here = np.isin(self.positions, positions)
+        return TopTokens(self.positions[here], self.token_ids[here], self.logprobs[here], self.num_scored)
+
+
+def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> TopTokens:
+    """The top tokens of all windows in order, where their positions diverge most.
+
+    Raises:
+        ValueError: the windows do not have those of each position.
+    """
+    pairs = [[top for top in (each.top_logprobs, each.reference_top_logprobs) if top is not None] for each in windows]
+    ids = np.concatenate([np.stack([top.token_ids for top in pair], axis=1) for pair in pairs])
+    logprobs = np.concatenate([np.stack([top.logprobs for top in pair], axis=1) for pair in pairs])
+    largest = np.argsort(-kld, kind="stable")[:MAX_TOP_POSITIONS]
+    return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
 
 
 def parse_result(body: bytes) -> KldResult:

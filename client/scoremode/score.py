@@ -16,7 +16,8 @@ _SCORE_RESPONSE = TypeAdapter(ScoreResponse)
 _LOWEST = np.float32(LOWEST_LOGPROB)
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen: a request may have hundreds of texts, and setting frozen fields takes as long as decoding their values.
+@dataclass(eq=False)
 class Score:
     """One scored text, or one continuation. Lists and arrays run over `token_ids`; log-probabilities are in nats."""
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,6 @@ FULL_SURPRISE, FULL_DIFFERENCE = 10, 1
 """Nats from which on a token has the full colour, as the legend says."""
 ALPHA_TOLERANCE = 0.005
 """The page writes three digits, and the browser keeps eight bits."""
-LOWEST_LOGPROB = -9999.0
-"""What stands for minus infinity in the server's JSON."""
 LIKELIER, LESS_LIKELY, SURPRISE = (92, 165, 255), (255, 138, 61), (255, 138, 61)
 """Of the light colours."""
 
@@ -281,19 +279,6 @@ def test_which_continuation_the_model_prefers(page, client):
     assert preferred.startswith(f"The model prefers “{continuations[best]}”")
 
 
-def test_an_error_is_shown_until_the_next_response(server, browser):
-    with opened(browser, server) as page:
-        error = page.locator("#score-error")
-        score(page, "")
-        expect(error).to_contain_text("no text to score")
-        expect(error).to_have_role("alert")
-        score(page, PROSE)
-        expect(error).to_be_empty()
-        assert shown_text(page) == PROSE
-        page.locator("#compare").click()
-        expect(page.locator("#compare-error")).to_contain_text("no continuation")
-
-
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server, browser):
     with opened(browser, plugin_server, failure="401") as page:
         expect(page.locator("#served")).to_contain_text("needs an API key")
@@ -387,17 +372,6 @@ def test_a_second_server_shows_the_difference_token_by_token(server, int8_server
         assert [number(cell) for cell in rows[1][1:]] == pytest.approx(logprobs, abs=0.001)
 
 
-def test_without_a_second_server_colours_show_surprise_again(server, page):
-    page.route("**/same/v1/score", lambda route: route.fulfill(response=route.fetch(url=f"{server}/v1/score")))
-    compare_with(page, f"{server}/same")
-    score(page, PROSE)
-    assert {alpha for *_, alpha in backgrounds(page)} == {0}
-    compare_with(page, "")
-    expect(page.get_by_role("radio", name="surprise")).to_be_checked()
-    expect(page.locator("#legend")).to_contain_text("surprising")
-    assert max(alpha for *_, alpha in backgrounds(page)) > 0
-
-
 def test_servers_with_other_tokens_are_not_compared(server, plugin_server, browser):
     with opened(browser, server, plugin_server) as page:
         compare_with(page, plugin_server, API_KEY)
@@ -406,86 +380,6 @@ def test_servers_with_other_tokens_are_not_compared(server, plugin_server, brows
         # What the first server says is there.
         assert backgrounds(page)[1][:3] == SURPRISE
         assert len(figures(page)["Perplexity"]) == 1
-
-
-def test_a_second_server_that_cannot_be_asked(server, browser):
-    with opened(browser, server, "http://127.0.0.1:9", failure="ERR_") as page:
-        for second, message in (
-            ("http://127.0.0.1:9", "The second server cannot be reached"),
-            ("ftp://server", "no URL that begins with http"),
-            ("server", "no URL that begins with http"),
-        ):
-            compare_with(page, second)
-            score(page, PROSE)
-            expect(page.locator("#score-error")).to_contain_text(message)
-        compare_with(page, "")
-        score(page, PROSE)
-        expect(page.locator("#score-error")).to_be_empty()
-        assert shown_text(page) == PROSE
-
-
-def impossible(server: str, index: int | None) -> Callable[[Route], None]:
-    """Answers of `server` in which the token at `index` has probability 0; or no token is scored, if it is None."""
-
-    def answer(route: Route) -> None:
-        body = route.fetch(url=f"{server}/v1/score").json()
-        for result in body.get("data", ()):
-            if index is None:
-                result |= {"sum_logprob": 0.0, "num_scored": 0, "logprobs": [None] * len(result["logprobs"])}
-            else:
-                result["logprobs"][index] = LOWEST_LOGPROB
-                result["sum_logprob"] = math.fsum(each for each in result["logprobs"] if each is not None)
-        route.fulfill(json=body)
-
-    return answer
-
-
-def test_figures_without_a_finite_value(server, page):
-    page.route("**/second/v1/score", impossible(server, 3))
-    compare_with(page, f"{server}/second")
-    score(page, PROSE)
-    shown = figures(page)
-    assert shown["Sum of logprobs (nats)"][1] == "\N{MINUS SIGN}∞"
-    assert [shown["Perplexity"][1], shown["Bits per byte"][1]] == ["∞", "∞"]
-    assert "∞" not in "".join(cells[0] for cells in shown.values())
-    assert backgrounds(page)[3] == (*LESS_LIKELY, 1)
-    tokens(page).nth(3).hover()
-    card = page.locator("#card table").first
-    expect(card.locator("tr", has_text="difference")).to_contain_text("\N{MINUS SIGN}∞")
-    page.route("**/v1/score", impossible(server, 3))
-    score(page, PROSE)
-    assert backgrounds(page)[3][3] == 0, "it is impossible on both"
-    page.route("**/v1/score", impossible(server, 0))
-    page.locator("#continuations").fill("one\nanother")
-    page.locator("#compare").click()
-    expect(page.locator("#preferred")).to_contain_text("tiny finds each of them impossible.")
-    compare_with(page, "")
-    page.route("**/v1/score", impossible(server, None))
-    score(page, "a")
-    shown = figures(page)
-    assert [shown["Perplexity"], shown["Bits per byte"]] == [["\N{EN DASH}"], ["\N{EN DASH}"]]
-
-
-def test_a_response_of_another_kind_of_server(page):
-    page.locator("#continuations").fill("and so on")
-    for body in ("<p>a proxy</p>", "null", "{}", '{"data": []}', '{"data": [{"logprobs": [null]}]}'):
-        page.route("**/v1/score", lambda route, _, body=body: route.fulfill(body=body))
-        score(page, PROSE)
-        expect(page.locator("#score-error")).to_have_text("This server did not answer like Scoremode.")
-        page.locator("#compare").click()
-        expect(page.locator("#compare-error")).to_have_text("This server did not answer like Scoremode.")
-        expect(page.locator("#preferred")).to_be_empty()
-
-
-def test_on_a_narrow_screen_nothing_is_cut_off(server, browser):
-    with opened(browser, server, viewport={"width": 360, "height": 700}) as page:
-        score(page, PROSE + "x" * 300)
-        tokens(page).nth(4).click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        box = page.locator("#card").bounding_box()
-        assert box is not None
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= 360
 
 
 def test_a_long_text_is_shown_to_its_end(page):

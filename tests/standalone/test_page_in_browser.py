@@ -18,6 +18,8 @@ from tests.browser import visit
 FILES = Path(__file__).parents[2] / "server" / "scoremode_server" / "page"
 FIRST, SECOND = "http://first.test", "http://second.test"
 CONTEXT, STRIDE = 64, 16
+LOWEST_LOGPROB = -9999.0
+"""What stands for minus infinity in a server's JSON."""
 LONG = "".join(chr(97 + index * index % 23) for index in range(200))
 
 
@@ -113,8 +115,15 @@ def test_what_is_shown_is_what_is_chosen(page):
     expect(difference).to_be_disabled()
     expect(legend).to_contain_text("surprising")
     score(page, "a text", SECOND)
+    expect(page.locator("#score-error")).to_be_empty()
     expect(difference).to_be_checked()
     expect(legend).to_contain_text("less likely on the second server")
+    for second in ("ftp://server", "server"):
+        score(page, "a text", second)
+        expect(page.locator("#score-error")).to_contain_text("no URL that begins with http")
+    score(page, "a text", "")
+    expect(page.get_by_role("radio", name="surprise")).to_be_checked()
+    expect(legend).to_contain_text("surprising")
 
 
 def test_models_have_short_names_that_differ(page, servers):
@@ -132,6 +141,45 @@ def test_models_have_short_names_that_differ(page, servers):
     score(page, "a third", SECOND)
     expect(page.locator("#figures thead th").last).to_have_text("base (second server)")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def figures(page: Page, row: str) -> list[str]:
+    return page.locator("#figures tr", has_text=row).locator("td").all_inner_texts()
+
+
+def test_figures_without_a_finite_value(page, servers):
+    first, second = servers
+    finite = first.logprob
+    second.logprob = lambda tokens, at: LOWEST_LOGPROB if at == 3 else finite(tokens, at)
+    score(page, "a text", SECOND)
+    assert figures(page, "Sum of logprobs")[1] == "\N{MINUS SIGN}∞"
+    assert [figures(page, row)[1] for row in ("Perplexity", "Bits per byte")] == ["∞", "∞"]
+    assert "∞" not in figures(page, "Sum of logprobs")[0]
+    token = page.locator("#tokens [data-index]").nth(3)
+    background = "token => getComputedStyle(token).backgroundColor"
+    assert token.evaluate(background) == "rgb(255, 138, 61)", "the full color of what is less likely"
+    token.hover()
+    expect(page.locator("#card tr", has_text="difference")).to_contain_text("\N{MINUS SIGN}∞")
+    first.logprob = second.logprob
+    score(page, "a text")
+    assert token.evaluate(background) == "rgba(255, 138, 61, 0)", "it is impossible on both"
+    first.logprob = lambda tokens, at: LOWEST_LOGPROB
+    page.locator("#continuations").fill("one\nanother")
+    page.locator("#compare").click()
+    expect(page.locator("#preferred")).to_contain_text("base finds each of them impossible.")
+    score(page, "a", "")
+    assert [figures(page, row) for row in ("Perplexity", "Bits per byte")] == [["\N{EN DASH}"], ["\N{EN DASH}"]]
+
+
+@pytest.mark.parametrize("body", ["<p>a proxy</p>", "null", "{}", '{"data": []}', '{"data": [{"logprobs": [null]}]}'])
+def test_a_response_of_another_kind_of_server(page, body):
+    page.route("**/v1/score", lambda route: route.fulfill(body=body))
+    page.locator("#continuations").fill("and so on")
+    score(page, "a text")
+    page.locator("#compare").click()
+    for error in ("#score-error", "#compare-error"):
+        expect(page.locator(error)).to_have_text("This server did not answer like Scoremode.")
+    expect(page.locator("#preferred")).to_be_empty()
 
 
 @pytest.mark.parametrize(
@@ -161,6 +209,7 @@ def test_results_of_an_earlier_text_look_so(page):
     assert [note.is_visible() for note in notes.all()] == [True, True]
     page.locator("#score").click()
     expect(page.locator("#score-error")).to_contain_text("no text to score")
+    expect(page.locator("#score-error")).to_have_role("alert")
     assert notes.first.is_visible(), "as long as they are shown"
     page.locator("#text").fill("a text")
     assert [note.is_visible() for note in notes.all()] == [False, True]
@@ -191,8 +240,9 @@ def test_a_long_text_is_scored_in_the_windows_of_ppl_client(page, servers):
     assert second["logprobs"][1:] == [each - 0.25 for each in expected]
     assert record["windows"] == {"method": "sliding", "context_length": CONTEXT, "stride": STRIDE}
     assert len(servers[0].windows) == len(servers[1].windows) == len(windows)
-    row = page.locator("#figures tr", has_text="Perplexity").locator("td").all_inner_texts()
-    assert float(row[0]) == pytest.approx(math.exp(-math.fsum(expected) / len(expected)), abs=0.001)
+    assert float(figures(page, "Perplexity")[0]) == pytest.approx(
+        math.exp(-math.fsum(expected) / len(expected)), abs=0.001
+    )
     expect(page.locator("#figures tr", has_text="Windows")).to_contain_text(f"{len(windows)} of 64, stride 16")
     servers[1].is_held = True
     page.locator("#text").fill(LONG * 2)

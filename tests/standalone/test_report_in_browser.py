@@ -148,7 +148,7 @@ def test_the_table_sorts_by_a_column(shown, runs):
 
 def figures(page):
     """The table of the chosen token, by the run's name."""
-    rows = page.locator("#token tbody tr").all()
+    rows = page.locator("#token .figures tbody tr").all()
     return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
 
 
@@ -402,6 +402,19 @@ def test_the_figures_of_a_token_follow_the_colors(page, runs):
     widths = [bar.bounding_box()["width"] for bar in page.locator("#token td.p i").all()]
     shares = np.exp([-run.nlls[30] for run in runs] + [-base.reference_nlls[30]])
     np.testing.assert_allclose(np.array(widths) / shares, widths[0] / shares[0], rtol=0.2)
+    # What each would have said instead: of a difference first the reference, then both runs.
+    header, *rows = page.locator("#token .tops tr").all()
+    assert header.locator("th").all_inner_texts()[1:4] == [REFERENCE, worst.label, base.label]
+    names = [row.locator("bdi").inner_text() for row in rows]
+    signs = str.maketrans({" ": "␣", "\n": "↵"})
+    for column, (top, model) in enumerate([(worst.top_tokens, 1), (worst.top_tokens, 0), (base.top_tokens, 0)]):
+        for token, logprob in zip(top.token_ids[30, model], top.logprobs[30, model], strict=True):
+            cell = rows[names.index(base.token_texts[int(token)].translate(signs))].locator("td").nth(column)
+            box, bar = (cell.locator(part).bounding_box() for part in (".bar", "i"))
+            assert (bar["x"], bar["width"]) == (box["x"], pytest.approx(math.exp(logprob) * box["width"], abs=2))
+            assert float(cell.inner_text().split()[0]) == pytest.approx(100 * math.exp(logprob), abs=0.06)
+    actual = base.token_texts[int(base.token_ids[30])].translate(signs)
+    assert page.locator("#token .actual").inner_text() == f"{actual} in the text"
     # Paper has no controls, and says whose difference it shows.
     page.emulate_media(media="print")
     assert not page.locator("#measure").is_visible()

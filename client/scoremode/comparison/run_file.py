@@ -17,6 +17,7 @@ from scoremode._output import ARRAYS_SUFFIX
 from scoremode._printable import printable
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
+from scoremode.kld_result import TOP_DTYPES, TopTokens
 from scoremode.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
 from scoremode.report import RECORD_VERSION
 from scoremode.windows import Method
@@ -111,6 +112,8 @@ class RunFile:
     """[n], the reference's probability of its top token."""
     token_texts: Mapping[int, str]
     """The text of every token id that occurs in the arrays; empty for a run that has none."""
+    top_tokens: TopTokens | None = None
+    """Of the most divergent positions, where the run has them."""
 
     @property
     def num_scored(self) -> int:
@@ -190,6 +193,11 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     kind: Literal["perplexity", "kld"] = "perplexity" if reference is None else "kld"
     _check_arrays(path, kind, arrays)
     of_reference = {} if reference is None else arrays
+    found = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
+    try:
+        top_tokens = TopTokens(**found, num_scored=len(arrays["token_ids"])) if found["positions"].size else None
+    except ValueError as error:
+        raise RunError(f"{path}: its top tokens do not fit: {error}") from error
     return RunFile(
         path=path,
         label=record.model if label is None else printable(label),
@@ -216,6 +224,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         reference_top_token_ids=of_reference.get("reference_top_token_ids"),
         reference_confidence=_as_float64(of_reference.get("reference_confidence")),
         token_texts=record.token_texts or {},
+        top_tokens=top_tokens,
     )
 
 
@@ -286,7 +295,7 @@ def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> 
         raise RunError(f"{path}: its window_sizes are not a list of sizes")
     num_scored = int(arrays["window_sizes"].sum())
     for name, array in sorted(arrays.items()):
-        if name != "window_sizes" and array.shape != (num_scored,):
+        if not name.startswith(("window_sizes", "top_tokens.")) and array.shape != (num_scored,):
             raise RunError(f"{path}: its windows have {num_scored} tokens, and {name} is of shape {array.shape}")
         if np.isnan(array).any():
             raise RunError(f"{path}: {name} has NaN")

@@ -20,6 +20,7 @@ from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.evaluate import evaluate
 from scoremode.journal import Journal
+from scoremode.kld_result import NUM_TOP
 from scoremode.plan import Plan, WindowNlls
 from scoremode.protocol import PerplexityWindow
 from scoremode.recording import record_reference
@@ -306,6 +307,7 @@ class _Sweep:
                 client,
                 reference,
                 return_token_texts=True,
+                top_logprobs=NUM_TOP,
                 start_journal=output.start_journal,
                 on_progress=on_progress,
             )

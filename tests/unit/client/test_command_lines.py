@@ -240,7 +240,7 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder, capsy
 
 def test_the_output_of_kld_has_the_values_of_every_position(folder, references):
     with serve(Server(references, noise=NOISE)) as url:
-        assert run("kld SERVER --reference base --output run.json", url) == 0
+        assert run("kld SERVER --reference base --output run.json --top-logprobs 0", url) == 0
     record = json.loads((folder / "run.json").read_text())
     assert (record["kind"], record["version"], record["urls"]) == ("kld", 1, [url])
     assert (record["reference"]["name"], record["server"]["fingerprint"]) == ("base", "noise 0.5")
@@ -286,6 +286,7 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     assert f"{journal}: it has 7 of 20 windows" in capsys.readouterr().err
     assert sorted(first.compared + last.compared) == list(range(20)), "each once"
     assert arrays_of(folder / "run.json")["kld"][1] == POSITIONS.kld.tolist()
+    assert np.shape(arrays_of(folder / "run.json")["top_tokens.token_ids"][1]) == (140, 2, 5)
     assert not journal.exists()
 
 

@@ -6,9 +6,17 @@ from contextlib import ExitStack, closing
 import httpx
 import numpy as np
 import pytest
-from fake_server import FakeServer, changed, client_of, compare, copy_of, error, token_text
+from fake_server import FakeServer, changed, client_of, compare, copy_of, encoded, error, token_text
 
-from scoremode import APIStatusError, NotFoundError, OutputError, ResponseError, ServersDifferError, TransportError
+from scoremode import (
+    APIStatusError,
+    NotFoundError,
+    OutputError,
+    ResponseError,
+    ServersDifferError,
+    TransportError,
+    kld_result,
+)
 from scoremode.corpora import Corpus
 from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.journal import open_journal
@@ -174,6 +182,38 @@ async def test_a_resumed_run_compares_missing_windows_only(references, server, j
     assert measurement.statistics == (await measure(FakeServer(references, noise=NOISE))).statistics
     progress = [(step.windows_done, step.num_scored, step.num_resumed) for step in steps]
     assert progress == [(3, 21, 21), (4, 28, 21), (5, 35, 21)]
+
+
+async def test_top_tokens_outlive_an_interruption(references, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(kld_result, "MAX_TOP_POSITIONS", 9)
+    path, settings = tmp_path / "run.json.journal", {"top_logprobs": 5, "return_token_texts": True}
+    with pytest.raises(TransportError):
+        await measure_with_journal(FakeServer(references, noise=NOISE, allowed=3), path, concurrency=1, **settings)
+    with pytest.raises(OutputError, match="top_logprobs is 5 instead of 2"):
+        await measure_with_journal(server, path, top_logprobs=2)
+    measurement = await measure_with_journal(server, path, **settings)
+    top, at = measurement.top_tokens, np.sort(np.argsort(-measurement.positions.kld)[:9])
+    # What the server makes up depends on the place in a window of seven.
+    ids = (at % 7)[:, None, None] + np.tile(np.arange(5), (2, 1))
+    assert (top.positions.tolist(), top.token_ids.tolist()) == (at.tolist(), ids.tolist())
+    assert top.logprobs.tolist() == (-ids / [[8], [4]]).tolist()
+    assert set(ids.ravel().tolist()) <= measurement.token_texts.keys()
+    assert [path for _, path, _ in server.requests].count("/v1/tokens") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda window: window.pop("reference_top_logprobs"),
+        lambda window: window["top_logprobs"].update(shape=[5, 7]),
+        lambda window: window["top_logprobs"].update(logprobs=encoded(np.full(35, np.nan), "<f4")),
+    ],
+)
+async def test_top_tokens_are_as_many_as_a_server_gives_and_fit(references, server, change):
+    few = FakeServer(references, noise=NOISE, info={"max_top_logprobs": 2})
+    assert (await measure(few, top_logprobs=5)).top_tokens.token_ids.shape == (35, 2, 2)
+    with pytest.raises(ResponseError, match="top tokens do not fit the windows"):
+        await measure(changed(server, "/v1/kld", lambda answer: change(answer["data"][0])), top_logprobs=5)
 
 
 @pytest.mark.parametrize(

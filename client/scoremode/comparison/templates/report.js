@@ -443,7 +443,7 @@ function showToken(position) {
   const close = element("button", "close", "Close");
   close.type = "button";
   close.addEventListener("click", closeToken);
-  byId("token").replaceChildren(close, shown, element("p", "quiet", where + value), tokenTable(position));
+  byId("token").replaceChildren(close, shown, element("p", "quiet", where + value), topTable(position), tokenTable(position));
 }
 
 function closeToken() {
@@ -478,7 +478,7 @@ function tokenTable(position) {
     ["KL", (row) => (row.kld === undefined ? undefined : number(row.kld))],
     ["says", (row) => (row.top === undefined ? undefined : topOf(row))],
   ].filter(([, cell]) => rows.some((row) => cell(row) !== undefined));
-  const table = element("table");
+  const table = element("table", "figures");
   const head = table.createTHead().insertRow();
   for (const [name] of columns) head.append(element("th", name, name));
   const body = table.createTBody();
@@ -492,6 +492,60 @@ function tokenTable(position) {
     }
   }
   return table;
+}
+
+// NLLs of the top tokens of a run, or with `model` 1 of its reference, in their order; null where its file has none.
+function topsOfRun(run, model, position) {
+  const at = run.shown_at?.indexOf(position) ?? -1;
+  if (at < 0) return null;
+  const size = run.shown_tops.length / run.shown_at.length / 2;
+  const from = (2 * at + model) * size;
+  return new Map(Array.from(run.shown_tops.subarray(from, from + size), (place, index) => [place, run.shown_nlls[from + index]]));
+}
+
+function topsOf(one, position) {
+  if (!one.is_reference) return topsOfRun(one, 0, position);
+  const found = series.filter((run) => referenceOf(run) === one).map((run) => topsOfRun(run, 1, position));
+  return found.find((tops) => tops !== null) ?? null;
+}
+
+// What each would have said instead: a row for every token that is among the top of one, the reference's first.
+function topTable(position) {
+  const chosen = MEASURES[choice.measure].difference ? [choice.first, choice.second] : [choice.first];
+  const ordered = new Set([referenceOf(series[choice.first]), ...chosen.map((index) => series[index]), ...series]);
+  const columns = [...ordered]
+    .map((one) => ({ one, tops: one ? topsOf(one, position) : null }))
+    .filter(({ tops }) => tops !== null);
+  if (!columns.length) {
+    const isElsewhere = series.some((one) => one.shown_at?.length);
+    return isElsewhere ? element("p", "quiet", "More of what each would have said is here for the tokens that diverge most.") : "";
+  }
+  const actual = tokens[position];
+  const table = element("table", "tops");
+  const head = table.createTHead().insertRow();
+  for (const label of ["top tokens", ...columns.map(({ one }) => one.label)]) head.append(element("th", "", label));
+  const body = table.createTBody();
+  for (const place of new Set([...columns.flatMap(({ tops }) => [...tops.keys()]), actual])) {
+    const line = body.insertRow();
+    const name = element("th", place === actual ? "actual" : "");
+    name.scope = "row";
+    name.append(element("bdi", "", aloneText(place)));
+    if (place === actual) name.append(" ", element("small", "", "in the text"));
+    line.append(name);
+    for (const { one, tops } of columns) {
+      line.insertCell().append(topCell(place === actual ? one.nll[position] : tops.get(place), tops));
+    }
+  }
+  const scrolls = element("div", "scrolls");
+  scrolls.append(table);
+  return scrolls;
+}
+
+// Of a token that is not among them, it is known that it is less likely than the last of them.
+function topCell(nll, tops) {
+  const share = Math.exp(-(nll ?? [...tops.values()].at(-1)));
+  const percent = share < 0.0005 ? "< 0.1 %" : `${(100 * share).toFixed(1)} %`;
+  return nll === undefined ? element("span", "quiet", `< ${percent.replace("< ", "")}`) : barOf(share, percent);
 }
 
 function speak(position) {

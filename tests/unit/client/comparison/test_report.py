@@ -82,6 +82,19 @@ def test_values_and_texts_of_every_token_are_those_of_the_runs(runs, text):
     assert np.abs(unpacked(reference["nll"]) - runs[0].reference_nlls).max() < 1e-3
 
 
+@pytest.mark.parametrize(("max_bytes", "num_shown"), [(30_000_000, NUM_TOKENS), (400_000, 44)])
+def test_top_tokens_are_those_where_runs_diverge_most(runs, report, max_bytes, num_shown):
+    data = data_of(report(runs, max_bytes=max_bytes))
+    kept = np.flatnonzero(np.repeat(*(unpacked(data["passages"][name]) for name in ("kept", "size"))))
+    order = np.argsort(-sum(run.kld / run.kld.mean() for run in runs))
+    shown = np.sort(order[np.isin(order, kept)][:num_shown])
+    for run, series in zip(runs, data["series"], strict=False):
+        assert kept[unpacked(series["shown_at"])].tolist() == shown.tolist()
+        ids = unpacked(data["vocabulary"]["ids"])[unpacked(series["shown_tops"])]
+        assert ids.tolist() == run.top_tokens.token_ids[shown].ravel().tolist()
+        np.testing.assert_allclose(unpacked(series["shown_nlls"]), -run.top_tokens.logprobs[shown].ravel(), atol=1e-3)
+
+
 def test_infinite_values_stay_infinite_and_equal_ones_equal(runs, report):
     """Though the largest of one run is not that of the other."""
     nlls, kld = runs[0].nlls.copy(), runs[1].kld.copy()

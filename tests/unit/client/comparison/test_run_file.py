@@ -98,6 +98,13 @@ def with_arrays_of_another_run(path):
     shutil.copy(other.with_suffix(".safetensors"), path.with_suffix(".safetensors"))
 
 
+def with_tops(path, **changes):
+    """A run with top tokens at three positions, but for `changes`."""
+    top = {"positions": np.int32([0, 1, 2]), "token_ids": np.zeros((3, 2, 5), np.int32)}
+    top = {**top, "logprobs": np.zeros((3, 2, 5), np.float32), **changes}
+    with_arrays(write_kld_run(path, NLLS, KLD), **{f"top_tokens.{name}": array for name, array in top.items()})
+
+
 EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
 
@@ -120,6 +127,11 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
+        (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
+        (lambda path: with_tops(path, positions=np.float32([0, 1, 2])), "{path}: its top tokens do not fit: positions"),
+        (lambda path: with_tops(path, token_ids=WRONG_SIZES), "{path}: its top tokens do not fit: token_ids"),
+        (lambda path: with_tops(path, logprobs=None), "{path}: its top tokens do not fit: logprobs are of type"),
+        (lambda path: with_tops(path, logprobs=np.float32([np.nan])), "{path}: top_tokens.logprobs has NaN"),
     ],
 )
 def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
