@@ -10,10 +10,10 @@ from scoremode._arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.kld_result import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.plan import differences, server_header
 from scoremode.pool import Pool
 from scoremode.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
+from scoremode.results import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.run import OnProgress, Run, StartJournal, measure
 from scoremode.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
 

@@ -20,10 +20,10 @@ from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.evaluate import evaluate
 from scoremode.journal import Journal, Measurement
-from scoremode.kld_result import NUM_TOP
 from scoremode.plan import WindowNlls
 from scoremode.protocol import PerplexityWindow
 from scoremode.recording import record_reference
+from scoremode.results import NUM_TOP
 from scoremode.run import OnProgress
 from scoremode.sweep.kept import (
     FIELD,
