@@ -13,8 +13,8 @@ from scoremode import kld_report
 from scoremode._output import Output
 from scoremode.divergence import KldMeasurement
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.kld_result import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
 from scoremode.protocol import NoiseFloor, Reference, ServerInfo
+from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6

@@ -28,11 +28,10 @@ from scoremode.errors import (
     TransportError,
 )
 from scoremode.kld import KldPositions
-from scoremode.kld_result import KldResult, KldWindowValues
 from scoremode.metrics import perplexity
 from scoremode.protocol import KldStatistics, NoiseFloor, PerplexityResponse, PerplexityWindow, Reference, ServerInfo
 from scoremode.recording import Recording, record_reference
-from scoremode.score import Score
+from scoremode.results import KldResult, KldWindowValues, Score
 from scoremode.windows import METHODS, Method, Window, cut_windows
 
 __all__ = [

@@ -4,14 +4,13 @@ server-sent events. They are sent by `client`, synchronously or not."""
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import ValidationError
 
 from scoremode._failures import event_error, protocol_error
 from scoremode.errors import ResponseError
-from scoremode.kld_result import KldResult, KldWindowValues, result_of_event, window_of_event
 
 Content = TypeVar("Content")
 Event = TypeVar("Event")
@@ -151,21 +150,6 @@ class WholeBody(Generic[Answer]):
             return self._parse(b"".join(self._chunks))
         except ValidationError as error:
             raise protocol_error(error) from error
-
-
-def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventReader[KldWindowValues, KldResult]:
-    """Reads a stream of compared windows, and puts them into the result."""
-    windows: list[KldWindowValues] = []
-
-    def collect(window: KldWindowValues) -> None:
-        windows.append(window)
-        if on_window is not None:
-            on_window(window)
-
-    def result(event: object) -> KldResult:
-        return replace(result_of_event(event), data=sorted(windows, key=lambda window: window.index))
-
-    return EventReader(EventKind("kld.window", window_of_event), EventKind("kld", result), collect)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,13 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from scoremode.errors import OutputError
-from scoremode.journal import Journal, JournalPlan, Result, count_windows, open_journal, open_locked
-from scoremode.protocol import ServerInfo
+from scoremode.journal import Journal, Measurement, Result, count_windows, open_journal, open_locked
 
 _log = logging.getLogger(__name__)
 
@@ -26,21 +25,6 @@ ARRAYS_SUFFIX = ".safetensors"
 _BYTES_PER_WINDOW = 600
 _OTHER_BYTES = 32_768
 _BYTES_PER_TOKEN_TEXT = 64
-
-
-class OutputPlan(JournalPlan[Result], Protocol[Result]):
-    """A run, as its journal has it, and what will be written of it."""
-
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int]
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int]
-
-    @property
-    def num_scored(self) -> int:
-        """Targets of all windows."""
-
-    @property
-    def server(self) -> ServerInfo:
-        """What is served."""
 
 
 class Output:
@@ -67,7 +51,7 @@ class Output:
         if resume and not has_journal:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
-    def start_journal(self, plan: OutputPlan[Result]) -> Journal[Result]:
+    def start_journal(self, plan: Measurement[Result]) -> Journal[Result]:
         """Open the run's journal, once there is room for all that is to be written."""
         journal = open_journal(self._journal_path, plan)
         self._journal = journal
@@ -127,7 +111,7 @@ class Output:
                 )
             self._journal_path.unlink()
 
-    def _check_room(self, plan: OutputPlan[Result], journal: Journal[Result]) -> None:
+    def _check_room(self, plan: Measurement[Result], journal: Journal[Result]) -> None:
         num_kept = sum(window.num_scored for window in journal.windows.values())
         # A position has its own token, and often the five likeliest of both models.
         num_texts = min(11 * plan.num_scored, plan.server.vocab_size)

@@ -16,11 +16,10 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from scoremode._calls import Answer, Call, EventKind, EventReader, call, kld_reader, stream
+from scoremode._calls import Answer, Call, EventKind, EventReader, call, stream
 from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
-from scoremode.kld_result import KldResult, KldWindowValues, parse_result
 from scoremode.protocol import (
     Candidates,
     Continuations,
@@ -34,7 +33,7 @@ from scoremode.protocol import (
     ServerInfo,
     Text,
 )
-from scoremode.score import Score, parse_scores
+from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_result, parse_scores
 from scoremode.windows import WindowSettings
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"

@@ -1,8 +1,7 @@
 """KL divergence from a reference, on one or several servers: what `ppl-client kld` runs, as a library."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
@@ -10,13 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from scoremode._arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ServersDifferError
-from scoremode.journal import Journal
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.kld_result import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.plan import differences, server_header
 from scoremode.pool import Pool
 from scoremode.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
-from scoremode.run import OnProgress, Run
+from scoremode.results import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.run import OnProgress, Run, StartJournal, measure
 from scoremode.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
@@ -55,6 +53,22 @@ class KldPlan:
         """Positions of all windows."""
         return self.reference.num_scored
 
+    async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
+        """Compare a window at a server."""
+        result = await client.kld(self.reference.name, (index, index + 1), top_logprobs=self.top_logprobs)
+        if [window.index for window in result.data] != [index]:
+            raise ResponseError("the server did not compare the window that it was asked for")
+        if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
+            raise ServersDifferError(
+                f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
+                f"instead of {self.server.fingerprint!r}"
+            )
+        return result.data[0]
+
+    def nats(self, window: KldWindowValues) -> float:
+        """The sum of its KL divergences."""
+        return float(window.positions.kld.sum(dtype="f8"))
+
     def header(self) -> dict[str, object]:
         """Everything that decides the windows and their numbers."""
         return {
@@ -91,9 +105,6 @@ class KldPlan:
         if found.index >= self.num_windows or found.num_scored != window.num_scored:
             raise ValueError("not a window of this run")
         return window
-
-
-StartKldJournal = Callable[[KldPlan], Journal[KldWindowValues]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +149,7 @@ async def measure_kld(
     return_token_texts: bool = False,
     top_logprobs: int = 0,
     concurrency: int | None = None,
-    start_journal: StartKldJournal | None = None,
+    start_journal: StartJournal[KldWindowValues] | None = None,
     on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
     """Measure the KL divergence of a served model from a reference, spread over servers of the same model.
@@ -162,17 +173,8 @@ async def measure_kld(
     reference = await _common_reference(clients, name)
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
     plan = KldPlan(pool.info, clients[0].model or pool.info.model, reference, num_top)
-    run = Run(plan.num_windows, _kld_sum, None if start_journal is None else start_journal(plan), on_progress)
-    await pool.score(run.missing(), partial(_compare_window, plan), run.keep)
-    return await _measurement(
-        pool.clients[0],
-        plan,
-        run.in_order(),
-        run.seconds(),
-        concurrency=pool.concurrency,
-        as_noise_floor=False,
-        return_token_texts=return_token_texts,
-    )
+    run = await measure(plan, pool, start_journal, on_progress)
+    return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
 
 
 async def measure_noise_floor(
@@ -197,19 +199,11 @@ async def measure_noise_floor(
     """
     info = await client.info()
     plan = KldPlan(info, client.model or info.model, await client.reference(name))
-    run: Run[KldWindowValues] = Run(plan.num_windows, _kld_sum, None, on_progress)
-    await client.kld(name, as_noise_floor=True, on_window=run.keep)
+    run = Run(plan, None, on_progress)
+    await client.kld(name, as_noise_floor=True, on_window=run.store)
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
-    return await _measurement(
-        client,
-        plan,
-        run.in_order(),
-        run.seconds(),
-        concurrency=None,
-        as_noise_floor=True,
-        return_token_texts=return_token_texts,
-    )
+    return await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
 
 
 async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> Reference:
@@ -223,28 +217,16 @@ async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> R
     return references[0]
 
 
-async def _compare_window(plan: KldPlan, client: AsyncScoreClient, index: int) -> KldWindowValues:
-    result = await client.kld(plan.reference.name, (index, index + 1), top_logprobs=plan.top_logprobs)
-    if [window.index for window in result.data] != [index]:
-        raise ResponseError("the server did not compare the window that it was asked for")
-    if plan.server.fingerprint is not None and result.fingerprint != plan.server.fingerprint:
-        raise ServersDifferError(
-            f"{client.address} compared another model: its fingerprint is {result.fingerprint!r} "
-            f"instead of {plan.server.fingerprint!r}"
-        )
-    return result.data[0]
-
-
 async def _measurement(
     client: AsyncScoreClient,
     plan: KldPlan,
-    windows: Sequence[KldWindowValues],
-    seconds: float,
-    *,
+    run: Run[KldWindowValues],
     concurrency: int | None,
-    as_noise_floor: bool,
+    *,
     return_token_texts: bool,
 ) -> KldMeasurement:
+    """Of a finished run; `concurrency` is None for that of a noise floor."""
+    windows, seconds = run.in_order(), run.seconds()
     positions = KldPositions.concatenate([window.positions for window in windows])
     if len(positions) != plan.num_scored:
         raise ResponseError(f"the server gave {len(positions)} positions for the {plan.num_scored} of the reference")
@@ -265,7 +247,7 @@ async def _measurement(
         model=plan.model,
         reference=reference,
         concurrency=concurrency,
-        as_noise_floor=as_noise_floor,
+        as_noise_floor=concurrency is None,
         window_sizes=window_sizes,
         positions=positions,
         statistics=figures,
@@ -280,7 +262,3 @@ async def _measurement(
 
 def _identity(reference: Reference) -> Mapping[str, object]:
     return reference.model_dump(include=_IDENTITY)
-
-
-def _kld_sum(window: KldWindowValues) -> float:
-    return float(window.positions.kld.sum(dtype="f8"))

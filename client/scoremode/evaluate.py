@@ -3,24 +3,18 @@
 The windows are cut here and scored over `/v1/score`, so that every token's NLL is known.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
-from scoremode.errors import ResponseError
-from scoremode.journal import Journal
 from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
 from scoremode.plan import Plan, WindowNlls, make_plan
 from scoremode.pool import Pool
-from scoremode.run import OnProgress, Run
+from scoremode.run import OnProgress, StartJournal, measure
 from scoremode.token_texts import texts_of_occurring
 from scoremode.windows import WindowSettings
-
-StartJournal = Callable[[Plan], Journal[WindowNlls]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +51,7 @@ async def evaluate(
     return_ranks: bool = False,
     return_token_texts: bool = False,
     concurrency: int | None = None,
-    start_journal: StartJournal | None = None,
+    start_journal: StartJournal[WindowNlls] | None = None,
     on_progress: OnProgress | None = None,
     **windows: Unpack[WindowSettings],
 ) -> Evaluation:
@@ -82,9 +76,7 @@ async def evaluate(
     """
     pool = await Pool.connect(clients, concurrency)
     plan = await make_plan(pool.clients[0], pool.info, corpus, return_ranks=return_ranks, **windows)
-    journal = None if start_journal is None else start_journal(plan)
-    run = Run(plan.num_windows, lambda window: window.nll_sum, journal, on_progress)
-    await pool.score(run.missing(), partial(_score_window, plan), run.keep)
+    run = await measure(plan, pool, start_journal, on_progress)
     scored = run.in_order()
     return Evaluation(
         plan=plan,
@@ -94,19 +86,3 @@ async def evaluate(
         seconds=run.seconds(),
         token_texts=await texts_of_occurring(pool.clients[0], plan.target_ids()) if return_token_texts else {},
     )
-
-
-async def _score_window(plan: Plan, client: AsyncScoreClient, index: int) -> WindowNlls:
-    window = plan.windows[index]
-    sequence = window.token_ids(plan.tokens)
-    scores = await client.score([sequence], return_ranks=plan.return_ranks)
-    if len(scores) != 1 or scores[0].token_ids != sequence:
-        raise ResponseError("the server did not score the tokens that it was sent")
-    nlls: list[float] = (-scores[0].logprob_array[window.first_scored :]).tolist()
-    if num_missing := sum(map(math.isnan, nlls)):
-        given = window.num_scored - num_missing
-        raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
-    ranks = [rank for rank in (scores[0].ranks or [])[window.first_scored :] if rank is not None]
-    if plan.return_ranks and len(ranks) != window.num_scored:
-        raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
-    return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if plan.return_ranks else None)

@@ -12,13 +12,15 @@ import os
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Buffer
 
+from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError
 from scoremode.plan import obstacles
+from scoremode.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +47,27 @@ class WindowResult(Protocol):
 Result = TypeVar("Result", bound=WindowResult)
 
 
-class JournalPlan(Protocol[Result]):
-    """A run, as its journal has it."""
+class Measurement(Protocol[Result]):
+    """What a run measures in each window, and how its journal has it."""
+
+    JOURNAL_BYTES_PER_TOKEN: ClassVar[int]
+    """Upper estimate of what a scored token takes in the journal."""
+    OUTPUT_BYTES_PER_TOKEN: ClassVar[int]
+    """Upper estimate of what it takes in the output and the arrays next to it."""
 
     @property
-    def num_windows(self) -> int:
-        """Of the whole run."""
+    def server(self) -> ServerInfo: ...
+    @property
+    def num_windows(self) -> int: ...
+    @property
+    def num_scored(self) -> int:
+        """Targets of all windows."""
+
+    async def measure(self, client: AsyncScoreClient, index: int) -> Result:
+        """Have a server score a window."""
+
+    def nats(self, window: Result) -> float:
+        """What a window adds to the sum that `Progress.mean` is of."""
 
     def header(self) -> dict[str, object]:
         """Everything that decides the windows and their numbers; flat, so that each difference has a name."""
@@ -104,7 +121,7 @@ class AppendedFile:
 class Journal(AppendedFile, Generic[Result]):
     """The journal of a run: the windows of its earlier sessions, and a place for those of this one."""
 
-    def __init__(self, path: Path, file: FileIO, plan: JournalPlan[Result]) -> None:
+    def __init__(self, path: Path, file: FileIO, plan: Measurement[Result]) -> None:
         super().__init__(path, file)
         self.windows: dict[int, Result] = {}
         """The windows of earlier sessions, by their indices."""
@@ -149,7 +166,7 @@ class Journal(AppendedFile, Generic[Result]):
         self._append(json.dumps(record, allow_nan=False).encode() + b"\n")
 
 
-def open_journal(path: Path, plan: JournalPlan[Result]) -> Journal[Result]:
+def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
     """Open the journal of a run: the one that is there, or a new one."""
     file = open_locked(path)
     try:
@@ -183,7 +200,7 @@ def count_windows(path: Path) -> tuple[int, int]:
     return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
 
 
-def _header(plan: JournalPlan[Any]) -> dict[str, object]:
+def _header(plan: Measurement[Any]) -> dict[str, object]:
     return {**_KIND, **plan.header(), "num_windows": plan.num_windows}
 
 

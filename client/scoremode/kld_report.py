@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from scoremode._printable import printable, two_columns
 from scoremode.divergence import KldMeasurement
 from scoremode.kld import POSITION_DTYPES
-from scoremode.kld_result import TOP_DTYPES
 from scoremode.presets import comparable_with
 from scoremode.protocol import ConfidenceBucket, KldFigures, KldStatistics, Reference
 from scoremode.recording import Recording
 from scoremode.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
+from scoremode.results import TOP_DTYPES
 from scoremode.token_texts import DivergentToken
 
 _QUANTILES = {

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpora import Corpus
+from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
 from scoremode.protocol import ServerInfo, is_old_fingerprint
 from scoremode.windows import (
@@ -82,6 +84,26 @@ class Plan:
     def target_ids(self) -> list[int]:
         """Token ids of the targets, in the order of windows."""
         return [token for window in self.windows for token in self.tokens[window.first_target : window.end]]
+
+    async def measure(self, client: AsyncScoreClient, index: int) -> WindowNlls:
+        """Score a window at a server."""
+        window = self.windows[index]
+        sequence = window.token_ids(self.tokens)
+        scores = await client.score([sequence], return_ranks=self.return_ranks)
+        if len(scores) != 1 or scores[0].token_ids != sequence:
+            raise ResponseError("the server did not score the tokens that it was sent")
+        nlls: list[float] = (-scores[0].logprob_array[window.first_scored :]).tolist()
+        if num_missing := sum(map(math.isnan, nlls)):
+            given = window.num_scored - num_missing
+            raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
+        ranks = [rank for rank in (scores[0].ranks or [])[window.first_scored :] if rank is not None]
+        if self.return_ranks and len(ranks) != window.num_scored:
+            raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
+        return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if self.return_ranks else None)
+
+    def nats(self, window: WindowNlls) -> float:
+        """The sum of its NLLs."""
+        return window.nll_sum
 
     def header(self) -> dict[str, object]:
         """Everything that decides the windows and their numbers."""

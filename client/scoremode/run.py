@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
-from scoremode.journal import Journal, Result
+from scoremode.journal import Journal, Measurement, Result
 from scoremode.metrics import exp
+from scoremode.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +30,20 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], object]
+StartJournal = Callable[[Measurement[Result]], Journal[Result]]
 
 
 class Run(Generic[Result]):
     """Takes each window when it is finished, writes it into the journal, and reports the progress.
 
-    Args:
-        num_windows: Of the whole run.
-        total: What a window adds to the sum that `Progress.mean` is of.
-        journal: Its windows are taken at once, and reported together.
-        on_progress: Called after the journal, and after each window.
+    The windows of the journal are taken at once, and reported together.
     """
 
     def __init__(
-        self,
-        num_windows: int,
-        total: Callable[[Result], float],
-        journal: Journal[Result] | None,
-        on_progress: OnProgress | None,
+        self, measurement: Measurement[Result], journal: Journal[Result] | None, on_progress: OnProgress | None
     ) -> None:
-        self._num_windows = num_windows
-        self._total_of = total
+        self._num_windows = measurement.num_windows
+        self._nats = measurement.nats
         self._journal = journal
         self._on_progress = on_progress
         self._windows: dict[int, Result] = {}
@@ -69,7 +63,7 @@ class Run(Generic[Result]):
         """Indices of the windows that were not finished in an earlier session."""
         return (index for index in range(self._num_windows) if index not in self._windows)
 
-    def keep(self, window: Result) -> None:
+    def store(self, window: Result) -> None:
         """Take a window that has just been finished."""
         self._take(window)
         if self._journal is not None:
@@ -87,7 +81,7 @@ class Run(Generic[Result]):
     def _take(self, window: Result) -> None:
         self._windows[window.index] = window
         self._num_scored += window.num_scored
-        self._total += self._total_of(window)
+        self._total += self._nats(window)
 
     def _report(self) -> None:
         if self._on_progress is not None:
@@ -95,3 +89,15 @@ class Run(Generic[Result]):
             self._on_progress(
                 Progress(len(self._windows), self._num_windows, self._num_scored, mean, self._num_resumed)
             )
+
+
+async def measure(
+    measurement: Measurement[Result],
+    pool: Pool,
+    start_journal: StartJournal[Result] | None,
+    on_progress: OnProgress | None,
+) -> Run[Result]:
+    """Measure every window that the journal does not have, at whichever server has room."""
+    run = Run(measurement, None if start_journal is None else start_journal(measurement), on_progress)
+    await pool.score(run.missing(), measurement.measure, run.store)
+    return run

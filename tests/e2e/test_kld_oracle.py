@@ -9,7 +9,7 @@ import pytest
 
 from scoremode import ScoreClient, ScoremodeError, cut_windows
 from scoremode.kld import KldPositions
-from scoremode.kld_result import KldResult
+from scoremode.results import KldResult
 from tests import oracle
 from tests.shared_servers import Servers
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scoremode.comparison.packing import Packed, pack_fixed, pack_floats, pack_integers, pack_klds, packed_bytes
 from scoremode.comparison.passages import Passages, cut_passages, kept_passages
 from scoremode.comparison.run_file import RunFile
-from scoremode.kld_result import NUM_TOP, TopTokens
+from scoremode.results import NUM_TOP, TopTokens
 
 Series = dict[str, Any]
 _SHARE_OF_TOPS = 0.06

@@ -17,9 +17,9 @@ from scoremode._output import ARRAYS_SUFFIX
 from scoremode._printable import printable
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
-from scoremode.kld_result import TOP_DTYPES, TopTokens
 from scoremode.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
 from scoremode.report import RECORD_VERSION
+from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.windows import Method
 
 

@@ -22,7 +22,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.pool import Pool, Result
-from scoremode.score import Score
+from scoremode.results import Score
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 
 _log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from scoremode.corpora import Corpus
 from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
 from scoremode.evaluate import evaluate
-from scoremode.journal import Journal
-from scoremode.kld_result import NUM_TOP
-from scoremode.plan import Plan, WindowNlls
+from scoremode.journal import Journal, Measurement
+from scoremode.plan import WindowNlls
 from scoremode.protocol import PerplexityWindow
 from scoremode.recording import record_reference
+from scoremode.results import NUM_TOP
 from scoremode.run import OnProgress
 from scoremode.sweep.kept import (
     FIELD,
@@ -272,7 +272,7 @@ class _Sweep:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
-        def start_journal(plan: Plan) -> Journal[WindowNlls]:
+        def start_journal(plan: Measurement[WindowNlls]) -> Journal[WindowNlls]:
             """With the windows that the recording has scored, which are not scored again."""
             journal = output.start_journal(plan)
             if not self._is_first(entry):

@@ -15,7 +15,7 @@ from scoremode import (
     ResponseError,
     ServersDifferError,
     TransportError,
-    kld_result,
+    results,
 )
 from scoremode.corpora import Corpus
 from scoremode.divergence import measure_kld, measure_noise_floor
@@ -185,7 +185,7 @@ async def test_a_resumed_run_compares_missing_windows_only(references, server, j
 
 
 async def test_top_tokens_outlive_an_interruption(references, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(kld_result, "MAX_TOP_POSITIONS", 9)
+    monkeypatch.setattr(results, "MAX_TOP_POSITIONS", 9)
     path, settings = tmp_path / "run.json.journal", {"top_logprobs": 5, "return_token_texts": True}
     with pytest.raises(TransportError):
         await measure_with_journal(FakeServer(references, noise=NOISE, allowed=3), path, concurrency=1, **settings)
