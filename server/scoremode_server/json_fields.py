@@ -77,7 +77,7 @@ def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
     """The fields of a JSON object, not decoded yet, and the names that several have. Of these the last one counts.
 
     Raises:
-        RequestError: the body is no JSON object; the field in which it goes wrong, if it is in one.
+        RequestError: the body is not a JSON object; the message has the byte at which it goes wrong.
     """
     try:
         named = _OBJECT.decode(body)
@@ -88,7 +88,10 @@ def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
     except UnicodeDecodeError:
         raise RequestError("the body is not valid JSON: the name of a field is not UTF-8", None) from None
     except msgspec.DecodeError as error:
-        raise _malformed(body, str(error)) from None
+        reason = str(error).removeprefix("JSON is malformed: ")
+        if "(byte " not in reason:
+            reason = f"it is cut off after {len(body)} bytes, or has half of a surrogate pair"
+        raise RequestError(f"the body is not valid JSON: {reason}", None) from None
     fields = {str(name): raw for name, raw in named.items()}
     return fields, _repeated(map(str, named)) if len(fields) < len(named) else []
 
@@ -165,8 +168,7 @@ def read_anything(raw: msgspec.Raw, field: str) -> Any:
 
 
 def stand_in(value: Any) -> Any:
-    """A value of the same form with at most one item of at most one item, for a model to validate in its place. It is
-    the same for all texts and for all lists of token ids, so that what a model made of it can be used again."""
+    """A value of the same form with at most one item of at most one item, for a model to validate in its place."""
     match value:
         case str():
             return "x" * bool(value)
@@ -212,44 +214,3 @@ def _explain(error: str, field: str) -> str:
     got = {"array": "a list", "int": "a number"}.get(expected[2]) or _NAMES.get(expected[2], expected[2])
     wanted = "a position" if field == "logprobs_from" and expected[1] == "int" else _NAMES[expected[1]]
     return f"{name} must be {wanted}, not {got}"
-
-
-# Every escape, so that an escaped backslash is not taken for the beginning of the next.
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
-)
-_BYTE = re.compile(r" \(byte ([0-9]+)\)")
-# Strings, with the colon after those that are names of fields, and what gives an object its structure.
-_STRUCTURE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"(?:[ \t\n\r]*+(:))?)?|[][{},]', re.DOTALL)
-
-
-def _malformed(body: bytes, reason: str) -> RequestError:
-    lone = next((escape for escape in _ESCAPE.finditer(body) if escape["lone"]), None)
-    if lone is not None:
-        field = _field_at(body, lone.start())
-        return RequestError(
-            f"{field or 'the name of a field'}: {lone[0].decode()} is half of a surrogate pair, not a character", field
-        )
-    place = _BYTE.search(reason)
-    return RequestError(
-        f"the body is not valid JSON: {reason.removeprefix('JSON is malformed: ')}",
-        None if place is None else _field_at(body, int(place[1])),
-    )
-
-
-def _field_at(body: bytes, position: int) -> str | None:
-    """The field in whose value a position is, in a body that is well-formed up to there."""
-    depth, field = 0, None
-    for token in _STRUCTURE.finditer(body, 0, position):
-        match body[token.start() : token.start() + 1]:
-            case b"[" | b"{":
-                depth += 1
-            case b"]" | b"}":
-                depth -= 1
-                field = field if depth else None
-            case b"," if depth == 1:
-                field = None
-            case b'"' if depth == 1 and token[2]:
-                field = token[1]
-    return None if field is None else field.decode(errors="replace")

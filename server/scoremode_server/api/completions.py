@@ -14,7 +14,7 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
 from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
-from scoremode_server.completions.requests import CompletionReader, is_scoring
+from scoremode_server.completions.requests import is_scoring_completion, read_completion_request
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.served_models import shorten_name
 
@@ -22,16 +22,14 @@ ROUTE = "/v1/completions"
 
 
 class CompletionsRoute(APIRoute):
-    """A route whose body is read by `CompletionReader`. Scoring requests do not pass FastAPI, which has nothing left to
-    do for them."""
+    """A route whose scoring requests do not pass through FastAPI, which has nothing left to do for them."""
 
     def get_route_handler(self) -> RouteHandler:
         handle = super().get_route_handler()
-        reader = CompletionReader()
 
         async def read_and_handle(raw_request: Request) -> Response:
-            request = await read_request(raw_request, reader.read)
-            if not is_scoring(request):
+            request = await read_request(raw_request, read_completion_request)
+            if not is_scoring_completion(request):
                 return await handle(ReadRequest(raw_request, request))
             response: Response = await _create_scoring_completion(request, raw_request)
             return response

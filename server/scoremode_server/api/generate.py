@@ -13,7 +13,7 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
 from scoremode_server.api.responses import written_response
 from scoremode_server.app import scoremode_state
-from scoremode_server.completions.generate import ROUTE, is_scoring, read_generate_request
+from scoremode_server.completions.generate import ROUTE, is_scoring_generation, read_generate_request
 from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
 from scoremode_server.vllm_patches.served_models import shorten_name
 
@@ -26,7 +26,7 @@ class GenerateRoute(APIRoute):
         async def read_and_handle(raw_request: Request) -> Response:
             request = await read_request(raw_request, read_generate_request)
             scoring = scoremode_state(raw_request).generate
-            scores = scoring is not None and scoring.has_texts and is_scoring(request)
+            scores = scoring is not None and scoring.has_texts and is_scoring_generation(request)
             response: Response = await (_score if scores else generate)(request, raw_request)
             return response
 

@@ -17,10 +17,9 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
-from scoremode_server.completions.requests import as_vllm_reads_it
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import RequestError, UnfinishedError
-from scoremode_server.json_fields import TOKENS, Fields, check_names, read_anything, read_list, split_as_vllm
+from scoremode_server.json_fields import TOKENS, check_names, read_anything, read_list, split_as_vllm
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
@@ -34,29 +33,22 @@ def read_generate_request(body: bytes) -> GenerateRequest:
     """The request that vLLM's model makes of a body.
 
     Raises:
-        RequestError: the body is no JSON object, `token_ids` has a wrong value, or one that scores repeats a field.
+        RequestError: the body is not a JSON object, `token_ids` is wrong, or a scoring request has a field twice.
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
     fields, repeated = split_as_vllm(body)
-    request = _read(fields)
-    if is_scoring(request):
+    request = GenerateRequest.model_validate(
+        {
+            name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
+            for name, raw in fields.items()
+        }
+    )
+    if is_scoring_generation(request):
         check_names(fields, repeated)
     return request
 
 
-def _read(fields: Fields) -> GenerateRequest:
-    """Take the token ids out of the fields, and read all of them."""
-    raw_token_ids = fields.pop("token_ids", None)
-    values = {name: read_anything(raw, name) for name, raw in fields.items()}
-    if raw_token_ids is not None:
-        try:
-            values["token_ids"] = read_list(raw_token_ids, "token_ids", TOKENS)
-        except RequestError as error:
-            return as_vllm_reads_it(GenerateRequest, values, "token_ids", raw_token_ids, error)
-    return GenerateRequest.model_validate(values)
-
-
-def is_scoring(request: GenerateRequest) -> bool:
+def is_scoring_generation(request: GenerateRequest) -> bool:
     """Whether a request wants the top k of its prompt, and a token that it samples, all at once: what is written from
     arrays. Everything else stays vLLM's."""
     params = request.sampling_params
@@ -73,7 +65,7 @@ def is_scoring(request: GenerateRequest) -> bool:
 
 
 class ScoringGenerate:
-    """Answers the requests that `is_scoring` picks out."""
+    """Answers the requests that `is_scoring_generation` picks out."""
 
     def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
         self._stock = stock

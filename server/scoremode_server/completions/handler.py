@@ -46,7 +46,7 @@ in a thread, which for short prompts takes longer than decoding."""
 
 
 class ScoringCompletions:
-    """Answers the requests that `is_scoring` picks out, with the parts of vLLM's completions handler.
+    """Answers the requests that `is_scoring_completion` picks out, with the parts of vLLM's completions handler.
 
     It returns JSON, where vLLM's returns an object that has yet to be written.
     """

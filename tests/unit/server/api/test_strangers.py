@@ -3,7 +3,7 @@
 import pytest
 
 from scoremode_server.completions.generate import ROUTE
-from scoremode_server.completions.requests import CompletionReader
+from scoremode_server.completions.requests import read_completion_request
 from scoremode_server.prefix_cache import admission
 from tests.bad_inputs import COMPLETIONS, JSON, LONG_NAME, SCORE, SHORT_NAME
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
@@ -52,7 +52,7 @@ async def test_no_id_of_a_request_passes_for_other_fields_of_its_line(
 )
 async def test_vllms_route_of_token_ids_takes_no_field_twice_of_a_scoring_request(random_model, before, message):
     params = '{"max_tokens": 1, "prompt_logprobs": 1, "prompt_logprobs": 0}'
-    body = f'{{{before}"token_ids": [5, 6.0], "sampling_params": {params}}}'
+    body = f'{{{before}"token_ids": [5, 6], "sampling_params": {params}}}'
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
         answer = await client.post(ROUTE, content=body, headers=JSON)
@@ -60,7 +60,7 @@ async def test_vllms_route_of_token_ids_takes_no_field_twice_of_a_scoring_reques
 
 
 def test_what_generates_takes_the_last_of_two_fields_as_vllm_does():
-    assert CompletionReader().read(b'{"prompt": [5], "max_tokens": 7, "max_tokens": 8}').max_tokens == 8
+    assert read_completion_request(b'{"prompt": [5], "max_tokens": 7, "max_tokens": 8}').max_tokens == 8
 
 
 async def test_vllms_route_of_token_ids_repeats_no_long_name_of_a_model(random_model):
