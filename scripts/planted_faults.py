@@ -166,7 +166,7 @@ SERVER_FAULTS = {
         ("text.endswith(before.lstrip(INCOMPLETE))", "True")
     ],
     "completions/requests.py < completions/test_requests.py": [
-        ('own["request_id"] = random_uuid()', 'own["request_id"] = request.request_id')
+        ("stand_in(prompt) * len(prompt) if several else stand_in(prompt)", "stand_in(prompt)")
     ],
     "references/manifest.py < references/test_reference_manifest.py": [
         ("(_CHECKSUM, None) != _checksum(fields)", "(_CHECKSUM, None) not in (None, _checksum(fields))")

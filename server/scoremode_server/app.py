@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import vllm
-from fastapi import Request
 from starlette.datastructures import State
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -92,11 +91,9 @@ class ScoremodeState:
     owner_key: bytes | None
     """A secret of this process, where the server has API keys."""
 
-    def owner(self, request: Request) -> str:
-        """Whose request it is, by its API key; where there are none, everybody is one."""
-        if self.owner_key is None:
-            return ""
-        return hmac.new(self.owner_key, request.headers.get("Authorization", "").encode(), "sha256").hexdigest()
+    def owner(self, authorization: str) -> str:
+        """The owner of a request with this header. Without API keys all requests have one owner."""
+        return "" if self.owner_key is None else hmac.new(self.owner_key, authorization.encode(), "sha256").hexdigest()
 
 
 async def make_state(
@@ -211,9 +208,3 @@ def prepare_process() -> None:
     _, *older = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD, *older)
     enable_envs_cache()
-
-
-def scoremode_state(request: Request) -> ScoremodeState:
-    """The state of the app that a request came to."""
-    state: ScoremodeState = request.app.state.scoremode
-    return state

@@ -38,7 +38,6 @@ class ScoremodeEndpoints:
             score,
             tokens,
         )
-        from scoremode_server.completions.generate import ROUTE
         from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
@@ -46,7 +45,7 @@ class ScoremodeEndpoints:
         replaced = {completions.ROUTE}
         if generate.is_served(app):
             ours.append(generate)
-            replaced.add(ROUTE)
+            replaced.add(generate.ROUTE)
         of_vllm = [route for route in app.routes if getattr(route, "path", None) not in replaced]
         app.router.routes.clear()
         for routes in ours:

@@ -77,7 +77,7 @@ async def test_a_large_vocabulary_with_capped_logits_equals_transformers(tmp_pat
     tokens = np.random.default_rng(3).integers(3, VOCABULARY, 160).tolist()
     text, plan = cut(tokens)
     async with references_of(base, tmp_path / "references") as (references, engine):
-        async with engine.admission.request("/v1/references", "record") as queue:
+        async with engine.admission.request() as queue:
             reference = await references.recorder.begin("base", plan, text)
             settings = ScoreSettings(request_id="record", queue=queue)
             async with aclosing(references.recorder.record(reference, settings)) as windows:
@@ -101,7 +101,7 @@ async def compared(references: ReferenceParts, engine: ScoringEngine) -> KldPosi
     """All windows through the engine."""
     reference = await references.stored.open("base")
     await references.comparer.check(reference, VOCABULARY, LENGTH)
-    async with engine.admission.request("/v1/kld", "compare") as queue:
+    async with engine.admission.request() as queue:
         settings = ScoreSettings(request_id="compare", queue=queue)
         indices = list(range(reference.manifest.text.num_windows))
         async with aclosing(references.comparer.compare(reference, indices, 0, settings)) as windows:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -11,8 +10,8 @@ from starlette.requests import ClientDisconnect
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
-from scoremode_server.app import scoremode_state
-from scoremode_server.errors import RequestError
+from scoremode_server.api.requests import scoremode_state
+from scoremode_server.errors import EncodingError, RequestError, TooLargeError
 from scoremode_server.json_fields import (
     CANDIDATES,
     CONTINUATIONS,
@@ -65,11 +64,7 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise RequestError(
-            f"Content-Encoding {encoding} is not supported: send the body as it is",
-            None,
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        )
+        raise EncodingError(f"Content-Encoding {encoding} is not supported: send the body as it is", None)
     state = scoremode_state(request)
     with state.admission.until_stopped():
         body = await _read_body(request, state.limits.max_request_bytes)
@@ -92,12 +87,8 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> RequestError:
-    return RequestError(
-        f"the body has more than {limit} bytes, which is this server's --max-request-bytes",
-        None,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    )
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the body has more than {limit} bytes, which is this server's --max-request-bytes", None)
 
 
 def read_model(model: type[BaseModel], body: bytes) -> BaseModel:

@@ -1,5 +1,7 @@
 """`POST /v1/completions`: scoring requests written fast, everything else vLLM's."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
@@ -12,8 +14,8 @@ from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from scoremode_server.api.bodies import ReadRequest, read_request
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
+from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import written_response
-from scoremode_server.app import scoremode_state
 from scoremode_server.completions.requests import is_scoring_completion, read_completion_request
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.served_models import shorten_name
@@ -62,7 +64,9 @@ async def _create_scoring_completion(request: CompletionRequest, raw_request: Re
     state.admission.check()
     if request.prompt:
         state.limits.check_num_sequences(len(as_prompts(request.prompt)), None)
-    result = await state.completions.create_completion(request, raw_request, state.owner(raw_request))
+    result = await state.completions.create_completion(
+        request, raw_request, owner_of(raw_request), partial(accepted, state.admission, ROUTE)
+    )
     if isinstance(result, ErrorResponse):
         shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)

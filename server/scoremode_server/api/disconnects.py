@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
-from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
 
 T = TypeVar("T")
 

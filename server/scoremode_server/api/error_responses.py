@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Coroutine
 from functools import partial, wraps
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,7 +13,8 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
-from scoremode_server.errors import MAX_NAME, RequestError, engine_has_died
+from scoremode_server.api.statuses import STATUSES, status_of
+from scoremode_server.errors import MAX_NAME, BusyError, RequestError, UnavailableError, engine_has_died
 
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -24,8 +24,9 @@ RETRY_AFTER_SECONDS = 2
 def error_content(error: Exception) -> dict[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`, for errors that are not a request's as vLLM has it."""
     if isinstance(error, RequestError):
-        kind = f"{error.status.phrase.title().replace(' ', '')}Error"
-        body: dict[str, Any] = create_error_response(str(error), kind, error.status, error.param).model_dump()
+        status = STATUSES[type(error)]
+        kind = f"{status.phrase.title().replace(' ', '')}Error"
+        body: dict[str, Any] = create_error_response(str(error), kind, status, error.param).model_dump()
     else:
         body = create_error_response(error).model_dump()
     return body
@@ -33,9 +34,8 @@ def error_content(error: Exception) -> dict[str, Any]:
 
 def error_response(error: RequestError) -> JSONResponse:
     """A request's error as a response; a client that may try again is told when."""
-    later = error.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if later else None
-    return JSONResponse(error_content(error), status_code=error.status, headers=headers)
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if isinstance(error, BusyError | UnavailableError) else None
+    return JSONResponse(error_content(error), status_code=status_of(error), headers=headers)
 
 
 class ScoremodeRoute(APIRoute):
@@ -66,7 +66,7 @@ def with_error_responses(handle: RouteHandler) -> RouteHandler:
             return await handle(request)
         except RequestValidationError as error:
             # vLLM's check of the content type; bodies are validated by `read_request`.
-            failure = RequestError("; ".join(map(str, error.errors())), None)
+            failure: RequestError = RequestError("; ".join(map(str, error.errors())), None)
         except ValidationError as error:
             failure = from_validation(error)
         except EngineDeadError:

@@ -1,5 +1,7 @@
 """`POST /inference/v1/generate`, vLLM's route of token ids: scoring requests written fast, everything else vLLM's."""
 
+from functools import partial
+
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
@@ -11,11 +13,13 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from scoremode_server.api.bodies import read_request
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import RouteHandler, with_error_responses
+from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import written_response
-from scoremode_server.app import scoremode_state
-from scoremode_server.completions.generate import ROUTE, is_scoring_generation, read_generate_request
-from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
+from scoremode_server.completions.generate import is_scoring_generation, read_generate_request
 from scoremode_server.vllm_patches.served_models import shorten_name
+
+ROUTE = "/inference/v1/generate"
 
 
 class GenerateRoute(APIRoute):
@@ -62,7 +66,9 @@ async def _score(request: GenerateRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
     assert state.generate is not None
-    result = await state.generate.generate(request, raw_request, state.owner(raw_request))
+    result = await state.generate.generate(
+        request, raw_request, owner_of(raw_request), partial(accepted, state.admission, ROUTE)
+    )
     if isinstance(result, ErrorResponse):
         shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)

@@ -19,9 +19,10 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
 from scoremode_server.api.references import references_of
+from scoremode_server.api.requests import accepted, scoremode_state
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
-from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.app import ScoremodeState
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
@@ -72,10 +73,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     state.limits.check_top_logprobs(request.top_logprobs)
     with state.admission.until_stopped():
         job = await _prepare(request, raw_request, state)
-    accepted = state.admission.request("/v1/kld", job.request_id)
+    in_queue = accepted(state.admission, "/v1/kld", job.request_id)
     if request.stream:
-        return EventStream(accepted, partial(_contents, job, state), job.request_id)
-    async with accepted as queue, aclosing(_windows(job, state, queue)) as windows:
+        return EventStream(in_queue, partial(_contents, job, state), job.request_id)
+    async with in_queue as queue, aclosing(_windows(job, state, queue)) as windows:
         data = {window.index: await asyncio.to_thread(_window, request, window) async for window in windows}
         return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
 

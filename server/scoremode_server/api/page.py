@@ -1,13 +1,12 @@
 """`GET /scoremode`: the page that scores a text and colours its tokens; the files of the package's folder `page`."""
 
 from hashlib import blake2b
-from http import HTTPStatus
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import NotServedError
 from scoremode_server.settings import serves_page
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -56,10 +55,10 @@ class PageFile:
         """The file, or 304 where the client has it already.
 
         Raises:
-            RequestError: the server was started with `--no-page`.
+            NotServedError: the server was started with `--no-page`.
         """
         if not serves_page(request.app.state.args):
-            raise RequestError("this server was started with --no-page", None, HTTPStatus.NOT_FOUND)
+            raise NotServedError("this server was started with --no-page", None)
         known = request.headers.get("If-None-Match", "")
         if self._headers["ETag"] in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
             return Response(status_code=304, headers=self._headers)

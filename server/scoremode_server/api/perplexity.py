@@ -19,9 +19,10 @@ from scoremode.windows import Window, WindowError, cut_windows, resolve_context_
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
+from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
-from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.app import ScoremodeState
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
@@ -122,10 +123,10 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     state.admission.check()
     with state.admission.until_stopped():
         job = await prepare(request, raw_request, state)
-    accepted = state.admission.request("/v1/perplexity", job.request_id)
+    in_queue = accepted(state.admission, "/v1/perplexity", job.request_id)
     if request.stream:
-        return EventStream(accepted, partial(_contents, job, state), job.request_id)
-    async with accepted as queue, aclosing(_scored_windows(job, state, queue)) as windows:
+        return EventStream(in_queue, partial(_contents, job, state), job.request_id)
+    async with in_queue as queue, aclosing(_scored_windows(job, state, queue)) as windows:
         async for _ in windows:
             pass
         return json_response((await asyncio.to_thread(_response, job)).model_dump())
@@ -158,7 +159,7 @@ async def prepare(request: PerplexityRequest, raw_request: Request, state: Score
         request=request,
         request_id=f"ppl-{raw_request.state.request_id}",
         model_name=model.name,
-        owner=state.owner(raw_request),
+        owner=owner_of(raw_request),
         options=await state.models.engine_options(raw_request, model),
         context_length=context_length,
         stride=stride,

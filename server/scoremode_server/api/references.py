@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,10 +14,11 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EventStream
 from scoremode_server.api.perplexity import Job, Progress, prepare
+from scoremode_server.api.requests import accepted, scoremode_state
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.score import ERROR_RESPONSES
-from scoremode_server.app import ReferenceParts, ScoremodeState, scoremode_state
-from scoremode_server.errors import RequestError
+from scoremode_server.app import ReferenceParts, ScoremodeState
+from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference, StoredText
@@ -32,12 +32,10 @@ def references_of(state: ScoremodeState) -> ReferenceParts:
     """What serves the routes of references.
 
     Raises:
-        RequestError: the server was started without a folder for them (404).
+        NotServedError: the server was started without a folder for them.
     """
     if state.references is None:
-        raise RequestError(
-            "this server keeps no references: start it with --reference-dir DIR", None, HTTPStatus.NOT_FOUND
-        )
+        raise NotServedError("this server keeps no references: start it with --reference-dir DIR", None)
     return state.references
 
 
@@ -83,11 +81,11 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         text, plan = await asyncio.to_thread(_plan, job)
         reference = await references.recorder.begin(request.name, plan, text, request.corpus)
-    accepted = state.admission.request("/v1/references", job.request_id)
+    in_queue = accepted(state.admission, "/v1/references", job.request_id)
     if request.stream:
         contents = partial(_contents, job, state, reference, return_ranks=request.return_ranks)
-        return EventStream(accepted, contents, job.request_id)
-    async with accepted as queue, aclosing(_recorded_windows(job, state, reference, queue)) as windows:
+        return EventStream(in_queue, contents, job.request_id)
+    async with in_queue as queue, aclosing(_recorded_windows(job, state, reference, queue)) as windows:
         async for _ in windows:
             pass
     return json_response((await references.stored.describe(request.name)).model_dump())

@@ -16,9 +16,9 @@ from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
-from scoremode_server.app import scoremode_state
 from scoremode_server.prefix_cache.engine import Answer
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
@@ -68,7 +68,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     num_values = [_num_values(request, sequence) for sequence in sequences]
     state.limits.check_num_values(num_values, request.encoding_format)
     request_id = f"score-{raw_request.state.request_id}"
-    async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
+    async with accepted(state.admission, "/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -76,7 +76,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             temperature=request.temperature,
             use_cache=request.use_cache,
             cache_salt=request.cache_salt,
-            owner=state.owner(raw_request),
+            owner=owner_of(raw_request),
             options=await state.models.engine_options(raw_request, model),
         )
         async with aclosing(state.scorer.scores(sequences, settings)) as scores:

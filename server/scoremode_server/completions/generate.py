@@ -20,13 +20,12 @@ from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, pr
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import RequestError, UnfinishedError
 from scoremode_server.json_fields import TOKENS, check_names, read_anything, read_list, split_as_vllm
+from scoremode_server.prefix_cache.admission import Accept
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
-
-ROUTE = "/inference/v1/generate"
 
 
 def read_generate_request(body: bytes) -> GenerateRequest:
@@ -78,13 +77,15 @@ class ScoringGenerate:
         """Whether vLLM answers with the texts of tokens; a server with `--tokens-only` leaves them out."""
         return bool(self._stock.has_tokenizer)
 
-    async def generate(self, request: GenerateRequest, raw_request: Request, owner: str) -> Body | ErrorResponse:
+    async def generate(
+        self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
+    ) -> Body | ErrorResponse:
         """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
 
         Raises:
             RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
         """
-        scoring = _EngineThatScores(self._stock, self._engine, owner)
+        scoring = _EngineThatScores(self._stock, self._engine, owner, accept)
         stock = copy(self._stock)
         stock.engine_client = scoring
         with exempt_from_queue_bounds():
@@ -113,10 +114,11 @@ class _EngineThatScores:
         answer: the rows, when the request is finished.
     """
 
-    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str) -> None:
+    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str, accept: Accept) -> None:
         self._stock = stock
         self._engine = engine
         self._owner = owner
+        self._accept = accept
         self.answer: Answer | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -144,7 +146,7 @@ class _EngineThatScores:
     async def _scored(self, asked: RowsRequest, request_id: str) -> Answer:
         num_tokens = len(asked.token_ids)
         try:
-            async with self._engine.admission.request(ROUTE, request_id, 1, num_tokens) as queue:
+            async with self._accept(request_id, 1, num_tokens) as queue:
                 return await self._engine.rows(replace(asked, queue=queue))
         except UnfinishedError as error:
             self._stock._raise_if_error(error.finish_reason, request_id)

@@ -33,6 +33,7 @@ from scoremode_server.completions.logprobs_json import (
 from scoremode_server.completions.prompt_texts import PromptTexts
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
 from scoremode_server.errors import EngineOutputError, UnfinishedError
+from scoremode_server.prefix_cache.admission import Accept
 from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id
 from scoremode_server.rows import read_columns
@@ -62,21 +63,21 @@ class ScoringCompletions:
         self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
 
     async def create_completion(
-        self, request: CompletionRequest, raw_request: Request, owner: str
+        self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
         """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
 
         Raises:
             RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
         """
-        answering = self._create_completion(request, raw_request, owner)
+        answering = self._create_completion(request, raw_request, owner, accept)
         result: Body | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request
         )
         return result
 
     async def _create_completion(
-        self, request: CompletionRequest, raw_request: Request, owner: str
+        self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
         stock = self._stock
         with self._engine.admission.until_stopped(), exempt_from_queue_bounds():
@@ -100,7 +101,7 @@ class ScoringCompletions:
             for index, prompt in enumerate(inputs)
         ]
         try:
-            answers = await self._answers(asked, metadata.request_id)
+            answers = await self._answers(asked, metadata.request_id, accept)
         except UnfinishedError as error:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
@@ -113,9 +114,9 @@ class ScoringCompletions:
         self._log_outputs(answers, metadata.request_id)
         return response
 
-    async def _answers(self, asked: list[RowsRequest], request_id: str) -> list[Answer]:
+    async def _answers(self, asked: list[RowsRequest], request_id: str, accept: Accept) -> list[Answer]:
         num_tokens = sum(len(request.token_ids) for request in asked)
-        async with self._engine.admission.request("/v1/completions", request_id, len(asked), num_tokens) as queue:
+        async with accept(request_id, len(asked), num_tokens) as queue:
             coroutines = (self._engine.rows(replace(request, queue=queue)) for request in asked)
             async with aclosing(queue.in_order(coroutines)) as answers:
                 return [answer async for answer in answers]

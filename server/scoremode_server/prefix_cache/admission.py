@@ -7,23 +7,15 @@ that have none in the engine: a request's size is its own problem.
 """
 
 import asyncio
-import json
 import math
-import re
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any, TypeVar
 
-from vllm.logger import init_logger
-
-from scoremode_server.errors import RequestError, stopping
-
-# vLLM writes what comes below its own name.
-logger = init_logger("vllm.scoremode")
+from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stopping
 
 T = TypeVar("T")
 
@@ -31,12 +23,6 @@ UNREAD_SECONDS = 1
 """A reader that has not come for more after so long is not waited for when the server stops."""
 
 POLL_SECONDS = 0.05
-
-_PLAIN_ID = re.compile(r"[!#-<>-~]*")
-"""Printable ASCII without spaces, quotes and equals signs."""
-
-CLIENT_CLOSED_REQUEST = 499
-"""The status, in logs and metrics, of a request whose client left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,66 +123,51 @@ class Admission:
         """Refuse a request of so many tokens that the server has no room for, before anything is done for it.
 
         Raises:
-            RequestError: it has more than may ever be here (413), others are here (429), or the server stops (503).
+            TooLargeError: it has more than may ever be here.
+            BusyError: others are here.
+            UnavailableError: the server stops.
         """
         most = self.size.max_scoring_tokens
         if self._is_draining:
             raise stopping()
         if num_tokens > most:
-            raise RequestError(
+            raise TooLargeError(
                 f"the request has {num_tokens} tokens to score, and this server takes at most {most} at once "
                 "(--max-scoring-tokens)",
                 "prompt",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
         if self.num_tokens and self.num_tokens + max(num_tokens, 1) > most:
-            raise RequestError(
-                f"{self.num_tokens} tokens are waiting to be scored, of at most {most} (--max-scoring-tokens)",
-                None,
-                HTTPStatus.TOO_MANY_REQUESTS,
+            raise BusyError(
+                f"{self.num_tokens} tokens are waiting to be scored, of at most {most} (--max-scoring-tokens)", None
             )
 
     @asynccontextmanager
-    async def request(
-        self, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
-    ) -> AsyncGenerator["RequestQueue", None]:
+    async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none and it adds each as it begins it, until they
-        are scored. A line in the log tells what became of it. The task that enters it is the one whose time is limited:
-        never enter it in a generator that yields within it, whose reader would be cancelled.
+        are scored. The task that enters it is the one whose time is limited: never enter it in a generator that yields
+        within it, whose reader would be cancelled.
 
         Raises:
-            RequestError: see `check`; or it took longer than it may (504).
+            RequestError: see `check`.
+            OverdueError: it took longer than it may.
         """
         self.check(num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
         queue.add(num_sequences, num_tokens)
-        status = HTTPStatus.OK.value
         try:
             async with asyncio.timeout(self.size.request_timeout) as limit:
                 yield queue
         except TimeoutError:
             if not limit.expired():
                 # A file system's, say.
-                status = HTTPStatus.INTERNAL_SERVER_ERROR
                 raise
-            status = HTTPStatus.GATEWAY_TIMEOUT
             message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
-            raise RequestError(message, None, HTTPStatus.GATEWAY_TIMEOUT) from None
-        except (asyncio.CancelledError, GeneratorExit):
-            status = CLIENT_CLOSED_REQUEST
-            raise
-        except RequestError as error:
-            status = error.status
-            raise
-        except BaseException:
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            raise
+            raise OverdueError(message, None) from None
         finally:
             self._queues.remove(queue)
             if queue.num_sequences:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
-            queue.log(route, request_id, status)
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
@@ -204,7 +175,7 @@ class Admission:
         stops first.
 
         Raises:
-            RequestError: it does (503).
+            UnavailableError: it does.
         """
         if self.is_stopped:
             raise stopping()
@@ -225,7 +196,7 @@ class Admission:
         """Wait for a request's turn to have a sequence in the engine, of which so many tokens must be computed.
 
         Raises:
-            RequestError: the server stops (503).
+            UnavailableError: the server stops.
         """
         if self.is_stopped:
             raise stopping()
@@ -313,6 +284,10 @@ class Admission:
         self.show()
 
 
+Accept = Callable[[str, int, int], AbstractAsyncContextManager["RequestQueue"]]
+"""Accepts an HTTP request of an id with its sequences and tokens, as `Admission.request` does."""
+
+
 class RequestQueue:
     """The sequences of one HTTP request on their way through the engine.
 
@@ -321,19 +296,24 @@ class RequestQueue:
         num_running: how many are there, or have a place there.
         num_sequences: those without an answer yet.
         num_tokens: of these.
+        accepted: when it was accepted, by `time.monotonic()`.
+        entered: when the first one went into the engine.
+        num_scored: those that have an answer.
+        num_scored_tokens: of these.
+        num_cached_tokens: of these, those that were not computed for them.
     """
 
     def __init__(self, admission: Admission) -> None:
         self.running: set[str] = set()
         self.num_sequences = self.num_tokens = self.num_running = 0
         self._admission = admission
-        self._accepted = time.monotonic()
-        self._entered: float | None = None
+        self.accepted = time.monotonic()
+        self.entered: float | None = None
         self._tasks: deque[asyncio.Task[Any]] = deque()
         """Those that were begun, and whose results the reader has not taken."""
         self._taken: float | None = None
         """When the reader took a result, unless it waits for the next one."""
-        self._num_scored = self._num_scored_tokens = self._num_cached_tokens = 0
+        self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
         """Count sequences in, or with negative numbers out."""
@@ -345,27 +325,10 @@ class RequestQueue:
 
     def done(self, num_tokens: int, num_cached_tokens: int) -> None:
         """A sequence has its answer; so many of its tokens were not computed for it."""
-        self._num_scored += 1
-        self._num_scored_tokens += num_tokens
-        self._num_cached_tokens += num_cached_tokens
+        self.num_scored += 1
+        self.num_scored_tokens += num_tokens
+        self.num_cached_tokens += num_cached_tokens
         self.add(-1, -num_tokens)
-
-    def log(self, route: str, request_id: str, status: int) -> None:
-        """Write the request's line. Texts and tokens never get into it."""
-        now = time.monotonic()
-        entered = now if self._entered is None else self._entered
-        logger.info(
-            "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
-            # The client chose it, and must not write other fields or lines.
-            request_id if _PLAIN_ID.fullmatch(request_id) else json.dumps(request_id),
-            route,
-            status,
-            self._num_scored,
-            self._num_scored_tokens,
-            self._num_cached_tokens,
-            entered - self._accepted,
-            now - entered,
-        )
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: int = 1) -> AsyncGenerator[T, None]:
         """The results of scoring sequences, in order. As many are started as the engine has use for, with `loads` times
@@ -424,10 +387,10 @@ class RequestQueue:
         its gate is open.
 
         Raises:
-            RequestError: the server stops (503).
+            UnavailableError: the server stops.
         """
         await self._admission.enter(self, num_tokens - num_known, gate)
-        self._entered = self._entered or time.monotonic()
+        self.entered = self.entered or time.monotonic()
         self.running.add(request_id)
 
     def leave(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:

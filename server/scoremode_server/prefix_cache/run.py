@@ -200,7 +200,7 @@ async def run_engine(
 
     Raises:
         EngineOutputError: the engine ended the request early.
-        RequestError: the engine has died, or the server stops (503).
+        UnavailableError: the engine has died, or the server stops.
     """
     output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)
     first_row = None if request.mark is None else request.mark.first - 1

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 
 from vllm.config import ModelConfig
 
 from scoremode.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 MAX_VALUES = {"base64": 2**26, "float": 2**23}
@@ -133,22 +132,20 @@ class Limits:
         """Refuse a request whose answer would have too many logprobs, for all sequences together or for one.
 
         Raises:
-            RequestError: their number, and the bound (413).
+            TooLargeError: their number, and the bound.
         """
         most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
         if sum(of_sequences) > most:
-            raise RequestError(
+            raise TooLargeError(
                 f"all tokens, with the likeliest and the chosen ones, would make {sum(of_sequences)} logprobs, and an "
                 f"answer in {encoding_format} has at most {most}: send fewer prompts at a time",
                 "prompt",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
         if largest > MAX_SEQUENCE_VALUES:
-            raise RequestError(
+            raise TooLargeError(
                 f"a prompt's tokens, with the likeliest and the chosen ones, would make {largest} logprobs, and a "
                 f"prompt has at most {MAX_SEQUENCE_VALUES}: ask for fewer at each position",
                 "prompt",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
 
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,7 +20,7 @@ from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.protocol import CorpusInfo, is_old_fingerprint
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
@@ -73,7 +72,8 @@ class Recorder:
         """The reference to record into: a new one, or one of the same model and text that is not complete.
 
         Raises:
-            RequestError: there is another of that name (409), or this model's logits are not what a reference can keep.
+            ConflictError: there is another of that name.
+            RequestError: this model's logits are not what a reference can keep.
         """
         # One at a time: two of one name would both find that it has no LM head.
         lock = self._beginning.setdefault(name, asyncio.Lock())
@@ -98,7 +98,7 @@ class Recorder:
         is_same_model = model.may_continue(of_disk.model)
         if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
             what = "text or other windows" if is_same_model else "model"
-            raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
+            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
         if corpus is not None and of_disk.corpus is None:
             reference = await self._references.save(reference, {"corpus": corpus}, "name")
         _warn_of_another_server(reference, model)

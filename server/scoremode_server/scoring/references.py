@@ -7,12 +7,11 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scoremode.protocol import Reference
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import ConflictError, NotServedError, RequestError, StorageError, UnavailableError
 from scoremode_server.references.directory import (
     NoReferenceError,
     ReferenceDirectory,
@@ -68,26 +67,27 @@ class References:
         """What a call returns or raises that touches files of a reference. One that hangs holds up no other reference.
 
         Raises:
-            RequestError: it hangs (503).
+            UnavailableError: it hangs.
         """
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 return await asyncio.wrap_future(self._threads.submit(name, call))
         except TimeoutError:
             message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
-            raise RequestError(message, param, HTTPStatus.SERVICE_UNAVAILABLE) from None
+            raise UnavailableError(message, param) from None
 
     async def open(self, name: str, param: str = "reference") -> StoredReference:
         """The reference of a name, which is the request's field `param`.
 
         Raises:
-            RequestError: there is none (404), or it is damaged (409).
+            NotServedError: there is none.
+            ConflictError: it is damaged.
         """
         try:
             reference = await self.in_thread(name, lambda: self.directory.open(name), param)
         except NoReferenceError as error:
             self._opened.pop(name, None)
-            raise RequestError(str(error), param, HTTPStatus.NOT_FOUND) from None
+            raise NotServedError(str(error), param) from None
         except BrokenFileError as error:
             raise self.broken(name, error, param) from None
         # With the tokens that were read for it, as long as the manifest is the same.
@@ -110,12 +110,13 @@ class References:
         """Remove a reference.
 
         Raises:
-            RequestError: there is none (404), or its folder cannot be changed.
+            NotServedError: there is none.
+            StorageError: its folder cannot be changed.
         """
         try:
             await self.in_thread(name, lambda: self.directory.delete(name), "name")
         except NoReferenceError as error:
-            raise RequestError(str(error), "name", HTTPStatus.NOT_FOUND) from None
+            raise NotServedError(str(error), "name") from None
         except OSError as error:
             raise self.unwritable(name, error) from None
 
@@ -151,10 +152,8 @@ class References:
             return self.broken(name, error, param)
         self._opened.pop(name, None)
         if isinstance(error, ReplacedReferenceError):
-            return RequestError(
-                f"reference {name!r} was deleted meanwhile, and another has its name now", param, HTTPStatus.CONFLICT
-            )
-        return RequestError(str(error), param, HTTPStatus.NOT_FOUND)
+            return ConflictError(f"reference {name!r} was deleted meanwhile, and another has its name now", param)
+        return NotServedError(str(error), param)
 
     async def text(self, reference: StoredReference) -> StoredText:
         """The tokens of a reference.
@@ -167,17 +166,15 @@ class References:
         except BrokenFileError as error:
             raise self.broken(reference.name, error) from None
 
-    def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> RequestError:
+    def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> ConflictError:
         """The error for a reference of which a file is damaged."""
         reason = self._without_folder(name, error)
-        return RequestError(f"reference {name!r} is damaged: {reason}", param, HTTPStatus.CONFLICT)
+        return ConflictError(f"reference {name!r} is damaged: {reason}", param)
 
-    def unwritable(self, name: str, failure: OSError | str) -> RequestError:
+    def unwritable(self, name: str, failure: OSError | str) -> StorageError:
         """The error for a reference of which a file cannot be written."""
         reason = self._without_folder(name, failure)
-        return RequestError(
-            f"reference {name!r} could not be written: {reason}", "name", HTTPStatus.INSUFFICIENT_STORAGE
-        )
+        return StorageError(f"reference {name!r} could not be written: {reason}", "name")
 
     def _without_folder(self, name: str, reason: object) -> str:
         """What went wrong with a file of a reference: of paths from the root vLLM tells clients nothing."""

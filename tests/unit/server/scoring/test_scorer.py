@@ -20,7 +20,7 @@ TOKENS = list(range(20))
 
 async def scored(made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any) -> Answer:
     scorer = Scorer(made.scoring, turns or Turns())
-    async with made.scoring.admission.request("/v1/score", "id", 1, len(tokens)) as queue:
+    async with made.scoring.admission.request(1, len(tokens)) as queue:
         settings = ScoreSettings(request_id="id", queue=queue, **options)
         (answer,) = [answer async for answer in scorer.scores([ScoredSequence(tokens, first)], settings)]
     return answer
