@@ -187,7 +187,7 @@ ENGINE_FAULTS = {
         ("(rows.ranks == 1).all()", "(rows.ranks == 1).any()"),
         ("logprobs[:, 1 : 1 + sequence.num_candidates]", "logprobs[:, -sequence.num_candidates :]"),
     ],
-    "api/perplexity.py < test_methods.py test_ppl_client.py": [("        max_tokens -= len(token_ids)\n", "")],
+    "scoring/text_windows.py < test_methods.py test_ppl_client.py": [("        max_tokens -= len(token_ids)\n", "")],
     "scoring/tokenizer.py < test_exactness.py test_lm_eval.py": [
         ("stripped + moved + continuation", "stripped + continuation")
     ],

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
@@ -19,6 +20,13 @@ from scoremode_server.errors import MAX_NAME, BusyError, RequestError, Unavailab
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 RETRY_AFTER_SECONDS = 2
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
+    404: {"model": ErrorResponse, "description": "No such model."},
+    "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
+}
+"""Of routes of Scoremode's own, for the API's description."""
 
 
 def error_content(error: Exception) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,9 @@ from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloo
 from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.event_stream import EventStream
+from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
 from scoremode_server.api.references import references_of
 from scoremode_server.api.requests import accepted, scoremode_state
-from scoremode_server.api.responses import json_response
-from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.app import ScoremodeState
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
@@ -29,15 +27,15 @@ from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.model_identity import with_adapter
-from scoremode_server.scoring.reference_windows import ComparedWindow
+from scoremode_server.scoring.reference_windows import WindowComparison
 from scoremode_server.scoring.scorer import ScoreSettings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
 
 
-@dataclass(slots=True)
-class Job:
-    """A checked request, and what came of it so far."""
+@dataclass(frozen=True, slots=True)
+class KldJob:
+    """A checked request."""
 
     request: KldRequest
     request_id: str
@@ -47,7 +45,6 @@ class Job:
     first: int
     last: int
     """The window after the last."""
-    positions: dict[int, KldPositions] = field(default_factory=dict)
 
     @property
     def indices(self) -> list[int]:
@@ -60,7 +57,7 @@ class Job:
 @router.post(
     "/v1/kld",
     response_model=KldResponse,
-    responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
+    responses=EVENT_RESPONSES,
     summary="KL divergence of the served model from a reference",
 )
 @load_aware_call
@@ -74,14 +71,11 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     with state.admission.until_stopped():
         job = await _prepare(request, raw_request, state)
     in_queue = accepted(state.admission, "/v1/kld", job.request_id)
-    if request.stream:
-        return EventStream(in_queue, partial(_contents, job, state), job.request_id)
-    async with in_queue as queue, aclosing(_windows(job, state, queue)) as windows:
-        data = {window.index: await asyncio.to_thread(_window, request, window) async for window in windows}
-        return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
+    events = partial(_events, job, state)
+    return await respond(in_queue, events, job.request_id, stream=request.stream, with_windows=True)
 
 
-async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> Job:
+async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> KldJob:
     model = await state.models.resolve(request.model)
     references = references_of(state)
     reference = await references.stored.open(request.reference)
@@ -99,7 +93,7 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
-    return Job(
+    return KldJob(
         request=request,
         request_id=f"kld-{raw_request.state.request_id}",
         model_name=model.name,
@@ -110,26 +104,21 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
     )
 
 
-async def _windows(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[ComparedWindow, None]:
+async def _events(job: KldJob, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+    """Each window; then the result."""
     settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
     compared = references_of(state).comparer.compare(job.reference, job.indices, job.request.top_logprobs, settings)
+    positions: dict[int, KldPositions] = {}
     async with aclosing(compared) as windows:
         async for window in windows:
-            job.positions[window.index] = window.positions
-            yield window
-
-
-async def _contents(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
-    """Each window; then the result."""
-    async with aclosing(_windows(job, state, queue)) as windows:
-        async for window in windows:
+            positions[window.index] = window.positions
             yield await asyncio.to_thread(_window, job.request, window)
-    yield await _result(job, state)
+    yield await _result(job, [positions[index] for index in range(job.first, job.last)], state)
 
 
-async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
+async def _result(job: KldJob, positions: list[KldPositions], state: ScoremodeState) -> dict[str, Any]:
     """All but `data`. A noise floor is kept with the reference."""
-    figures = await asyncio.to_thread(_statistics, job)
+    figures = await asyncio.to_thread(_statistics, positions, job.first)
     kld, num_scored = figures["kld"], figures["num_scored"]
     if job.request.as_noise_floor:
         if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
@@ -153,12 +142,11 @@ async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
     }
 
 
-def _statistics(job: Job) -> KldStatistics:
-    in_order = [job.positions[index] for index in range(job.first, job.last)]
-    return statistics(KldPositions.concatenate(in_order), list(map(len, in_order)), job.first)
+def _statistics(positions: list[KldPositions], first: int) -> KldStatistics:
+    return statistics(KldPositions.concatenate(positions), list(map(len, positions)), first)
 
 
-def _window(request: KldRequest, window: ComparedWindow) -> dict[str, Any]:
+def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
     """One window as JSON."""
     encoded = request.encoding_format == "base64"
     content: dict[str, Any] = {"object": "kld.window", "index": window.index, "num_scored": len(window.positions)}

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
@@ -29,12 +28,6 @@ from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import WRITTEN_AT_ONCE
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
-
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
-    404: {"model": ErrorResponse, "description": "No such model."},
-    "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
-}
 
 
 @router.get("/v1/score", response_model=ServerInfo, responses=ERROR_RESPONSES, summary="What is served")

@@ -5,10 +5,9 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from scoremode.protocol import TokensRequest, TokensResponse
-from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import scoremode_state
 from scoremode_server.api.responses import json_response
-from scoremode_server.api.score import ERROR_RESPONSES
 from scoremode_server.scoring.tokenizer import Tokenizer
 
 LOOKED_UP_AT_ONCE = 4_096

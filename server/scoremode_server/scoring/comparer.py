@@ -14,7 +14,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.scoring.reference_windows import ComparedWindow, MarkedWindow, mark_window
+from scoremode_server.scoring.reference_windows import MarkedWindow, WindowComparison, mark_window
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
@@ -85,7 +85,7 @@ class Comparer:
 
     async def compare(
         self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
-    ) -> AsyncGenerator[ComparedWindow, None]:
+    ) -> AsyncGenerator[WindowComparison, None]:
         """The windows of a reference through the served model, in the order of `indices`.
 
         Raises:
@@ -101,7 +101,7 @@ class Comparer:
         # Of a request for one window, those after it: a client asks for them in requests of their own.
         order = indices if len(indices) > 1 else range(indices[0], len(text.windows))
 
-        def windows() -> Iterator[Coroutine[Any, Any, ComparedWindow]]:
+        def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
             for place, index in enumerate(indices):
                 following = (order[later] for later in range(place + 1, len(order)))
                 yield self._compared(reference, MarkedWindow(*mark(index), settings), ReadAhead(following, mark))
@@ -113,7 +113,7 @@ class Comparer:
         # What was read before a reference was deleted is no comparison with one that is there.
         await self._references.current(reference)
 
-    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> ComparedWindow:
+    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> WindowComparison:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
@@ -127,4 +127,4 @@ class Comparer:
         # Infinite divergences are numbers.
         window.check_rows(np.any(np.isnan(columns[1]), axis=1))
         await self._turns.take()
-        return ComparedWindow.of(window.mark.index, columns)
+        return WindowComparison.of(window.mark.index, columns)

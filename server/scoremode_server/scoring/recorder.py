@@ -23,12 +23,13 @@ from scoremode.protocol import CorpusInfo, is_old_fingerprint
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
+from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.reference_windows import MarkedWindow, mark_window
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.text_windows import TextWindows
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.vllm_patches.window_params import call_workers
@@ -41,7 +42,7 @@ SECONDS_TO_WRITE = 120
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedWindow:
+class WindowOnDisk:
     """A window that is on disk."""
 
     nlls: np.ndarray
@@ -66,15 +67,14 @@ class Recorder:
         self._head: HeadFormat | None = None
         self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def begin(
-        self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None = None
-    ) -> StoredReference:
+    async def begin(self, name: str, texts: TextWindows, corpus: CorpusInfo | None = None) -> StoredReference:
         """The reference to record into: a new one, or one of the same model and text that is not complete.
 
         Raises:
             ConflictError: there is another of that name.
             RequestError: this model's logits are not what a reference can keep.
         """
+        text, plan = await asyncio.to_thread(_plan, texts)
         # One at a time: two of one name would both find that it has no LM head.
         lock = self._beginning.setdefault(name, asyncio.Lock())
         async with lock:
@@ -136,7 +136,7 @@ class Recorder:
             self._head = HeadFormat.model_validate(described)
         return self._head
 
-    async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[RecordedWindow, None]:
+    async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Every window in order, once it is on disk. Those that were recorded before are read.
 
         Raises:
@@ -146,7 +146,7 @@ class Recorder:
         text = await self._references.text(reference)
         recorded = await self._references.in_thread(reference.name, reference.recorded, "name")
 
-        def windows() -> Iterator[Coroutine[Any, Any, RecordedWindow]]:
+        def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
             for index in range(len(text.windows)):
                 if index in recorded:
                     yield self._found(reference, index, text, settings)
@@ -161,7 +161,7 @@ class Recorder:
 
     async def _found(
         self, reference: StoredReference, index: int, text: StoredText, settings: ScoreSettings
-    ) -> RecordedWindow:
+    ) -> WindowOnDisk:
         """A window that has a file; it is recorded again where that is damaged."""
         try:
             _, logprobs = await self._references.in_thread(reference.name, partial(reference.read_shard, index), "name")
@@ -172,16 +172,16 @@ class Recorder:
             await self._remove(reference, reference.shard(index))
             window = MarkedWindow(*mark_window("record", reference, text, index), settings)
             return await self._recorded(reference, window)
-        return RecordedWindow(-json_logprobs(logprobs.numpy()), None)
+        return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
 
-    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
+    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
         _, columns, ranks = await self._engine.prompt_columns(window.request(window.mark))
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states took memory.
         window.done()
         await self._turns.take()
-        return RecordedWindow(-json_logprobs(columns[:, 0]), ranks)
+        return WindowOnDisk(-json_logprobs(columns[:, 0]), ranks)
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window, or the LM head.
@@ -221,6 +221,23 @@ class Recorder:
         result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
         await self._references.save(reference, {"result": result})
         await self._references.in_thread(reference.name, reference.remove_partial_files, "name")
+
+
+def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
+    """What is kept of the texts and their windows."""
+    text = StoredText.of([(document.token_ids, document.windows) for document in texts.documents])
+    plan = TextPlan(
+        fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
+        method=texts.method,
+        context_length=texts.context_length,
+        stride=texts.stride,
+        num_tokens=len(text.token_ids),
+        num_windows=len(text.windows),
+        num_scored=sum(window.num_scored for window in texts.windows),
+        num_bytes=texts.num_bytes,
+        num_words=texts.num_words,
+    )
+    return text, plan
 
 
 def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:

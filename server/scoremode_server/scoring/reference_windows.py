@@ -92,7 +92,7 @@ class MarkedWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedWindow:
+class WindowComparison:
     """The targets of a window: q is the served model's distribution, p the reference's.
 
     Attributes:
@@ -108,7 +108,7 @@ class ComparedWindow:
     reference_top: tuple[np.ndarray, np.ndarray]
 
     @classmethod
-    def of(cls, index: int, columns: Columns) -> "ComparedWindow":
+    def of(cls, index: int, columns: Columns) -> "WindowComparison":
         """From what an engine worker returned; `vllm_patches.reference_windows` has the order of columns."""
         token_ids, logprobs, ranks = columns
         width = token_ids.shape[1] // 2
