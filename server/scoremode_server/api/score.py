@@ -18,7 +18,7 @@ from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import json_response
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
-from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.model_identity import with_adapter
@@ -93,7 +93,7 @@ def _response(
     model_name: str,
     tokenizer: Tokenizer,
     sequences: list[RequestedSequence],
-    answers: list[Answer],
+    answers: list[ScoredRows],
     *,
     num_tokens: int,
 ) -> Response:

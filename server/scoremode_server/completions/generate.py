@@ -17,11 +17,11 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
-from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
+from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
 from scoremode_server.errors import RequestError, UnfinishedError
 from scoremode_server.json_fields import TOKENS, check_names, read_anything, read_list, split_as_vllm
 from scoremode_server.prefix_cache.admission import Accept
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
@@ -92,26 +92,26 @@ class ScoringGenerate:
             response = await stock.serve_tokens(request, raw_request)
         if isinstance(response, ErrorResponse):
             return response
-        answer = scoring.answer
-        assert answer is not None
+        result = scoring.result
+        assert result is not None
         content = response.model_dump()
         content["prompt_logprobs"] = GAP
         of_prompt = self._writer.prompt(
-            answer.output.prompt_token_ids,
-            answer.rows,
-            answer.block_hashes,
-            answer.num_cached_blocks,
+            result.output.prompt_token_ids,
+            result.rows,
+            result.block_hashes,
+            result.num_cached_blocks,
             Style(None, as_token_ids=False),
         )
         parts = filled(content, [prompt_logprobs(of_prompt)])
-        return as_body(parts, answer.rows.token_ids.size, self._turns)
+        return as_body(parts, result.rows.token_ids.size, self._turns)
 
 
 class _EngineThatScores:
     """The engine client of one request to vLLM's handler: everything but `generate` is vLLM's.
 
     Attributes:
-        answer: the rows, when the request is finished.
+        result: the rows, when the request is finished.
     """
 
     def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str, accept: Accept) -> None:
@@ -119,7 +119,7 @@ class _EngineThatScores:
         self._engine = engine
         self._owner = owner
         self._accept = accept
-        self.answer: Answer | None = None
+        self.result: EngineResult | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock.engine_client, name)
@@ -139,11 +139,10 @@ class _EngineThatScores:
             owner=self._owner,
             options=options,
         )
-        self.answer = await self._scored(asked, request_id)
-        self.answer.output.prompt_logprobs = None
-        yield self.answer.output
+        self.result = await self._scored(asked, request_id)
+        yield without_rows(self.result)
 
-    async def _scored(self, asked: RowsRequest, request_id: str) -> Answer:
+    async def _scored(self, asked: RowsRequest, request_id: str) -> EngineResult:
         num_tokens = len(asked.token_ids)
         try:
             async with self._accept(request_id, 1, num_tokens) as queue:

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions.logprobs_json import (
@@ -31,10 +31,10 @@ from scoremode_server.completions.logprobs_json import (
     prompt_logprobs,
 )
 from scoremode_server.completions.prompt_texts import PromptTexts
-from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
+from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.prefix_cache.admission import Accept
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.turns import Turns
@@ -101,25 +101,27 @@ class ScoringCompletions:
             for index, prompt in enumerate(inputs)
         ]
         try:
-            answers = await self._answers(asked, metadata.request_id, accept)
+            results = await self._results(asked, metadata.request_id, accept)
         except UnfinishedError as error:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
         await self._turns.take()
-        for prompt, answer in zip(inputs, answers, strict=True):
-            if request.echo and answer.output.prompt is None and not request.return_token_ids:
-                answer.output.prompt = self._prompt_text(prompt, answer)
+        needs_text = request.echo and not request.return_token_ids
+        outputs = [
+            without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
+            for prompt, result in zip(inputs, results, strict=True)
+        ]
         model_name = stock.models.model_name(options["lora_request"])
-        response = self._response(answers, request, created, model_name, metadata)
-        self._log_outputs(answers, metadata.request_id)
+        response = self._response(results, outputs, request, created, model_name, metadata)
+        self._log_outputs(outputs, metadata.request_id)
         return response
 
-    async def _answers(self, asked: list[RowsRequest], request_id: str, accept: Accept) -> list[Answer]:
+    async def _results(self, asked: list[RowsRequest], request_id: str, accept: Accept) -> list[EngineResult]:
         num_tokens = sum(len(request.token_ids) for request in asked)
         async with accept(request_id, len(asked), num_tokens) as queue:
             coroutines = (self._engine.rows(replace(request, queue=queue)) for request in asked)
-            async with aclosing(queue.in_order(coroutines)) as answers:
-                return [answer async for answer in answers]
+            async with aclosing(queue.in_order(coroutines)) as results:
+                return [result async for result in results]
 
     async def _render(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""
@@ -157,12 +159,12 @@ class ScoringCompletions:
             token_ids, request_id=request_id, prompt=prompt, params=params, owner=owner, options=options
         )
 
-    def _log_outputs(self, answers: list[Answer], request_id: str) -> None:
+    def _log_outputs(self, outputs: list[RequestOutput], request_id: str) -> None:
         """What vLLM logs from 0.33 on, where it was started with `--enable-log-outputs`."""
         logger = self._stock.request_logger
         if logger is None or not getattr(self._stock, "enable_log_outputs", False):
             return
-        for completion in (completion for answer in answers for completion in answer.output.outputs):
+        for completion in (completion for output in outputs for completion in output.outputs):
             logger.log_outputs(
                 request_id=request_id,
                 outputs=completion.text,
@@ -170,24 +172,22 @@ class ScoringCompletions:
                 finish_reason=completion.finish_reason,
             )
 
-    def _prompt_text(self, prompt: Any, answer: Answer) -> str | None:
-        text: str | None = self._stock._extract_prompt_text(prompt)
+    def _prompt_text(self, prompt: Any, result: EngineResult) -> str | None:
+        text: str | None = result.output.prompt or self._stock._extract_prompt_text(prompt)
         if text is not None or self._stock.renderer.tokenizer is None:
             return text
-        return self._texts.text(answer.output.prompt_token_ids, answer.block_hashes[: answer.num_cached_blocks])
+        return self._texts.text(result.output.prompt_token_ids, result.block_hashes[: result.num_cached_blocks])
 
     def _response(
         self,
-        answers: list[Answer],
+        results: list[EngineResult],
+        outputs: list[RequestOutput],
         request: CompletionRequest,
         created: int,
         model_name: str,
         metadata: RequestResponseMetadata,
     ) -> Body:
         """vLLM builds all of it but the logprobs, which it is not shown."""
-        outputs = [answer.output for answer in answers]
-        for output in outputs:
-            output.prompt_logprobs = None
         response: CompletionResponse = self._stock.request_output_to_completion_response(
             outputs,
             request.model_copy(update={"logprobs": None}),
@@ -202,11 +202,11 @@ class ScoringCompletions:
             choice["prompt_logprobs"] = GAP
             if request.logprobs is not None:
                 choice["logprobs"] = GAP
-        parts = filled(content, self._logprobs(answers, request))
-        num_entries = sum(answer.rows.token_ids.size * len(answer.output.outputs) for answer in answers)
+        parts = filled(content, self._logprobs(results, request))
+        num_entries = sum(result.rows.token_ids.size * len(result.output.outputs) for result in results)
         return as_body(parts, num_entries, self._long_turns)
 
-    def _logprobs(self, answers: list[Answer], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
+    def _logprobs(self, results: list[EngineResult], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
         """What goes into the gaps of a response: of each choice OpenAI's logprobs, if they are wanted, and vLLM's."""
         as_token_ids = request.return_tokens_as_token_ids
         if as_token_ids is None:
@@ -214,23 +214,23 @@ class ScoringCompletions:
         style = Style(request.logprobs, bool(as_token_ids))
         sampled: list[list[OpenAI]] = [
             [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
-            for answer in answers
-            for completion in answer.output.outputs
+            for result in results
+            for completion in result.output.outputs
         ]
-        return self._in_gaps(answers, iter(sampled), style, echoes=bool(request.echo))
+        return self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo))
 
     def _in_gaps(
-        self, answers: list[Answer], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
+        self, results: list[EngineResult], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
         in_openai = echoes and style.num_top is not None
         of_prompts = style if in_openai else Style(None, as_token_ids=False)
-        for answer in answers:
+        for result in results:
             of_prompt = self._writer.prompt(
-                answer.output.prompt_token_ids, answer.rows, answer.block_hashes, answer.num_cached_blocks, of_prompts
+                result.output.prompt_token_ids, result.rows, result.block_hashes, result.num_cached_blocks, of_prompts
             )
             # Written once, and kept until the last that needs it has had it.
-            copies = iter(tee(of_prompt, (1 + in_openai) * len(answer.output.outputs)))
-            for _ in answer.output.outputs:
+            copies = iter(tee(of_prompt, (1 + in_openai) * len(result.output.outputs)))
+            for _ in result.output.outputs:
                 of_sampled = next(sampled)
                 if style.num_top is not None:
                     yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import orjson
+from vllm.outputs import RequestOutput
 
+from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.scoring.turns import WRITTEN_AT_ONCE, Turns
 
 HELD_SECONDS = 0.005
@@ -18,6 +21,15 @@ _GAP = b"\0"
 """A byte that JSON never has: in texts it is escaped."""
 
 GAP = orjson.Fragment(_GAP)
+
+
+def without_rows(result: EngineResult, prompt: str | None = None) -> RequestOutput:
+    """What vLLM's response builder is shown of a result: all but the prompt's logprobs, and the prompt's text."""
+    output = copy(result.output)
+    output.prompt = prompt if output.prompt is None else output.prompt
+    output.prompt_logprobs = None
+    output.num_cached_tokens = result.num_cached_tokens
+    return output
 
 
 def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:

@@ -37,22 +37,25 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The rows of one request."""
+class ScoredRows:
+    """The rows of one sequence."""
 
     rows: Rows
     """Of the tokens from the request's `first` on."""
+    num_cached_tokens: int
+    """Tokens that were not computed for this request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineResult(ScoredRows):
+    """The rows of one request to the engine, and what a completion needs in addition."""
+
     output: RequestOutput
-    """vLLM's."""
+    """What vLLM returned last. Its number of cached tokens is that of one pass through the engine."""
     block_hashes: Sequence[bytes] = ()
     """Of the sequence's whole blocks; none where the rows may not be kept."""
     num_cached_blocks: int = 0
     """How many of these, from the first on, the engine took from its prefix cache."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that were not computed for this request."""
-        return self.output.num_cached_tokens or 0
 
 
 class ScoringEngine:
@@ -73,7 +76,7 @@ class ScoringEngine:
         """Tokens of a block."""
         return self._store.block_size
 
-    async def rows(self, request: RowsRequest) -> Answer:
+    async def rows(self, request: RowsRequest) -> EngineResult:
         """Every row that a request needs. Cancelling the caller aborts the engine's requests.
 
         Raises:
@@ -81,11 +84,11 @@ class ScoringEngine:
         """
         arrival = time.monotonic()
         token_ids = self._cacheable(request)
-        answer = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
-        self._metrics.count(answer.output, len(request.token_ids) - 1, arrival)
+        result = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
+        self._metrics.count(result.output, len(request.token_ids) - 1, arrival)
         if request.queue is not None:
-            request.queue.done(len(request.token_ids), answer.num_cached_tokens)
-        return answer
+            request.queue.done(len(request.token_ids), result.num_cached_tokens)
+        return result
 
     async def prompt_columns(self, request: RowsRequest) -> Columns:
         """What the engine computes for the prompt of a request that no cache serves, as it is: for a window of a
@@ -110,15 +113,15 @@ class ScoringEngine:
             # No vocabulary is that large: the engine raises its own error.
             return None
 
-    async def _uncached(self, request: RowsRequest) -> Answer:
+    async def _uncached(self, request: RowsRequest) -> EngineResult:
         if request.owner:
             # Generation reads the prefix cache too, and must not find what another owner has scored.
             request = replace(request, prompt={**request.prompt, "cache_salt": self._salt(request)})
         run = await run_engine(self._engine, request)
         run.check(request.first_row)
-        return Answer(run.rows[request.first_row :], run.output)
+        return EngineResult(run.rows[request.first_row :], run.num_cached_tokens, run.output)
 
-    async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
+    async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> EngineResult:
         salt = self._salt(request)
         block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
@@ -131,11 +134,10 @@ class ScoringEngine:
         self._metrics.joined.inc(cached.joined)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
-        run.output.num_cached_tokens = cached.num_cached_tokens
-        run.output.request_id = request.request_id
         num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
-        return Answer(
+        return EngineResult(
             rows,
+            cached.num_cached_tokens,
             run.output,
             # Under hashes of an earlier generation may be what was written of rows of other weights.
             block_hashes if cached.is_current else (),

@@ -6,7 +6,7 @@ import numpy as np
 from vllm.engine.protocol import EngineClient
 
 from scoremode_server.prefix_cache.in_flight import InFlightRequest, InFlightRequests
-from scoremode_server.prefix_cache.run import RowsRequest, Run, run_engine
+from scoremode_server.prefix_cache.run import EnginePass, RowsRequest, run_engine
 from scoremode_server.prefix_cache.store import RowStore
 
 
@@ -49,7 +49,7 @@ class CachedRequest:
         """Whether the weights are those that the request began with."""
         return self._generation == self._store.generation
 
-    async def run(self) -> Run:
+    async def run(self) -> EnginePass:
         """A run in which every row that the request needs is there.
 
         Raises:
@@ -65,7 +65,7 @@ class CachedRequest:
         finally:
             self._in_flight.release(self._registered)
 
-    async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> Run:
+    async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> EnginePass:
         """A run whose missing rows are all found. The engine is at work before anything is waited for."""
         first_hash = self._block_hashes[0]
         # If the first block is nowhere to be found, a hit is of use only if its rows are not needed.
@@ -81,7 +81,7 @@ class CachedRequest:
         run.check(self._request.first_row)
         return run
 
-    async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> Run:
+    async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> EnginePass:
         run = await run_engine(
             self._engine, self._request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
         )
@@ -97,17 +97,19 @@ class CachedRequest:
             num_blocks += 1
         return num_blocks * self._store.block_size
 
-    def _needed(self, run: Run) -> range:
+    def _needed(self, run: EnginePass) -> range:
         """The blocks with rows that a run left out and the request needs."""
         size, first_row = self._store.block_size, self._request.first_row
         return range(first_row // size, -(-run.first // size)) if run.first > first_row else range(0)
 
-    def _lacking(self, run: Run) -> list[int]:
+    def _lacking(self, run: EnginePass) -> list[int]:
         """The needed blocks that were not found. What is after the last whole block never is."""
         hashes = self._block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
-    async def _collect(self, run: Run, lacking: list[int], earlier: Mapping[bytes, InFlightRequest]) -> list[int]:
+    async def _collect(
+        self, run: EnginePass, lacking: list[int], earlier: Mapping[bytes, InFlightRequest]
+    ) -> list[int]:
         """Find the blocks that a run left out: with the requests before this one, in the store, and by a short run. The
         blocks that are still lacking."""
         for block in lacking:
@@ -149,7 +151,7 @@ class CachedRequest:
             self._num_found = min(self._num_found, run.first)
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
-    def _fill(self, run: Run) -> None:
+    def _fill(self, run: EnginePass) -> None:
         """Put the rows that were found where the engine computed none."""
         needed = self._needed(run)
         if needed:
@@ -158,7 +160,7 @@ class CachedRequest:
             found = self._store.join(blocks, self._request.num_columns)
             run.rows.table[start : run.first] = found.table[: run.first - start]
 
-    def _keep(self, run: Run) -> None:
+    def _keep(self, run: EnginePass) -> None:
         """Keep the blocks that were computed, and pass them on to the requests that wait."""
         num_left_out = -(-run.first // self._store.block_size)
         rows = run.rows[num_left_out * self._store.block_size :]

@@ -163,7 +163,7 @@ class RowsRequest:
 
 
 @dataclass(slots=True)
-class Run:
+class EnginePass:
     """What the engine computed for a sequence of n tokens."""
 
     output: RequestOutput
@@ -194,7 +194,7 @@ async def run_engine(
     reads_prefix_cache: bool = False,
     num_known: int = 0,
     suffix: str = "",
-) -> Run:
+) -> EnginePass:
     """Compute the rows of a request when its turn has come. Cancelling the caller aborts the engine's request, whose id
     ends in `suffix`. Of its tokens, `num_known` are expected to be in the prefix cache.
 
@@ -204,7 +204,7 @@ async def run_engine(
     """
     output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)
     first_row = None if request.mark is None else request.mark.first - 1
-    return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
+    return EnginePass(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
 
 
 async def in_engine(

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.utils import random_uuid
 
 from scoremode_server.prefix_cache.admission import RequestQueue
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.turns import Turns
@@ -81,7 +80,7 @@ class Scorer:
         self._engine = engine
         self._turns = turns
 
-    def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[Answer, None]:
+    def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[ScoredRows, None]:
         """Score each sequence of at least one and at most `max_model_len` tokens of the vocabulary, from a position on.
         The first token has no context, so no row. Sequences are taken as the engine can use them, and answers are in
         their order. Closing the generator aborts what is in the engine.
@@ -94,32 +93,31 @@ class Scorer:
             self._score(index, sequence, settings) for index, sequence in enumerate(sequences)
         )
 
-    async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> Answer:
+    async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
         token_ids, mark = sequence.token_ids, sequence.mark(settings)
         if len(token_ids) == 1:
-            nothing = RequestOutput(settings.request_id, None, list(token_ids), None, [], finished=True)
-            answer = Answer(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), nothing)
             settings.queue.done(1, 0)
-        else:
-            # Keys and values that nobody may read again have a salt of their own.
-            salt = settings.cache_salt if settings.use_cache else random_uuid()
-            request = RowsRequest.score(
-                token_ids,
-                request_id=f"{settings.request_id}-{index}",
-                first=max(1, sequence.first),
-                top_logprobs=settings.top_logprobs,
-                use_cache=settings.use_cache,
-                cache_salt=salt,
-                # Rows with candidates of their own serve nobody but the same request again.
-                makes_room=settings.makes_room and not sequence.has_own_candidates,
-                owner=settings.owner,
-                options=settings.options,
-                queue=settings.queue,
-                mark=mark,
-            )
-            answer = await self._engine.rows(request)
+            await self._turns.take()
+            return ScoredRows(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), 0)
+        # Keys and values that nobody may read again have a salt of their own.
+        salt = settings.cache_salt if settings.use_cache else random_uuid()
+        request = RowsRequest.score(
+            token_ids,
+            request_id=f"{settings.request_id}-{index}",
+            first=max(1, sequence.first),
+            top_logprobs=settings.top_logprobs,
+            use_cache=settings.use_cache,
+            cache_salt=salt,
+            # Rows with candidates of their own serve nobody but the same request again.
+            makes_room=settings.makes_room and not sequence.has_own_candidates,
+            owner=settings.owner,
+            options=settings.options,
+            queue=settings.queue,
+            mark=mark,
+        )
+        result = await self._engine.rows(request)
         await self._turns.take()
-        return answer
+        return result
 
 
 def check_engine(config: VllmConfig) -> None:

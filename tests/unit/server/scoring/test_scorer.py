@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm.config.lora import LoRAConfig
 
-from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, check_engine
 from scoremode_server.scoring.turns import Turns
 from tests.unit.server.prefix_cache.cache_setup import Setup, setup
@@ -18,7 +18,9 @@ from tests.unit.server.prefix_cache.fake_engine import expected_rows
 TOKENS = list(range(20))
 
 
-async def scored(made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any) -> Answer:
+async def scored(
+    made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any
+) -> ScoredRows:
     scorer = Scorer(made.scoring, turns or Turns())
     async with made.scoring.admission.request(1, len(tokens)) as queue:
         settings = ScoreSettings(request_id="id", queue=queue, **options)
