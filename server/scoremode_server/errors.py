@@ -5,8 +5,8 @@ MAX_NAME = 100
 
 
 class RequestError(Exception):
-    """A request that is refused or fails; `param` names the field at fault, if one is. Without a class of its own, the
-    error is the request's."""
+    """A request that is refused or fails; `param` names the field at fault, if one is. Whatever works for a request may
+    raise it, so docstrings mention only subclasses. An error without a subclass is the request's fault."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)

@@ -62,11 +62,7 @@ _NAMES = {
 
 
 def split(body: bytes) -> Fields:
-    """The fields of a JSON object, not decoded yet.
-
-    Raises:
-        RequestError: two fields have one name; or as for `split_as_vllm`.
-    """
+    """The fields of a JSON object, not decoded yet."""
     fields, repeated = split_as_vllm(body)
     for name in repeated:
         raise _given_twice(name, name)
@@ -74,11 +70,7 @@ def split(body: bytes) -> Fields:
 
 
 def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
-    """The fields of a JSON object, not decoded yet, and the names that several have. Of these the last one counts.
-
-    Raises:
-        RequestError: the body is not a JSON object; the message has the byte at which it goes wrong.
-    """
+    """The fields of a JSON object, not decoded yet, and the names that several have. Of these the last one counts."""
     try:
         named = _OBJECT.decode(body)
     except msgspec.ValidationError:
@@ -106,11 +98,7 @@ def _given_twice(name: str, field: str) -> RequestError:
 
 def check_names(fields: Fields, repeated: list[str]) -> None:
     """Make sure that no object of a body has two fields of one name, neither the body, of which `split_as_vllm` tells,
-    nor those in its fields, which have been decoded before.
-
-    Raises:
-        RequestError: one has.
-    """
+    nor those in its fields, which have been decoded before."""
     for name in repeated:
         raise _given_twice(name, name)
     for field, raw in fields.items():
@@ -128,11 +116,7 @@ def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
 
 def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
     """A field that may hold many values in one of several forms, such as `PROMPTS`. What begins like none of them is
-    returned as `read_scalar` returns it.
-
-    Raises:
-        RequestError: the first value that the form does not allow, and where it is.
-    """
+    returned as `read_scalar` returns it."""
     beginning = _BEGINNING.match(raw)
     if beginning is None:
         return _decode(raw, field, _ANYTHING)
@@ -146,22 +130,14 @@ def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
 
 
 def read_scalar(raw: msgspec.Raw, field: str) -> Any:
-    """A field that holds one value. A list or an object, which it may not be, is returned empty.
-
-    Raises:
-        RequestError: the value is not valid.
-    """
+    """A field that holds one value. A list or an object, which it may not be, is returned empty."""
     if is_container(raw):
         return [] if bytes(memoryview(raw)[:1]) == b"[" else {}
     return _decode(raw, field, _ANYTHING)
 
 
 def read_anything(raw: msgspec.Raw, field: str) -> Any:
-    """A field of any form.
-
-    Raises:
-        RequestError: a value in it is not valid, or there are too many.
-    """
+    """A field of any form."""
     if len(raw) > MAX_VALUES and is_container(raw):
         _check_count(bytes(raw).count(b",") + 1, MAX_VALUES, "values", field)
     return _decode(raw, field, _ANYTHING)

@@ -1,16 +1,21 @@
-"""How the body of a request gets in: its bytes within a limit, and from them the model that a route works on."""
+"""Bodies of requests: bytes within a limit, and the models that routes make of them."""
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
 from scoremode_server.api.requests import scoremode_state
+from scoremode_server.completions.generate import read_generate_request
+from scoremode_server.completions.requests import read_completion_request
 from scoremode_server.errors import EncodingError, RequestError, TooLargeError
 from scoremode_server.json_fields import (
     CANDIDATES,
@@ -59,7 +64,6 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
     Raises:
         RequestValidationError: the body is not said to be JSON.
-        RequestError: the body is too large, encoded, or cut off, or the server stops; or what `read` raises.
     """
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
@@ -98,7 +102,6 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     place of one that has been read already.
 
     Raises:
-        RequestError: the body is no JSON object, or a list in it has a wrong value.
         ValidationError: a field is missing, unknown or wrong.
     """
     forms = _LISTS[model]
@@ -118,20 +121,10 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     return request
 
 
-class ReadRequest(Request):
-    """A request as FastAPI gets it after its body has been read: the model comes in the place of parsed JSON.
-
-    FastAPI hands an object of the right model to the route as it is.
-    """
-
-    def __init__(self, request: Request, model: BaseModel) -> None:
-        super().__init__(request.scope, request.receive)
-        self._model = model
-
-    async def body(self) -> bytes:
-        """Not empty, which is all that FastAPI asks of it."""
-        return b"{}"
-
-    async def json(self) -> BaseModel:
-        """The model."""
-        return self._model
+def reader_of(model: type[BaseModel]) -> Callable[[bytes], BaseModel]:
+    """The function that makes a request of this model from a body."""
+    readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
+        CompletionRequest: read_completion_request,
+        GenerateRequest: read_generate_request,
+    }
+    return readers.get(model) or partial(read_model, model)

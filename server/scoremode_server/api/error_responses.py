@@ -1,7 +1,7 @@
 """Errors as responses in OpenAI's shape, and the route class that answers with them."""
 
 from collections.abc import Callable, Coroutine
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from fastapi import Request, Response
@@ -13,8 +13,8 @@ from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.api.bodies import MAX_REPORTED, ReadRequest, read_model, read_request
-from scoremode_server.api.statuses import STATUSES, status_of
+from scoremode_server.api.bodies import MAX_REPORTED, read_request, reader_of
+from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST, STATUSES, status_of
 from scoremode_server.errors import MAX_NAME, BusyError, RequestError, UnavailableError, engine_has_died
 
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -26,7 +26,13 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "No such model."},
     "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
 }
-"""Of routes of Scoremode's own, for the API's description."""
+"""Of Scoremode's own routes, in the API's description."""
+
+STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}},
+    **{status: {"model": ErrorResponse} for status in (400, 404, 500)},
+}
+"""Of vLLM's routes."""
 
 
 def error_content(error: Exception) -> dict[str, Any]:
@@ -47,19 +53,21 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 class ScoremodeRoute(APIRoute):
-    """A route whose body is read by `read_model`, and whose bad requests are answered with the field at fault."""
+    """A route whose errors have OpenAI's shape. Requests with a body do not pass through FastAPI, whose models would
+    look at each value again."""
 
     def get_route_handler(self) -> RouteHandler:
-        handle = super().get_route_handler()
         if self.body_field is None:
-            return with_error_responses(handle)
+            return with_error_responses(super().get_route_handler())
         model: Any = self.body_field.field_info.annotation
-        read = partial(read_model, model)
+        read = reader_of(model)
 
-        async def read_and_handle(request: Request) -> Response:
-            return await handle(ReadRequest(request, await read_request(request, read)))
+        async def read_and_answer(request: Request) -> Response:
+            response: Response | None = await self.endpoint(await read_request(request, read), request)
+            # vLLM's routes return None if the client has left.
+            return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else response
 
-        return with_error_responses(read_and_handle)
+        return with_error_responses(read_and_answer)
 
 
 def with_error_responses(handle: RouteHandler) -> RouteHandler:

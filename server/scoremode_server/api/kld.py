@@ -14,12 +14,12 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
-from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
 from scoremode_server.api.references import references_of
 from scoremode_server.api.requests import accepted, scoremode_state
+from scoremode_server.api.responses import as_base64, top_arrays, top_entries
 from scoremode_server.app import ScoremodeState
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue

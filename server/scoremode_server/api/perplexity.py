@@ -56,11 +56,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
 
 
 async def check_texts(request: PerplexityRequest, raw_request: Request, state: ScoremodeState) -> TextRequest:
-    """Check a request, tokenize its texts and cut their windows.
-
-    Raises:
-        RequestError: a field is at fault, or the text is too short for the method.
-    """
+    """Check a request, tokenize its texts and cut their windows."""
     model = await state.models.resolve(request.model)
     return TextRequest(
         request=request,

@@ -35,11 +35,7 @@ def owner_of(request: Request) -> str:
 async def accepted(
     admission: Admission, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
 ) -> AsyncGenerator[RequestQueue, None]:
-    """`Admission.request`, with a line in the log at the end.
-
-    Raises:
-        RequestError: see `Admission.request`.
-    """
+    """`Admission.request`, with a line in the log at the end."""
     queue, failure = None, None
     try:
         async with admission.request(num_sequences, num_tokens) as queue:

@@ -12,11 +12,10 @@ from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
-from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import accepted, owner_of, scoremode_state
-from scoremode_server.api.responses import json_response
+from scoremode_server.api.responses import as_base64, json_response, top_arrays, top_entries
 from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id

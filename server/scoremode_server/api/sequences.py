@@ -30,12 +30,7 @@ class RequestedSequence(ScoredSequence):
 
 
 async def read_sequences(request: ScoreRequest, tokenizer: Tokenizer, limits: Limits) -> list[RequestedSequence]:
-    """The sequences that a request asks for, prompts outermost.
-
-    Raises:
-        RequestError: there is no prompt or continuation, an empty one, or too many; or positions or candidates that do
-            not fit them.
-    """
+    """The sequences that a request asks for, prompts outermost."""
     prompts = as_prompts(request.prompt)
     limits.check_num_sequences(len(prompts), None if request.continuations is None else len(request.continuations))
     sequences = await _sequences(prompts, request, tokenizer)

@@ -32,7 +32,6 @@ def read_generate_request(body: bytes) -> GenerateRequest:
     """The request that vLLM's model makes of a body.
 
     Raises:
-        RequestError: the body is not a JSON object, `token_ids` is wrong, or a scoring request has a field twice.
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
     fields, repeated = split_as_vllm(body)
@@ -80,11 +79,7 @@ class ScoringGenerate:
     async def generate(
         self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
-
-        Raises:
-            RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
-        """
+        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner."""
         scoring = _EngineThatScores(self._stock, self._engine, owner, accept)
         stock = copy(self._stock)
         stock.engine_client = scoring
@@ -125,11 +120,7 @@ class _EngineThatScores:
         return getattr(self._stock.engine_client, name)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
-        """The request's one output, without logprobs of the prompt.
-
-        Raises:
-            RequestError: there is no room for it, or it took too long; as `ScoringEngine.rows`.
-        """
+        """The request's one output, without logprobs of the prompt."""
         # By its id, engines that a request is moved between know it.
         asked = RowsRequest.sample(
             prompt["prompt_token_ids"],

@@ -65,11 +65,7 @@ class ScoringCompletions:
     async def create_completion(
         self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
-
-        Raises:
-            RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
-        """
+        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner."""
         answering = self._create_completion(request, raw_request, owner, accept)
         result: Body | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request

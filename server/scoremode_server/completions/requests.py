@@ -42,7 +42,6 @@ def read_completion_request(body: bytes) -> CompletionRequest:
     has, and vLLM's model validates the other fields.
 
     Raises:
-        RequestError: the body is not a JSON object, the prompt has a wrong value, or a scoring request repeats a field.
         ValidationError, VLLMValidationError: vLLM's model refuses another field.
     """
     fields, repeated = split_as_vllm(body)

@@ -148,7 +148,6 @@ class Admission:
         within it, whose reader would be cancelled.
 
         Raises:
-            RequestError: see `check`.
             OverdueError: it took longer than it may.
         """
         self.check(num_tokens)

@@ -38,11 +38,7 @@ class Comparer:
         self._head_bytes: int | None = None
 
     async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
-        """Make sure that the served model can be compared with a reference.
-
-        Raises:
-            RequestError: it is not complete, of another tokenizer or vocabulary, or too large.
-        """
+        """Make sure that the served model can be compared with a reference."""
         manifest = reference.manifest
         if manifest.head is None or manifest.result is None:
             raise RequestError(
@@ -89,7 +85,6 @@ class Comparer:
         """The windows of a reference through the served model, in the order of `indices`.
 
         Raises:
-            RequestError: a file of the reference is missing or not what was written, or see `Scorer.scores`.
             EngineOutputError: the engine computed no logprob, or NaN.
         """
         text = await self._references.text(reference)

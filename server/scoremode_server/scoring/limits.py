@@ -37,11 +37,7 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
-        """Refuse more sequences than a request may have, before any is made.
-
-        Raises:
-            RequestError: their number, and the bound.
-        """
+        """Refuse more sequences than a request may have, before any is made."""
         num_sequences = num_prompts * (1 if num_continuations is None else num_continuations)
         if num_sequences > self.max_sequences:
             each = "" if num_continuations is None else f" with {num_continuations} continuations each"
@@ -52,11 +48,7 @@ class Limits:
             )
 
     def check_num_windows(self, num_windows: int, stride: int) -> None:
-        """Refuse a text with more windows than a request may have sequences, before any is cut.
-
-        Raises:
-            RequestError: their number, which may be one too high for each text, and the bound.
-        """
+        """Refuse a text with more windows than a request may have sequences, before any is cut."""
         if num_windows > self.max_sequences:
             raise RequestError(
                 f"with stride {stride} there are {num_windows} windows, and a request may have at most "
@@ -65,11 +57,7 @@ class Limits:
             )
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`.
-
-        Raises:
-            RequestError: it is empty, too long, or has a token id outside the vocabulary.
-        """
+        """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`."""
         if not token_ids:
             raise RequestError(f"{name} is empty: there is no token to score", _field(name))
         if len(token_ids) > self.max_model_len:
@@ -79,11 +67,7 @@ class Limits:
         self.check_vocabulary(token_ids, name)
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse token ids that the model has no logit for.
-
-        Raises:
-            RequestError: the id and the size of the vocabulary.
-        """
+        """Refuse token ids that the model has no logit for."""
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -91,11 +75,7 @@ class Limits:
                 )
 
     def check_single_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse more single tokens than there are, or one that the model has no logit for.
-
-        Raises:
-            RequestError: their number or the id, and the size of the vocabulary.
-        """
+        """Refuse more single tokens than there are, or one that the model has no logit for."""
         if len(token_ids) > self.vocab_size:
             raise RequestError(
                 f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}", "token_ids"
@@ -104,11 +84,7 @@ class Limits:
             self.check_vocabulary(token_ids, "token_ids")
 
     def check_top_logprobs(self, top_logprobs: int) -> None:
-        """Refuse more alternatives than the server was started with.
-
-        Raises:
-            RequestError: the server's `--max-logprobs` is lower.
-        """
+        """Refuse more alternatives than the server was started with."""
         if top_logprobs > self.max_top_logprobs:
             raise RequestError(
                 f"top_logprobs is {top_logprobs}, but this server was started with --max-logprobs "
@@ -117,11 +93,7 @@ class Limits:
             )
 
     def check_num_candidates(self, num_candidates: int) -> None:
-        """Refuse too many chosen tokens a position.
-
-        Raises:
-            RequestError: their number, and the bound.
-        """
+        """Refuse too many chosen tokens a position."""
         if num_candidates > MAX_CANDIDATES:
             raise RequestError(
                 f"candidate_token_ids has {num_candidates} tokens for a position, and {MAX_CANDIDATES} are the most",

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -72,7 +71,6 @@ class Recorder:
 
         Raises:
             ConflictError: there is another of that name.
-            RequestError: this model's logits are not what a reference can keep.
         """
         text, plan = await asyncio.to_thread(_plan, texts)
         # One at a time: two of one name would both find that it has no LM head.
@@ -109,23 +107,13 @@ class Recorder:
 
     async def _write_head(self, reference: StoredReference) -> None:
         """Have the LM head written while windows are recorded."""
-        await self._remove(reference, reference.head_path)
+        # A damaged file must not pass for the one that is being written.
+        await self._references.write(reference.name, partial(reference.head_path.unlink, missing_ok=True))
         ticket, identity = uuid.uuid4().hex, reference.manifest.identity
         failures = await call_workers(self._client, "scoremode_write_head", reference.name, identity, ticket)
         if failure := next(filter(None, failures), None):
             raise await self._worker_failed(reference, failure)
         self._head_tickets[identity] = ticket
-
-    async def _remove(self, reference: StoredReference, path: Path) -> None:
-        """Remove a damaged file: it must not pass for the one that is being written.
-
-        Raises:
-            RequestError: it cannot be removed.
-        """
-        try:
-            await self._references.in_thread(reference.name, partial(path.unlink, missing_ok=True), "name")
-        except OSError as error:
-            raise self._references.unwritable(reference.name, error) from None
 
     async def _served_head(self) -> HeadFormat:
         if self._head is None:
@@ -140,7 +128,6 @@ class Recorder:
         """Every window in order, once it is on disk. Those that were recorded before are read.
 
         Raises:
-            RequestError: a window could not be written, or see `Scorer.scores`.
             EngineOutputError: the engine computed no logprob, or NaN.
         """
         text = await self._references.text(reference)
@@ -169,7 +156,7 @@ class Recorder:
             # The file of another reference that has the name now is not ours to remove.
             await self._references.current(reference, "name")
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
-            await self._remove(reference, reference.shard(index))
+            await self._references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
             window = MarkedWindow(*mark_window("record", reference, text, index), settings)
             return await self._recorded(reference, window)
         return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
@@ -184,11 +171,7 @@ class Recorder:
         return WindowOnDisk(-json_logprobs(columns[:, 0]), ranks)
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
-        """Wait until a worker has written a window, or the LM head.
-
-        Raises:
-            RequestError: it could not, or has not in time.
-        """
+        """Wait until a worker has written a window, or the LM head."""
         try:
             failure = await self._files.written(ticket, SECONDS_TO_WRITE)
         except TimeoutError:
@@ -198,20 +181,12 @@ class Recorder:
             raise await self._worker_failed(reference, failure)
 
     async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
-        """The error for what a worker could not write, unless it is that the reference is not there any more.
-
-        Raises:
-            RequestError: it is that.
-        """
+        """The error for what a worker could not write, unless it is that the reference is not there any more."""
         await self._references.current(reference, "name")
         return self._references.unwritable(reference.name, failure)
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
-        """Keep the perplexity of a reference, once all windows are recorded.
-
-        Raises:
-            RequestError: the reference was deleted, or its LM head or manifest cannot be written.
-        """
+        """Keep the perplexity of a reference, once all windows are recorded."""
         identity = reference.manifest.identity
         if ticket := self._head_tickets.get(identity):
             await self._written(reference, ticket, "the LM head")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scoremode.protocol import Reference
-from scoremode_server.errors import ConflictError, NotServedError, RequestError, StorageError, UnavailableError
+from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
 from scoremode_server.references.directory import (
     NoReferenceError,
     ReferenceDirectory,
@@ -76,20 +76,39 @@ class References:
             message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
             raise UnavailableError(message, param) from None
 
-    async def open(self, name: str, param: str = "reference") -> StoredReference:
-        """The reference of a name, which is the request's field `param`.
+    async def read(self, name: str, call: Callable[[], T], param: str = "reference") -> T:
+        """`in_thread` for a call that reads a reference, whose name is the request's field `param`.
 
         Raises:
-            NotServedError: there is none.
-            ConflictError: it is damaged.
+            NotServedError: there is none of that name.
+            ConflictError: it is damaged, or another has its name now.
         """
         try:
-            reference = await self.in_thread(name, lambda: self.directory.open(name), param)
+            return await self.in_thread(name, call, param)
+        except ReplacedReferenceError:
+            self._opened.pop(name, None)
+            message = f"reference {name!r} was deleted meanwhile, and another has its name now"
+            raise ConflictError(message, param) from None
         except NoReferenceError as error:
             self._opened.pop(name, None)
             raise NotServedError(str(error), param) from None
         except BrokenFileError as error:
             raise self.broken(name, error, param) from None
+
+    async def write(self, name: str, call: Callable[[], T], param: str = "name") -> T:
+        """`read` for a call that writes files of a reference.
+
+        Raises:
+            StorageError: it cannot.
+        """
+        try:
+            return await self.read(name, call, param)
+        except OSError as error:
+            raise self.unwritable(name, error) from None
+
+    async def open(self, name: str, param: str = "reference") -> StoredReference:
+        """The reference of a name."""
+        reference = await self.read(name, lambda: self.directory.open(name), param)
         # With the tokens that were read for it, as long as the manifest is the same.
         reference = known if (known := self._opened.pop(name, None)) == reference else reference
         self._opened[name] = reference
@@ -98,73 +117,28 @@ class References:
         return reference
 
     async def describe(self, name: str) -> Reference:
-        """What is told of the reference of a name.
-
-        Raises:
-            RequestError: as for `open`.
-        """
+        """What the API shows of a reference."""
         reference = await self.open(name, "name")
         return await self.in_thread(name, lambda: _describe(reference), "name")
 
     async def delete(self, name: str) -> None:
-        """Remove a reference.
-
-        Raises:
-            NotServedError: there is none.
-            StorageError: its folder cannot be changed.
-        """
-        try:
-            await self.in_thread(name, lambda: self.directory.delete(name), "name")
-        except NoReferenceError as error:
-            raise NotServedError(str(error), "name") from None
-        except OSError as error:
-            raise self.unwritable(name, error) from None
+        """Remove a reference."""
+        await self.write(name, lambda: self.directory.delete(name))
 
     async def save(
         self, reference: StoredReference, changes: dict[str, Any], param: str = "reference"
     ) -> StoredReference:
-        """Change the manifest that is on disk now.
-
-        Raises:
-            RequestError: the reference was deleted meanwhile, or its manifest cannot be written.
-        """
-        try:
-            return await self.in_thread(reference.name, lambda: self.directory.update(reference, changes), param)
-        except OSError as error:
-            raise self.unwritable(reference.name, error) from None
-        except (NoReferenceError, BrokenFileError) as error:
-            raise self._gone(reference.name, error, param) from None
+        """Change the manifest that is on disk now."""
+        return await self.write(reference.name, lambda: self.directory.update(reference, changes), param)
 
     async def current(self, reference: StoredReference, param: str = "reference") -> StoredReference:
-        """A reference as it is on disk now.
-
-        Raises:
-            RequestError: it was deleted meanwhile.
-        """
+        """A reference as it is on disk now."""
         name, identity = reference.name, reference.manifest.identity
-        try:
-            return await self.in_thread(name, lambda: self.directory.open_same(name, identity), param)
-        except (NoReferenceError, BrokenFileError) as error:
-            raise self._gone(name, error, param) from None
-
-    def _gone(self, name: str, error: NoReferenceError | BrokenFileError, param: str) -> RequestError:
-        if isinstance(error, BrokenFileError):
-            return self.broken(name, error, param)
-        self._opened.pop(name, None)
-        if isinstance(error, ReplacedReferenceError):
-            return ConflictError(f"reference {name!r} was deleted meanwhile, and another has its name now", param)
-        return NotServedError(str(error), param)
+        return await self.read(name, lambda: self.directory.open_same(name, identity), param)
 
     async def text(self, reference: StoredReference) -> StoredText:
-        """The tokens of a reference.
-
-        Raises:
-            RequestError: they are damaged.
-        """
-        try:
-            return await self.in_thread(reference.name, lambda: reference.text)
-        except BrokenFileError as error:
-            raise self.broken(reference.name, error) from None
+        """The tokens of a reference."""
+        return await self.read(reference.name, lambda: reference.text)
 
     def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> ConflictError:
         """The error for a reference of which a file is damaged."""

@@ -87,7 +87,6 @@ class Scorer:
 
         Raises:
             EngineOutputError: the engine returned something that is not the score of a sequence.
-            RequestError: the engine has died, or the server stops.
         """
         return settings.queue.in_order(
             self._score(index, sequence, settings) for index, sequence in enumerate(sequences)

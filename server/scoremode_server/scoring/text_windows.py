@@ -90,11 +90,7 @@ class RunningPerplexity:
 
 
 async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Limits, info: ServerInfo) -> TextWindows:
-    """Tokenize the texts of a request, and cut their windows.
-
-    Raises:
-        RequestError: a field is at fault, or the text is too short for the method.
-    """
+    """Tokenize the texts of a request, and cut their windows."""
     field_name = "prompt" if request.texts is None else "texts"
     try:
         context_length = resolve_context_length(request.method, request.context_length, limits.max_model_len)

@@ -20,20 +20,12 @@ class Tokenizer:
         self.strings = TokenStrings(self._tokenizer)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length.
-
-        Raises:
-            RequestError: the server has no tokenizer.
-        """
+        """Token ids of a text of any length."""
         (token_ids,) = await self.encode_all([text], add_special_tokens)
         return token_ids
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text.
-
-        Raises:
-            RequestError: the server has no tokenizer.
-        """
+        """Token ids of each text."""
         self._tokenizer()
         params = TokenizeParams(max_total_tokens=None, add_special_tokens=add_special_tokens)
         encoded = await self._renderer.tokenize_prompts_async([TextPrompt(prompt=text) for text in texts], params)
@@ -61,11 +53,7 @@ class Tokenizer:
         return str(decoded["prompt"])
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, alone.
-
-        Raises:
-            RequestError: the server has no tokenizer.
-        """
+        """The text of each token, alone."""
         if self._renderer.tokenizer is None:
             raise RequestError("this server runs without a tokenizer: it knows no token's text", "token_ids")
         return self.strings.of(token_ids)
@@ -88,11 +76,7 @@ class Tokenizer:
 
 
 def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
-    """OpenAI's four shapes of a prompt as a list of texts or token lists.
-
-    Raises:
-        RequestError: there is no prompt.
-    """
+    """OpenAI's four shapes of a prompt as a list of texts or token lists."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
