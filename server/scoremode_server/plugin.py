@@ -51,7 +51,7 @@ class ScoremodeEndpoints:
         for routes in ours:
             app.include_router(routes.router)
         app.router.routes.extend(of_vllm)
-        middleware.surround(app)
+        middleware.wrap(app)
         bound_connections(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:

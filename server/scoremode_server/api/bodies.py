@@ -35,8 +35,7 @@ from scoremode_server.json_fields import (
 T = TypeVar("T")
 
 READ_AT_ONCE = 256 * 1024
-"""Bytes of a body that are read on the event loop, in a few milliseconds. More are read in a thread, where one field at
-a time holds the interpreter."""
+"""Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
 
 _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     ScoreRequest: {
@@ -50,21 +49,17 @@ _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     KldRequest: {},
     TokensRequest: {"token_ids": TOKENS},
 }
-"""Fields of each request that may be large, and the forms that they may have. All others hold one value."""
+"""Fields of each request that may be large, and their allowed forms. All others hold one value."""
 
 _OBJECTS = {"corpus"}
-"""Other fields of requests with lists that hold more than one value."""
+"""Fields of these requests that hold an object."""
 
 MAX_REPORTED = 5
-"""Faults of a body that are told the client at once."""
+"""Faults of a body that one error names."""
 
 
 async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
-    """What `read` makes of a request's body.
-
-    Raises:
-        RequestValidationError: the body is not said to be JSON.
-    """
+    """What `read` makes of a request's body."""
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
@@ -76,7 +71,7 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    # vLLM's HTTP server has checked that the length is a number.
+    # uvicorn has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
         raise _too_large(limit)
     chunks, size = [], 0
@@ -96,10 +91,8 @@ def _too_large(limit: int) -> TooLargeError:
 
 
 def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
-    """A request of `/v1/score` or `/v1/perplexity`.
-
-    Pydantic, which would try each form of a list on each of its values, validates the fields with a small list in the
-    place of one that has been read already.
+    """A request of Scoremode's own routes. Pydantic tries each form of a list on each of its values, so it validates a
+    short list in place of one that is decoded already.
 
     Raises:
         ValidationError: a field is missing, unknown or wrong.

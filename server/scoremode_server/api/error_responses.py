@@ -36,7 +36,7 @@ STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def error_content(error: Exception) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`, for errors that are not a request's as vLLM has it."""
+    """`{"error": {"message", "type", "param", "code"}}`. vLLM has the status of errors that are not a request's."""
     if isinstance(error, RequestError):
         status = STATUSES[type(error)]
         kind = f"{status.phrase.title().replace(' ', '')}Error"
@@ -47,7 +47,7 @@ def error_content(error: Exception) -> dict[str, Any]:
 
 
 def error_response(error: RequestError) -> JSONResponse:
-    """A request's error as a response; a client that may try again is told when."""
+    """A request's error as a response, with `Retry-After` where a retry may succeed."""
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if isinstance(error, BusyError | UnavailableError) else None
     return JSONResponse(error_content(error), status_code=status_of(error), headers=headers)
 
@@ -71,17 +71,14 @@ class ScoremodeRoute(APIRoute):
 
 
 def with_error_responses(handle: RouteHandler) -> RouteHandler:
-    """Answer a request that is at fault in OpenAI's shape.
-
-    vLLM's own handler for validation errors puts a Python dictionary into the message; every other error stays vLLM's.
-    """
+    """Write errors of requests in OpenAI's shape. All other errors go to vLLM's own handlers."""
 
     @wraps(handle)
     async def handle_with_errors(request: Request) -> Response:
         try:
             return await handle(request)
         except RequestValidationError as error:
-            # vLLM's check of the content type; bodies are validated by `read_request`.
+            # vLLM's check of the content type.
             failure: RequestError = RequestError("; ".join(map(str, error.errors())), None)
         except ValidationError as error:
             failure = from_validation(error)
@@ -95,7 +92,7 @@ def with_error_responses(handle: RouteHandler) -> RouteHandler:
 
 
 def from_validation(error: ValidationError) -> RequestError:
-    """One error that names the first field at fault and says what is wrong with each."""
+    """One error whose `param` is the first field at fault, and whose message explains all faults."""
     details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
     # A union of types has an error for each of them.
     return RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))

@@ -18,7 +18,7 @@ from scoremode_server.api.responses import dump, json_response
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 
-# vLLM writes what comes below its own name.
+# vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.api")
 
 
@@ -52,9 +52,8 @@ async def respond(
 class EventStream(StreamingResponse):
     """The events of a request that is `accepted`, as JSON, and `[DONE]` at the end.
 
-    An error is sent as an event, because the status line went before; one that is not the request's is logged too. A
-    task of its own owns the request: its time may run out while the client reads. If the client leaves, or the server
-    ends, before the last event, the request ends at once; Starlette leaves that to the garbage collector.
+    An error is an event, because the status line was sent before. A task of its own owns the request, whose time may
+    run out while the client reads. If the client leaves or the server stops, the request ends at once.
     """
 
     def __init__(self, accepted: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str) -> None:
@@ -62,7 +61,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._events, media_type="text/event-stream")
 
     async def stream_response(self, send: Send) -> None:
-        """Send all events."""
+        """Send all events; Starlette would leave the end of `_events` to the garbage collector."""
         async with aclosing(self._events):
             await super().stream_response(send)
 

@@ -1,4 +1,4 @@
-"""`POST /v1/kld`: how far the served model's distributions are from a reference's, position by position."""
+"""`POST /v1/kld`: the KL divergence of the served model from a reference, position by position."""
 
 import asyncio
 import time
@@ -44,12 +44,12 @@ class KldJob:
     reference: StoredReference
     first: int
     last: int
-    """The window after the last."""
+    """One more than the last window."""
 
     @property
     def indices(self) -> list[int]:
-        """Of the windows, in the order in which they run. For a noise floor they run the other way round: each is then
-        computed together with others than when it was recorded."""
+        """The windows, in the order in which they run. A noise floor reverses it, so that each window is computed
+        with other windows than when it was recorded."""
         windows = list(range(self.first, self.last))
         return windows[::-1] if self.request.as_noise_floor else windows
 
@@ -63,7 +63,7 @@ class KldJob:
 @load_aware_call
 @until_disconnect
 async def create_kld(request: KldRequest, raw_request: Request) -> Response:
-    """Put windows of a reference through the served model, and compare the distributions over the whole vocabulary."""
+    """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
     state = scoremode_state(raw_request)
     references_of(state)
     state.admission.check()
@@ -117,7 +117,7 @@ async def _events(job: KldJob, state: ScoremodeState, queue: RequestQueue) -> As
 
 
 async def _result(job: KldJob, positions: list[KldPositions], state: ScoremodeState) -> dict[str, Any]:
-    """All but `data`. A noise floor is kept with the reference."""
+    """All but `data`. A noise floor is stored in the reference."""
     figures = await asyncio.to_thread(_statistics, positions, job.first)
     kld, num_scored = figures["kld"], figures["num_scored"]
     if job.request.as_noise_floor:
@@ -157,7 +157,7 @@ def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
         elif name.endswith("logprobs"):
             content[name] = json_logprobs(values)
         else:
-            # As float64, which JSON readers get: of float32 fewer digits would be written, and another number read.
+            # As float64, because the shortest digits of a float32 read back as another float64.
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
         write = top_arrays if encoded else top_entries

@@ -1,4 +1,4 @@
-"""`GET /scoremode`: the page that scores a text and colours its tokens; the files of the package's folder `page`."""
+"""`GET /scoremode`: the page that scores a text and colors its tokens, from the package's folder `page`."""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ CONTENT_TYPES = {
 }
 
 HEADERS = {
-    # Nothing but what this server has, and answers of any server that is typed in; no text can become HTML or a script.
+    # Only this server's files, and answers of any server that the user types in; no text can become HTML or a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self' http: https:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -38,13 +38,13 @@ def page_path(file: Path) -> str:
 
 
 FILES = {page_path(file): file for file in sorted(FOLDER.iterdir()) if file.suffix in CONTENT_TYPES}
-"""By path. Each has a route of its own, so no path that a client writes is looked for on disk."""
+"""By path. Each has its own route, so the server never looks for a client's path on disk."""
 
 router = APIRouter(route_class=ScoremodeRoute, include_in_schema=False)
 
 
 class PageFile:
-    """A file as it was when the server started, and the answers that it gives."""
+    """A file as it was when the server started."""
 
     def __init__(self, file: Path) -> None:
         self._content = file.read_bytes()
@@ -52,7 +52,7 @@ class PageFile:
         self._headers = HEADERS | {"ETag": etag, "Content-Type": CONTENT_TYPES[file.suffix]}
 
     async def answer(self, request: Request) -> Response:
-        """The file, or 304 where the client has it already.
+        """The file, or 304 if the client has it already.
 
         Raises:
             NotServedError: the server was started with `--no-page`.

@@ -1,4 +1,4 @@
-"""`/v1/references`: the served model's distributions over a text, recorded to compare other models with."""
+"""`/v1/references`: records the served model's distributions over a text, to compare other models with."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -29,7 +29,7 @@ def references_of(state: ScoremodeState) -> ReferenceParts:
     """What serves the routes of references.
 
     Raises:
-        NotServedError: the server was started without a folder for them.
+        NotServedError: the server has no folder for them.
     """
     if state.references is None:
         raise NotServedError("this server keeps no references: start it with --reference-dir DIR", None)
@@ -54,7 +54,7 @@ async def get_reference(name: str, raw_request: Request) -> Reference:
     "/v1/references/{name}", response_model=ReferenceDeleted, responses=ERROR_RESPONSES, summary="Delete a reference"
 )
 async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
-    """Remove a reference from disk. Comparisons with it that are under way end with an error."""
+    """Remove a reference from disk. Running comparisons with it end with an error."""
     await references_of(scoremode_state(raw_request)).stored.delete(name)
     return ReferenceDeleted(name=name)
 
@@ -68,7 +68,7 @@ async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
 @load_aware_call
 @until_disconnect
 async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
-    """Score a text's windows and keep their hidden states. The same request again goes on where it was interrupted."""
+    """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
     state = scoremode_state(raw_request)
     references = references_of(state)
     state.admission.check()

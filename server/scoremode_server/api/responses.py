@@ -37,12 +37,12 @@ def dump(content: Any) -> bytes:
 
 
 def as_base64(values: np.ndarray) -> str:
-    """The bytes of an array, whose dtype says their order."""
+    """The bytes of an array."""
     return base64.b64encode(values.tobytes()).decode("ascii")
 
 
 def top_arrays(token_ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """The most likely tokens [n, k] of each position, as `TopLogprobArrays`."""
+    """The top tokens [n, k] at each position, as `TopLogprobArrays`."""
     return {
         "shape": list(token_ids.shape),
         "token_ids": as_base64(token_ids.astype("<i4")),
@@ -51,7 +51,7 @@ def top_arrays(token_ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
 
 
 def top_entries(token_ids: np.ndarray, logprobs: np.ndarray) -> list[list[dict[str, Any]]]:
-    """The most likely tokens [n, k] of each position, as a `TopLogprob` each."""
+    """The top tokens [n, k] at each position, each as a `TopLogprob`."""
     return [
         [{"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(*row, strict=True)]
         for row in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True)

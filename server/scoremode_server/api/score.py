@@ -16,12 +16,12 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import as_base64, json_response, top_arrays, top_entries
-from scoremode_server.api.sequences import RequestedSequence, read_sequences
 from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.model_identity import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.sequences import RequestedSequence, read_sequences
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import WRITTEN_AT_ONCE
@@ -76,12 +76,12 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         write = partial(
             _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
         )
-        # Still within the request, so that a server that stops waits for it.
+        # Within the request, so that a server that shuts down waits for it.
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
 def _num_values(request: ScoreRequest, sequence: RequestedSequence) -> int:
-    """Logprobs that a sequence's answer has."""
+    """Logprobs in the answer for a sequence."""
     num_positions = len(sequence.token_ids) - sequence.first
     return num_positions * (1 + sequence.num_candidates + request.top_logprobs)
 
@@ -118,7 +118,7 @@ def _response(
 def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSequence, rows: Rows) -> dict[str, Any]:
     """One entry of `data`."""
     token_ids = sequence.token_ids[sequence.first :]
-    # A prompt's first token has no context, and so no row.
+    # A prompt's first token has no context, so no row.
     without_row = [None] * (len(token_ids) - len(rows))
     scored = json_logprobs(rows.logprobs[:, 0])
     result: dict[str, Any] = {
@@ -146,15 +146,14 @@ def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSeq
 
 
 def _logprobs(request: ScoreRequest, num_without: int, rows: Rows, scored: np.ndarray) -> str | np.ndarray:
-    """The actual tokens' logprobs, NaN where there is no row: JSON null, or little-endian float32 as OpenAI's
-    embeddings are sent."""
+    """The actual tokens' logprobs, NaN where there is no row: JSON null, or base64 of little-endian float32."""
     if request.encoding_format == "float":
         return _padded(scored, num_without, np.nan)
     return as_base64(_padded(rows.logprobs[:, 0], num_without, np.nan).astype("<f4"))
 
 
 def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray) -> dict[str, Any] | list[Any]:
-    """[n, m] of the chosen tokens."""
+    """[n, m] of the candidates."""
     if request.encoding_format == "float":
         return [*[None] * num_without, *json_logprobs(logprobs).tolist()]
     padded = _padded(logprobs, num_without, np.nan)
@@ -164,7 +163,7 @@ def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.nd
 def _top_logprobs(
     request: ScoreRequest, strings: TokenStrings, num_without: int, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> dict[str, Any] | list[Any]:
-    """[n, k] of the likeliest tokens at each position."""
+    """[n, k] of the top tokens at each position."""
     if request.encoding_format == "base64":
         return top_arrays(_padded(token_ids, num_without, -1), _padded(logprobs, num_without, np.nan))
     entries = top_entries(token_ids, logprobs)
@@ -176,7 +175,7 @@ def _top_logprobs(
 
 
 def _padded(values: np.ndarray, num_without: int, missing: float) -> np.ndarray:
-    """Rows of values after those of positions that have none."""
+    """Values after a filler for each position without a row."""
     before = np.full((num_without, *values.shape[1:]), missing, values.dtype)
     padded: np.ndarray = np.concatenate([before, values])
     return padded

@@ -1,8 +1,7 @@
-"""vLLM's generate route, token ids in and out, for requests that score: prime-rl and others ask it for a policy's
-logprobs.
+"""Scoring requests to vLLM's generate route, token ids in and out, which prime-rl and others send.
 
-vLLM's own handler answers, with an engine of ours in the place of its engine client. What is large, the prompt's
-logprobs, it never sees; they are written as JSON from the engine's arrays.
+vLLM's own handler answers with an engine client of ours, which leaves out the prompt's logprobs. They are written as
+JSON from the engine's arrays.
 """
 
 from collections.abc import AsyncIterator
@@ -47,8 +46,7 @@ def read_generate_request(body: bytes) -> GenerateRequest:
 
 
 def is_scoring_generation(request: GenerateRequest) -> bool:
-    """Whether a request wants the top k of its prompt, and a token that it samples, all at once: what is written from
-    arrays. Everything else stays vLLM's."""
+    """Whether a request wants the top k of its prompt and one sampled token, not streamed. vLLM answers all others."""
     params = request.sampling_params
     return bool(
         params.prompt_logprobs is not None
@@ -63,7 +61,7 @@ def is_scoring_generation(request: GenerateRequest) -> bool:
 
 
 class ScoringGenerate:
-    """Answers the requests that `is_scoring_generation` picks out."""
+    """Answers requests for which `is_scoring_generation` is true."""
 
     def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
         self._stock = stock
@@ -73,13 +71,13 @@ class ScoringGenerate:
 
     @property
     def has_texts(self) -> bool:
-        """Whether vLLM answers with the texts of tokens; a server with `--tokens-only` leaves them out."""
+        """Whether answers have the texts of tokens, which `--tokens-only` leaves out."""
         return bool(self._stock.has_tokenizer)
 
     async def generate(
         self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner."""
+        """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
         scoring = _EngineThatScores(self._stock, self._engine, owner, accept)
         stock = copy(self._stock)
         stock.engine_client = scoring
@@ -103,10 +101,10 @@ class ScoringGenerate:
 
 
 class _EngineThatScores:
-    """The engine client of one request to vLLM's handler: everything but `generate` is vLLM's.
+    """The engine client of one request to vLLM's handler, with a `generate` of its own.
 
     Attributes:
-        result: the rows, when the request is finished.
+        result: the rows, once the request is finished.
     """
 
     def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str, accept: Accept) -> None:
@@ -120,8 +118,8 @@ class _EngineThatScores:
         return getattr(self._stock.engine_client, name)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
-        """The request's one output, without logprobs of the prompt."""
-        # By its id, engines that a request is moved between know it.
+        """The request's only output, without logprobs of the prompt."""
+        # Engines that a request is moved between know it by its id.
         asked = RowsRequest.sample(
             prompt["prompt_token_ids"],
             request_id=request_id if is_moved(params) else engine_id(request_id),
@@ -142,6 +140,6 @@ class _EngineThatScores:
             self._stock._raise_if_error(error.finish_reason, request_id)
             raise
         except RequestError as error:
-            # What other routes call the prompt.
+            # Other routes name the field `prompt`.
             error.param = error.param and "token_ids"
             raise

@@ -1,8 +1,7 @@
-"""OpenAI completions that score: what vLLM's handler does, without an object for every token.
+"""OpenAI completions that score, such as `echo` with `logprobs` (lm-eval) and `prompt_logprobs` (trainers).
 
-`echo` with `logprobs` is how lm-eval and others ask for scores, `prompt_logprobs` how those do who train. vLLM's own
-handler gives the parts: it validates, tokenizes, picks the adapter, makes the sampling parameters and builds the
-response. The logprobs, which hold something for every token, are written as JSON from the engine's arrays.
+vLLM's own handler validates, tokenizes, makes the sampling parameters and builds the response. The logprobs, for which
+it would make an object per token, are written as JSON from the engine's arrays.
 """
 
 import time
@@ -42,15 +41,12 @@ from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
-"""Tokens of a request that are decoded, to echo their text, on the event loop: some two milliseconds. vLLM decodes all
-in a thread, which for short prompts takes longer than decoding."""
+"""Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
+which takes longer for short prompts."""
 
 
 class ScoringCompletions:
-    """Answers the requests that `is_scoring_completion` picks out, with the parts of vLLM's completions handler.
-
-    It returns JSON, where vLLM's returns an object that has yet to be written.
-    """
+    """Answers requests for which `is_scoring_completion` is true, with the parts of vLLM's completions handler."""
 
     def __init__(
         self, stock: OpenAIServingCompletion, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
@@ -65,7 +61,7 @@ class ScoringCompletions:
     async def create_completion(
         self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner."""
+        """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
         answering = self._create_completion(request, raw_request, owner, accept)
         result: Body | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request
@@ -90,7 +86,7 @@ class ScoringCompletions:
             "data_parallel_rank": stock._get_data_parallel_rank(raw_request),
             "session_id": stock._get_session_id(request, raw_request),
         }
-        # By its id, engines that a request is moved between know it.
+        # Engines that a request is moved between know it by its id.
         name = metadata.request_id if request.kv_transfer_params else engine_id(metadata.request_id)
         asked = [
             self._rows_request(request, prompt, f"{name}-{index}", owner, options)
@@ -120,7 +116,7 @@ class ScoringCompletions:
                 return [result async for result in results]
 
     async def _render(self, request: CompletionRequest) -> Any:
-        """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""
+        """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
         stock = self._stock
         prompts = _token_prompts(request)
         if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
@@ -156,7 +152,7 @@ class ScoringCompletions:
         )
 
     def _log_outputs(self, outputs: list[RequestOutput], request_id: str) -> None:
-        """What vLLM logs from 0.33 on, where it was started with `--enable-log-outputs`."""
+        """What vLLM from 0.33 on logs with `--enable-log-outputs`."""
         logger = self._stock.request_logger
         if logger is None or not getattr(self._stock, "enable_log_outputs", False):
             return
@@ -183,7 +179,7 @@ class ScoringCompletions:
         model_name: str,
         metadata: RequestResponseMetadata,
     ) -> Body:
-        """vLLM builds all of it but the logprobs, which it is not shown."""
+        """vLLM builds the response without logprobs, which then fill gaps in it."""
         response: CompletionResponse = self._stock.request_output_to_completion_response(
             outputs,
             request.model_copy(update={"logprobs": None}),
@@ -203,7 +199,7 @@ class ScoringCompletions:
         return as_body(parts, num_entries, self._long_turns)
 
     def _logprobs(self, results: list[EngineResult], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
-        """What goes into the gaps of a response: of each choice OpenAI's logprobs, if they are wanted, and vLLM's."""
+        """What fills the gaps of a response: for each choice OpenAI's logprobs, if wanted, and vLLM's."""
         as_token_ids = request.return_tokens_as_token_ids
         if as_token_ids is None:
             as_token_ids = self._stock.return_tokens_as_token_ids
@@ -224,7 +220,7 @@ class ScoringCompletions:
             of_prompt = self._writer.prompt(
                 result.output.prompt_token_ids, result.rows, result.block_hashes, result.num_cached_blocks, of_prompts
             )
-            # Written once, and kept until the last that needs it has had it.
+            # Written once for all choices.
             copies = iter(tee(of_prompt, (1 + in_openai) * len(result.output.outputs)))
             for _ in result.output.outputs:
                 of_sampled = next(sampled)
@@ -233,7 +229,7 @@ class ScoringCompletions:
                 yield prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
-        """The one token that was sampled."""
+        """The sampled token."""
         assert style.num_top is not None
         columns = read_columns(completion.logprobs, style.num_top + 1)
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():
@@ -242,7 +238,7 @@ class ScoringCompletions:
 
 
 def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> Iterator[bytes]:
-    """OpenAI's logprobs after an empty part for each piece of the prompt's, in which others may have their turn."""
+    """OpenAI's logprobs, after an empty part per piece of the prompt's, between which other tasks may run."""
     parts: list[OpenAI] = []
     for piece in of_prompt:
         if piece.openai is not None:
@@ -252,8 +248,7 @@ def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> 
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a request that gives them as token ids and may want them echoed as text, whole; none of any
-    other."""
+    """The prompts of a request that has them as token ids and may want them echoed as text; else none."""
     prompts: Any = request.prompt
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []

@@ -1,4 +1,4 @@
-"""Reading completion requests: benchmarks send prompts of thousands of token ids, by the thousand."""
+"""Reads completion requests fast: benchmarks send thousands of them, with thousands of token ids each."""
 
 from typing import Any
 
@@ -17,10 +17,7 @@ from scoremode_server.json_fields import (
 
 
 def is_scoring_completion(request: CompletionRequest) -> bool:
-    """Whether a request wants logprobs of its prompt, all at once, from the top k: what is written from arrays.
-
-    Streams, beam search, whole-vocabulary logprobs and chosen token ids stay vLLM's.
-    """
+    """Whether a request wants the top k of its prompt, not streamed. vLLM answers all others."""
     num_logprobs = request.prompt_logprobs
     if num_logprobs is None and request.echo:
         num_logprobs = request.logprobs
@@ -36,10 +33,8 @@ def is_scoring_completion(request: CompletionRequest) -> bool:
 
 
 def read_completion_request(body: bytes) -> CompletionRequest:
-    """The request that vLLM's model makes of a body.
-
-    Pydantic would try each of a prompt's four forms on each token id. Here the prompt is decoded in the form that it
-    has, and vLLM's model validates the other fields.
+    """The request that vLLM's model makes of a body. Pydantic tries each of a prompt's four forms on each token id, so
+    the prompt is decoded here, and vLLM's model validates a short one in its place.
 
     Raises:
         ValidationError, VLLMValidationError: vLLM's model refuses another field.
@@ -52,7 +47,7 @@ def read_completion_request(body: bytes) -> CompletionRequest:
 
 
 def _read(fields: Fields) -> CompletionRequest:
-    """Take the prompt out of the fields, and read all of them."""
+    """The request without the check for repeated names; the prompt is removed from `fields`."""
     raw_prompt = fields.pop("prompt", None)
     values = {name: read_anything(raw, name) for name, raw in fields.items()}
     if raw_prompt is None:
