@@ -121,7 +121,7 @@ SERVER_FAULTS = {
     ],
     "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
-        ("self._turns[queue] = turns", "self._turns[queue] = turns; self._turns.move_to_end(queue, last=False)"),
+        ("self._waiting[queue] = line", "self._waiting[queue] = line; self._waiting.move_to_end(queue, last=False)"),
         ("enter(self, num_tokens - num_known, gate)", "enter(self, num_tokens, gate)"),
     ],
     "kernels/torch_kernels.py < kernels/test_fused_logprobs.py kernels/test_kl_divergence.py": [

@@ -59,7 +59,7 @@ class ReferenceParts:
     comparer: Comparer
 
     @classmethod
-    def of(
+    def from_folder(
         cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
@@ -101,7 +101,7 @@ async def make_state(
         ValueError: a setting of the server changes what logprobs are.
     """
     check_engine(client.vllm_config)
-    limits = Limits.of(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
+    limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
     engine = ScoringEngine(client, store, Metrics(logprob_bytes()), engine_size(client.vllm_config, settings))
@@ -129,7 +129,7 @@ async def make_state(
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models, identity),
         admission=engine.admission,
-        references=None if root is None else ReferenceParts.of(root, client, engine, turns, identity),
+        references=None if root is None else ReferenceParts.from_folder(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
     )
 
@@ -144,7 +144,7 @@ def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
         tokens=(config.max_concurrent_batches + 1) * step_tokens,
         # The steps in flight have at most `max_num_seqs` sequences.
         sequences=2 * scheduler.max_num_seqs * num_engines,
-        kept_tokens=step_tokens // 8,
+        reserved_tokens=step_tokens // 8,
         max_scoring_tokens=settings.max_scoring_tokens or KV_CACHES_WAITING * cache_tokens * num_engines,
         request_timeout=settings.request_timeout,
     )

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, keep_references
+from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, configure_references
 
 if TYPE_CHECKING:
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -51,7 +51,7 @@ def serve(arguments: list[str]) -> None:
     cli_env_setup()
     command = ServeSubcommand()
     namespace = parse(command, arguments)
-    keep_references(namespace)
+    configure_references(namespace)
     configure_logging_from_args(namespace)
     command.validate(namespace)
     command.cmd(namespace)

@@ -36,7 +36,7 @@ class Rows:
         return cls(np.empty((num_rows, 2 * num_columns + 1), np.int32))
 
     @classmethod
-    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
+    def from_arrays(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
         """Rows of token ids and logprobs [n, columns] and ranks [n]."""
         rows = cls.empty(*token_ids.shape)
         rows.write(0, (token_ids, logprobs, ranks))
@@ -86,7 +86,7 @@ class Rows:
         """The same rows with fewer of the likeliest tokens."""
         if num_columns == self.num_columns:
             return self
-        return Rows.of(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
+        return Rows.from_arrays(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
 
 
 class PromptLogprobs:

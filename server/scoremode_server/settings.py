@@ -143,7 +143,7 @@ def logprob_bytes() -> int:
     return num_bytes
 
 
-def keep_references(arguments: Namespace) -> None:
+def configure_references(arguments: Namespace) -> None:
     """Let the engine's workers, which inherit the environment, know the folder of references and have our methods.
 
     Raises:

@@ -47,7 +47,10 @@ async def references_of(model: Path, folder: Path) -> AsyncIterator[tuple[Refere
         )
     try:
         scoring = ScoringEngine(engine, RowStore(16, 0), Metrics(1, CollectorRegistry()), SIZE)
-        yield ReferenceParts.of(folder, engine, scoring, Turns(), model_identity(engine.vllm_config, None)), scoring
+        yield (
+            ReferenceParts.from_folder(folder, engine, scoring, Turns(), model_identity(engine.vllm_config, None)),
+            scoring,
+        )
     finally:
         engine.shutdown()
 

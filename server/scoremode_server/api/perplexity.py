@@ -76,7 +76,7 @@ async def _events(
         request_id=engine_id(checked.request_id),
         queue=queue,
         cache_salt=checked.request.cache_salt,
-        makes_room=False,
+        may_evict=False,
         owner=checked.owner,
         options=checked.options,
     )

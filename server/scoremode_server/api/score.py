@@ -133,7 +133,7 @@ def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSeq
         result["ranks"] = [*without_row, *rows.ranks.tolist()]
         result["is_greedy"] = bool((rows.ranks == 1).all())
     if request.return_tokens:
-        result["tokens"] = strings.of(token_ids)
+        result["tokens"] = strings.texts_of(token_ids)
     if sequence.candidates is not None:
         chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
         result["candidate_logprobs"] = _candidate_logprobs(request, len(without_row), chosen)
@@ -169,7 +169,7 @@ def _top_logprobs(
     entries = top_entries(token_ids, logprobs)
     if request.return_tokens:
         for ids, of_position in zip(token_ids.tolist(), entries, strict=True):
-            for entry, token in zip(of_position, strings.of(ids), strict=True):
+            for entry, token in zip(of_position, strings.texts_of(ids), strict=True):
                 entry["token"] = token
     return [*[None] * num_without, *entries]
 

@@ -97,7 +97,7 @@ class ScoringCompletions:
         except UnfinishedError as error:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
-        await self._turns.take()
+        await self._turns.wait()
         needs_text = request.echo and not request.return_token_ids
         outputs = [
             without_rows(result, self._prompt_text(prompt, result) if needs_text else None)

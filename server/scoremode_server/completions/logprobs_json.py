@@ -126,7 +126,7 @@ class LogprobsWriter:
 
     def sampled(self, columns: Columns, style: Style) -> OpenAI:
         """OpenAI's logprobs of one sampled token. Its text does not depend on the prompt, as in vLLM."""
-        rows = Rows.of(*columns)
+        rows = Rows.from_arrays(*columns)
         return self._openai(rows, self._entries((), rows, 0), style)
 
     def _first(self, token_id: int, style: Style) -> Written:

@@ -49,7 +49,7 @@ def as_body(parts: Iterable[bytes], num_logprobs: int, turns: Turns) -> Body:
 async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:
     """Parts, several small ones as one. Other tasks run between them."""
     waiting: list[bytes] = []
-    await turns.take()
+    await turns.wait()
     began = time.monotonic()
     for part in parts:
         waiting.append(part)
@@ -57,6 +57,6 @@ async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]
             if joined := b"".join(waiting):
                 yield joined
             waiting.clear()
-            await turns.take()
+            await turns.wait()
             began = time.monotonic()
     yield b"".join(waiting)

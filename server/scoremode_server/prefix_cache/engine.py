@@ -1,13 +1,8 @@
-"""The door between scoring and vLLM's engine: token sequences in, rows out.
+"""The entry point to vLLM's engine for scoring requests: token sequences in, rows out.
 
-vLLM does not read its prefix cache when prompt logprobs are asked for, because positions that it takes from there are
-not computed and so have none. Here requests read it, and the rows of those positions, which were computed for an
-earlier request, are filled in. Whatever is still missing is computed. Every row is one that the engine computed for
-exactly these tokens.
-
-Scoring requests carry a `cache_salt` of this process and of the store's generation. So vLLM's prefix cache holds, under
-that salt, only what this process has scored since its rows were last dropped: text that was generated, the scores of
-another API server, or keys and values of older weights never give a hit for which there are no rows.
+Positions that vLLM takes from its prefix cache have no prompt logprobs. Their rows, computed for an earlier request,
+are filled in from a store. A `cache_salt` of this process and of the store's generation makes sure that every hit has
+rows.
 """
 
 import secrets
@@ -51,15 +46,15 @@ class EngineResult(ScoredRows):
     """The rows of one request to the engine, and what a completion needs in addition."""
 
     output: RequestOutput
-    """What vLLM returned last. Its number of cached tokens is that of one pass through the engine."""
+    """vLLM's output of the last pass through the engine."""
     block_hashes: Sequence[bytes] = ()
-    """Of the sequence's whole blocks; none where the rows may not be kept."""
+    """Of the sequence's whole blocks; none if its rows may not be stored."""
     num_cached_blocks: int = 0
-    """How many of these, from the first on, the engine took from its prefix cache."""
+    """How many of the first blocks the engine took from its prefix cache."""
 
 
 class ScoringEngine:
-    """vLLM's engine client for scoring requests, with rows of shared prefixes kept in a store."""
+    """vLLM's engine client for scoring requests, with a store for rows of shared prefixes."""
 
     def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics, size: EngineSize) -> None:
         self.admission = Admission(size, engine.abort, metrics.show_load)
@@ -77,10 +72,10 @@ class ScoringEngine:
         return self._store.block_size
 
     async def rows(self, request: RowsRequest) -> EngineResult:
-        """Every row that a request needs. Cancelling the caller aborts the engine's requests.
+        """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted.
 
         Raises:
-            EngineOutputError: the engine did not compute a row that it was asked for.
+            EngineOutputError: the engine left out a row.
         """
         arrival = time.monotonic()
         token_ids = self._cacheable(request)
@@ -91,11 +86,10 @@ class ScoringEngine:
         return result
 
     async def prompt_columns(self, request: RowsRequest) -> Columns:
-        """What the engine computes for the prompt of a request that no cache serves, as it is: for a window of a
-        reference, which has rows of another kind. The caller counts it as done.
+        """The engine's columns for a window of a reference, unchecked and without the cache. The caller calls `done`.
 
         Raises:
-            EngineOutputError: the engine ended the request early, or without them.
+            EngineOutputError: the engine ended the request early, or without columns.
         """
         arrival = time.monotonic()
         output = await in_engine(self._engine, request)
@@ -104,18 +98,18 @@ class ScoringEngine:
         return columns
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
-        """The tokens [n] int32 of a request that the cache can serve."""
+        """The tokens [n] int32 of a request that can use the cache."""
         if not (request.use_cache and self._store.enabled and len(request.token_ids) > self._store.block_size):
             return None
         try:
             return np.frombuffer(array("i", request.token_ids), np.int32)
         except OverflowError:
-            # No vocabulary is that large: the engine raises its own error.
+            # The engine refuses tokens outside the vocabulary.
             return None
 
     async def _uncached(self, request: RowsRequest) -> EngineResult:
         if request.owner:
-            # Generation reads the prefix cache too, and must not find what another owner has scored.
+            # Generation reads the prefix cache too, and must not find what another owner scored.
             request = replace(request, prompt={**request.prompt, "cache_salt": self._salt(request)})
         run = await run_engine(self._engine, request)
         run.check(request.first_row)
@@ -139,31 +133,28 @@ class ScoringEngine:
             rows,
             cached.num_cached_tokens,
             run.output,
-            # Under hashes of an earlier generation may be what was written of rows of other weights.
+            # Hashes of an earlier generation may belong to JSON of other weights.
             block_hashes if cached.is_current else (),
             num_cached_blocks if cached.is_current else 0,
         )
 
     def _identity(self, request: RowsRequest, salt: str) -> str:
-        """All that rows depend on besides the tokens."""
+        """Everything except the tokens that rows depend on."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         return repr((self._store.generation, adapter, salt, request.mark and request.mark.identity))
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""
-        # Some of vLLM's connectors make file names of it, so it stays short.
+        # Short, because some of vLLM's connectors use it in file names.
         return (
             blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest() if request.owner else salt
         )
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
-    """A store that fits an engine, of at most `max_bytes`; turned off where the engine has no prefix cache, and where
-    weights may change without this process hearing of it.
-
-    Hits in vLLM's prefix cache end at multiples of `block_size`: with several kinds of layers at a multiple of all
-    their block sizes, of which this is the smallest, or at `prefix_match_unit` where that is set.
+    """A store of at most `max_bytes` for an engine. It is off if the engine has no prefix cache, or if its weights may
+    change without notice. Hits in vLLM's prefix cache end at multiples of its block size.
     """
     settings = config.cache_config
     block_size = settings.prefix_match_unit or settings.block_size

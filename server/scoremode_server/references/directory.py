@@ -204,7 +204,7 @@ class StoredText:
     windows: np.ndarray
 
     @classmethod
-    def of(cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]]) -> "StoredText":
+    def from_documents(cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]]) -> "StoredText":
         """Of the windows of each document."""
         offset, rows = 0, []
         for token_ids, windows in documents:

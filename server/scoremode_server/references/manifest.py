@@ -97,7 +97,7 @@ class Result(BaseModel):
     nll_mean: float
 
     @classmethod
-    def of(cls, result: Perplexity) -> "Result":
+    def from_perplexity(cls, result: Perplexity) -> "Result":
         """The part of it that is kept."""
         return cls(perplexity=result.perplexity, perplexity_stderr=result.perplexity_stderr, nll_mean=result.nll_mean)
 

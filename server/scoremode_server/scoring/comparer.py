@@ -121,5 +121,5 @@ class Comparer:
         window.done()
         # Infinite divergences are numbers.
         window.check_rows(np.any(np.isnan(columns[1]), axis=1))
-        await self._turns.take()
-        return WindowComparison.of(window.mark.index, columns)
+        await self._turns.wait()
+        return WindowComparison.from_columns(window.mark.index, columns)

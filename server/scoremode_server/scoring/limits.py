@@ -28,7 +28,7 @@ class Limits:
     max_request_bytes: int
 
     @classmethod
-    def of(
+    def from_model(
         cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES, max_request_bytes: int = MAX_REQUEST_BYTES
     ) -> "Limits":
         """The bounds that the server's flags set."""

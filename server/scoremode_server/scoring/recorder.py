@@ -167,7 +167,7 @@ class Recorder:
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states took memory.
         window.done()
-        await self._turns.take()
+        await self._turns.wait()
         return WindowOnDisk(-json_logprobs(columns[:, 0]), ranks)
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
@@ -193,14 +193,14 @@ class Recorder:
             # Unless it is written once more, for another request.
             if self._head_tickets.get(identity) == ticket:
                 del self._head_tickets[identity]
-        result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
+        result = await asyncio.to_thread(lambda: Result.from_perplexity(perplexity(np.concatenate(nlls).tolist())))
         await self._references.save(reference, {"result": result})
         await self._references.in_thread(reference.name, reference.remove_partial_files, "name")
 
 
 def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
     """What is kept of the texts and their windows."""
-    text = StoredText.of([(document.token_ids, document.windows) for document in texts.documents])
+    text = StoredText.from_documents([(document.token_ids, document.windows) for document in texts.documents])
     plan = TextPlan(
         fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
         method=texts.method,

@@ -108,7 +108,7 @@ class WindowComparison:
     reference_top: tuple[np.ndarray, np.ndarray]
 
     @classmethod
-    def of(cls, index: int, columns: Columns) -> "WindowComparison":
+    def from_columns(cls, index: int, columns: Columns) -> "WindowComparison":
         """From what an engine worker returned; `vllm_patches.reference_windows` has the order of columns."""
         token_ids, logprobs, ranks = columns
         width = token_ids.shape[1] // 2

@@ -27,7 +27,7 @@ class ScoreSettings:
     temperature: float = 1.0
     use_cache: bool = True
     cache_salt: str | None = None
-    makes_room: bool = True
+    may_evict: bool = True
     """Whether rows are kept in the place of others."""
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Scorer:
         token_ids, mark = sequence.token_ids, sequence.mark(settings)
         if len(token_ids) == 1:
             settings.queue.done(1, 0)
-            await self._turns.take()
+            await self._turns.wait()
             return ScoredRows(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), 0)
         # Keys and values that nobody may read again have a salt of their own.
         salt = settings.cache_salt if settings.use_cache else random_uuid()
@@ -108,14 +108,14 @@ class Scorer:
             use_cache=settings.use_cache,
             cache_salt=salt,
             # Rows with candidates of their own serve nobody but the same request again.
-            makes_room=settings.makes_room and not sequence.has_own_candidates,
+            may_evict=settings.may_evict and not sequence.has_own_candidates,
             owner=settings.owner,
             options=settings.options,
             queue=settings.queue,
             mark=mark,
         )
         result = await self._engine.rows(request)
-        await self._turns.take()
+        await self._turns.wait()
         return result
 
 

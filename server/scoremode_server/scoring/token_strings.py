@@ -42,7 +42,7 @@ class TokenStrings:
             self._texts[token_id] = text
             self._json[token_id] = orjson.dumps(text).decode()
 
-    def of(self, token_ids: Sequence[int]) -> list[str]:
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, alone."""
         self.fill(token_ids)
         return [self._texts[token_id] for token_id in token_ids]
@@ -71,7 +71,7 @@ class TokenStrings:
         character."""
         context = prompt[max(1, position - CONTEXT) : position]
         for index in range(len(context), 0, -1):
-            (text,) = self.of(context[index - 1 : index])
+            (text,) = self.texts_of(context[index - 1 : index])
             if text and not text.endswith(INCOMPLETE):
                 return tuple(context[index:])
         return tuple(context)

@@ -56,7 +56,7 @@ class Tokenizer:
         """The text of each token, alone."""
         if self._renderer.tokenizer is None:
             raise RequestError("this server runs without a tokenizer: it knows no token's text", "token_ids")
-        return self.strings.of(token_ids)
+        return self.strings.texts_of(token_ids)
 
     def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
         """The tokenizer's BOS or EOS token."""

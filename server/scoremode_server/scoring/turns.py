@@ -21,7 +21,7 @@ class Turns:
     def __init__(self, at_once: int = ANSWERS_AT_ONCE) -> None:
         self._places = asyncio.Semaphore(at_once)
 
-    async def take(self) -> None:
+    async def wait(self) -> None:
         """Wait for a turn, which lasts until the caller waits for something else."""
         async with self._places:
             await asyncio.sleep(0)

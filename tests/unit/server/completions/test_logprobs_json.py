@@ -33,7 +33,7 @@ def rows(prompt: list[int], width: int) -> Rows:
         ids[row] = [actual, *rng.choice(np.arange(actual - 20, actual + 20) % 1024, width - 1, replace=False)]
         logprobs[row] = -rng.random(width) * 20
         ranks[row] = rng.integers(1, 1024)
-    return Rows.of(ids, logprobs, ranks)
+    return Rows.from_arrays(ids, logprobs, ranks)
 
 
 def written(writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int) -> list[bytes]:
@@ -86,7 +86,7 @@ def test_two_rows_are_written_as_vllm_writes_them():
         json_of=lambda token_ids: [f'"{chr(97 + token_id)}"' for token_id in token_ids],
         first_of_a_prompt=lambda token_id: f'"{chr(97 + token_id)}"',
     )
-    of_two = Rows.of(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
+    of_two = Rows.from_arrays(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
     pieces = list(LogprobsWriter(letters, SIZE).prompt([5, 7, 6], of_two, [], 0, STYLES[0]))
     assert b"".join(prompt_logprobs(pieces)).decode() == (
         '[null,{"7":{"logprob":-1.5,"rank":40,"decoded_token":"h"},"9":{"logprob":-0.5,"rank":1,"decoded_token":"j"},'

@@ -66,7 +66,7 @@ class Engine:
         held = self.admission
         assert (held.num_sequences, held.num_tokens, held.num_running) == (0, 0, 0)
         assert self.loads[-1] == (0, 0)
-        assert not held._turns
+        assert not held._waiting
         assert not held._queues
 
 
@@ -129,7 +129,7 @@ async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
 
 
 async def test_tokens_are_reserved_for_a_request_without_any_in_the_engine():
-    engine = Engine(tokens=300, kept_tokens=50)
+    engine = Engine(tokens=300, reserved_tokens=50)
     large = asyncio.create_task(engine.request(names("a", 9), num_tokens=50))
     await settle()
     assert list(engine.inside) == names("a", 5)
@@ -224,9 +224,9 @@ async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     await settle()
     waiting = asyncio.create_task(engine.request(["b"]))
     await settle()
-    (turns,) = engine.admission._turns.values()
-    turn = turns[0].given
-    turn.add_done_callback(lambda _: waiting.cancel())
+    (line,) = engine.admission._waiting.values()
+    admitted = line[0].admitted
+    admitted.add_done_callback(lambda _: waiting.cancel())
     while engine.inside:
         await engine.step()
     await asyncio.gather(*inside, waiting, return_exceptions=True)
