@@ -1,7 +1,4 @@
-"""The fields of a JSON body, each decoded as what it may be, so that the first wrong value ends the decoding.
-
-A prompt of millions of wrong values costs no more than a prompt of one, and an error names one place.
-"""
+"""The fields of a JSON body, each decoded in its own form, so that decoding ends at the first wrong value."""
 
 import json
 import re
@@ -15,18 +12,18 @@ import msgspec
 from scoremode_server.errors import MAX_NAME, RequestError
 
 MAX_LISTS = 100_000
-"""Lists in one field. Python's garbage collector looks at each of them again and again while more are made: a million
-stop the server for seconds, whatever is in them."""
+"""Lists in one field. Python's garbage collector goes through all of them repeatedly: a million stop the server for
+seconds."""
 
 MAX_VALUES = 500_000
-"""Values in one field that is neither a prompt nor a text; more than the tokens of any vocabulary."""
+"""Values in a field that is not a prompt or a text; more than any vocabulary has tokens."""
 
 Fields = dict[str, msgspec.Raw]
-"""Names of a body's fields and the JSON of each, without white space around it."""
+"""The JSON of each field of a body, without white space around it."""
 
 
 class _Name(str):
-    """The name of a field, equal to itself alone: of two fields of one name, none takes the place of the other."""
+    """The name of a field, equal only to itself, so that a dictionary holds two fields of one name."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -42,7 +39,7 @@ _TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
 _NESTED_TOKEN_LISTS = msgspec.json.Decoder(list[list[list[int]]])
 
 PROMPTS = {'"': _TEXT, '["': _TEXTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
-"""By how a field's JSON begins: a text, texts, lists of token ids, token ids."""
+"""Decoders by how a field's JSON begins: a text, texts, lists of token ids, token ids."""
 CONTINUATIONS = {'["': _TEXTS, "[": _TOKEN_LISTS}
 ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
 TEXTS = {"[": _TEXTS}
@@ -70,7 +67,7 @@ def split(body: bytes) -> Fields:
 
 
 def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
-    """The fields of a JSON object, not decoded yet, and the names that several have. Of these the last one counts."""
+    """The fields of a JSON object, not decoded yet, and the names that occur twice, where the last field counts."""
     try:
         named = _OBJECT.decode(body)
     except msgspec.ValidationError:
@@ -97,8 +94,8 @@ def _given_twice(name: str, field: str) -> RequestError:
 
 
 def check_names(fields: Fields, repeated: list[str]) -> None:
-    """Make sure that no object of a body has two fields of one name, neither the body, of which `split_as_vllm` tells,
-    nor those in its fields, which have been decoded before."""
+    """Refuse a body that has two fields of one name: `repeated` of `split_as_vllm`, or in an object within a field, all
+    of which were decoded before."""
     for name in repeated:
         raise _given_twice(name, name)
     for field, raw in fields.items():
@@ -115,8 +112,7 @@ def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
 
 
 def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
-    """A field that may hold many values in one of several forms, such as `PROMPTS`. What begins like none of them is
-    returned as `read_scalar` returns it."""
+    """A field that may hold many values in one of several forms, such as `PROMPTS`; else as `read_scalar`."""
     beginning = _BEGINNING.match(raw)
     if beginning is None:
         return _decode(raw, field, _ANYTHING)
@@ -130,7 +126,7 @@ def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
 
 
 def read_scalar(raw: msgspec.Raw, field: str) -> Any:
-    """A field that holds one value. A list or an object, which it may not be, is returned empty."""
+    """A field that holds one value. A list or an object, which is wrong, is returned empty."""
     if is_container(raw):
         return [] if bytes(memoryview(raw)[:1]) == b"[" else {}
     return _decode(raw, field, _ANYTHING)
@@ -144,7 +140,7 @@ def read_anything(raw: msgspec.Raw, field: str) -> Any:
 
 
 def stand_in(value: Any) -> Any:
-    """A value of the same form with at most one item of at most one item, for a model to validate in its place."""
+    """A short value of the same form, for a model to validate in its place."""
     match value:
         case str():
             return "x" * bool(value)
@@ -181,7 +177,7 @@ def _too_deep(field: str) -> RequestError:
 
 
 def _explain(error: str, field: str) -> str:
-    """What msgspec says, such as "Expected `int`, got `float` - at `$[17]`", in the words of the API."""
+    """An error of msgspec, such as "Expected `int`, got `float` - at `$[17]`", in the API's words."""
     reason, _, place = error.partition(" - at `$")
     name = field + place.removesuffix("`")
     expected = re.fullmatch("Expected `(.*)`, got `(.*)`", reason)

@@ -25,17 +25,17 @@ class SequenceScore:
     logprobs: np.ndarray
     """[n] float32, nats: log p(t_i | t_<i)."""
     ranks: np.ndarray
-    """[n] int32: how many tokens of the vocabulary are at least as likely, 1 for the likeliest."""
+    """[n] int32: how many tokens of the vocabulary are at least as likely, 1 for the top token."""
     top_token_ids: np.ndarray
-    """[n, k] int32, likeliest first."""
+    """[n, k] int32, the top token first."""
     top_logprobs: np.ndarray
     """[n, k] float32, nats."""
     num_cached_tokens: int
-    """Tokens whose keys and values the engine took from its prefix cache."""
+    """Tokens that the engine read from its prefix cache."""
 
     @classmethod
     def from_rows(cls, token_ids: Sequence[int], rows: Rows, num_cached_tokens: int = 0) -> "SequenceScore":
-        """Of the rows of every token but the first."""
+        """From the rows of every token after the first."""
         return cls(
             token_ids=list(token_ids),
             logprobs=np.insert(rows.logprobs[:, 0], 0, np.nan),

@@ -1,7 +1,4 @@
-"""References of a server: which there are, and what is told and kept of each.
-
-Knows no HTTP. Files are touched in threads.
-"""
+"""The references of a server. Threads read and write their files."""
 
 import asyncio
 import os
@@ -26,13 +23,13 @@ from scoremode_server.references.tensor_files import BrokenFileError
 T = TypeVar("T")
 
 SECONDS_TO_ANSWER = 120
-"""That the files of a reference may take for anything that is asked of them."""
+"""The time that a call may take that reads or writes files of a reference."""
 
 SECONDS_TO_LIST = 10
-"""In which a reference must answer to be in a list."""
+"""The time in which a reference's files must answer for it to be listed."""
 
 KEPT_OPEN = 8
-"""References whose tokens are kept in memory: a client asks for the windows of one by one, in requests of their own."""
+"""References whose tokens stay in memory: a client requests a reference's windows one by one."""
 
 
 class References:
@@ -48,10 +45,10 @@ class References:
         self.model = model
         self._threads = FileThreads()
         self._opened: OrderedDict[str, StoredReference] = OrderedDict()
-        """By name, those that were asked for last."""
+        """The most recently used ones, by name."""
 
     async def all(self) -> list[Reference]:
-        """Those whose files can be read."""
+        """All references whose files can be read."""
         names = await self.in_thread("", self.directory.names, None)
         described = await asyncio.gather(*map(self._listed, names))
         return [reference for reference in described if reference is not None]
@@ -64,10 +61,10 @@ class References:
             return None
 
     async def in_thread(self, name: str, call: Callable[[], T], param: str | None = "reference") -> T:
-        """What a call returns or raises that touches files of a reference. One that hangs holds up no other reference.
+        """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference.
 
         Raises:
-            UnavailableError: it hangs.
+            UnavailableError: the call hangs.
         """
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
@@ -81,7 +78,7 @@ class References:
 
         Raises:
             NotServedError: there is none of that name.
-            ConflictError: it is damaged, or another has its name now.
+            ConflictError: it is damaged, or another one has its name now.
         """
         try:
             return await self.in_thread(name, call, param)
@@ -99,7 +96,7 @@ class References:
         """`read` for a call that writes files of a reference.
 
         Raises:
-            StorageError: it cannot.
+            StorageError: a file cannot be written.
         """
         try:
             return await self.read(name, call, param)
@@ -109,7 +106,7 @@ class References:
     async def open(self, name: str, param: str = "reference") -> StoredReference:
         """The reference of a name."""
         reference = await self.read(name, lambda: self.directory.open(name), param)
-        # With the tokens that were read for it, as long as the manifest is the same.
+        # With the tokens that were read for it, if the manifest is the same.
         reference = known if (known := self._opened.pop(name, None)) == reference else reference
         self._opened[name] = reference
         if len(self._opened) > KEPT_OPEN:
@@ -132,7 +129,7 @@ class References:
         return await self.write(reference.name, lambda: self.directory.update(reference, changes), param)
 
     async def current(self, reference: StoredReference, param: str = "reference") -> StoredReference:
-        """A reference as it is on disk now."""
+        """A reference with its manifest on disk now."""
         name, identity = reference.name, reference.manifest.identity
         return await self.read(name, lambda: self.directory.open_same(name, identity), param)
 
@@ -141,17 +138,17 @@ class References:
         return await self.read(reference.name, lambda: reference.text)
 
     def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> ConflictError:
-        """The error for a reference of which a file is damaged."""
+        """The error for a damaged file of a reference."""
         reason = self._without_folder(name, error)
         return ConflictError(f"reference {name!r} is damaged: {reason}", param)
 
     def unwritable(self, name: str, failure: OSError | str) -> StorageError:
-        """The error for a reference of which a file cannot be written."""
+        """The error for a file of a reference that cannot be written."""
         reason = self._without_folder(name, failure)
         return StorageError(f"reference {name!r} could not be written: {reason}", "name")
 
     def _without_folder(self, name: str, reason: object) -> str:
-        """What went wrong with a file of a reference: of paths from the root vLLM tells clients nothing."""
+        """A reason without the server's folder, whose path clients do not learn."""
         root = self.directory.root
         return str(reason).replace(f"{root / name}{os.sep}", "").replace(f"{root}{os.sep}", "")
 

@@ -1,4 +1,4 @@
-"""Scores token sequences on the engine. Knows neither text nor HTTP."""
+"""Scores token sequences on the engine. Knows no text and no HTTP."""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from scoremode_server.vllm_patches.scored_windows import ScoredMark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSettings:
-    """What the sequences of one HTTP request have in common."""
+    """Settings of all sequences of an HTTP request."""
 
     request_id: str
     queue: RequestQueue
@@ -28,7 +28,7 @@ class ScoreSettings:
     use_cache: bool = True
     cache_salt: str | None = None
     may_evict: bool = True
-    """Whether rows are kept in the place of others."""
+    """Whether other rows may be evicted to store these."""
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`."""
@@ -36,19 +36,19 @@ class ScoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """Tokens to score, and what is wanted of which positions."""
+    """Tokens to score, with the positions and candidates that are wanted."""
 
     token_ids: Sequence[int]
     first: int = 0
-    """Position from which on rows are wanted."""
+    """The position from which rows are wanted."""
     candidates: np.ndarray | None = None
     """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
     only_from_first: bool = False
-    """Whether rows before `first` are left out for certain; else they are computed, and kept for others."""
+    """Whether rows before `first` are always left out; else they are computed and stored for other requests."""
 
     @property
     def num_candidates(self) -> int:
-        """At each position."""
+        """Per position."""
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     @property
@@ -57,7 +57,7 @@ class ScoredSequence:
         return self.candidates is not None and self.candidates.ndim > 1
 
     def mark(self, settings: ScoreSettings) -> ScoredMark | None:
-        """What the engine's workers are told where this is more than prompt logprobs have."""
+        """The instructions for the engine's workers, if vLLM's prompt logprobs are not enough."""
         first, candidates = max(1, self.first), self.candidates
         if candidates is None and settings.temperature == 1.0 and not (self.only_from_first and first > 1):
             return None
@@ -81,12 +81,11 @@ class Scorer:
         self._turns = turns
 
     def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[ScoredRows, None]:
-        """Score each sequence of at least one and at most `max_model_len` tokens of the vocabulary, from a position on.
-        The first token has no context, so no row. Sequences are taken as the engine can use them, and answers are in
-        their order. Closing the generator aborts what is in the engine.
+        """Score sequences of 1 to `max_model_len` tokens, in order. The first token has no context, so no row.
+        Sequences are taken when the engine can use them. Closing the generator aborts those in the engine.
 
         Raises:
-            EngineOutputError: the engine returned something that is not the score of a sequence.
+            EngineOutputError: the engine returned wrong or incomplete rows.
         """
         return settings.queue.in_order(
             self._score(index, sequence, settings) for index, sequence in enumerate(sequences)
@@ -98,7 +97,7 @@ class Scorer:
             settings.queue.done(1, 0)
             await self._turns.wait()
             return ScoredRows(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), 0)
-        # Keys and values that nobody may read again have a salt of their own.
+        # Keys and values that no other request may read have a salt of their own.
         salt = settings.cache_salt if settings.use_cache else random_uuid()
         request = RowsRequest.score(
             token_ids,
@@ -107,7 +106,7 @@ class Scorer:
             top_logprobs=settings.top_logprobs,
             use_cache=settings.use_cache,
             cache_salt=salt,
-            # Rows with candidates of their own serve nobody but the same request again.
+            # Only the same request again could use rows with these candidates.
             may_evict=settings.may_evict and not sequence.has_own_candidates,
             owner=settings.owner,
             options=settings.options,
@@ -123,7 +122,7 @@ def check_engine(config: VllmConfig) -> None:
     """Refuse an engine whose settings change what logprobs are.
 
     Raises:
-        ValueError: the setting, and what it would do.
+        ValueError: a setting does.
     """
     mode = config.model_config.logprobs_mode
     if mode != "raw_logprobs":

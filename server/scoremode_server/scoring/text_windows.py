@@ -1,4 +1,4 @@
-"""Texts cut into windows, as a request for perplexity or for a reference describes them. Knows no HTTP."""
+"""The windows of a request's texts, and sums over them."""
 
 import asyncio
 from collections.abc import Iterator

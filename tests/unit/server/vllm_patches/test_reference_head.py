@@ -256,6 +256,7 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     assert worker.scoremode_head_bytes() == 1000 * HIDDEN * 4
 
     assert worker.scoremode_write_head("none", "none", "first") is None
+    let_all_be_written(windows)
     if group.rank_in_group == 0:
         ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
     group.barrier()
