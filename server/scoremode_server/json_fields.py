@@ -45,7 +45,6 @@ ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
 TEXTS = {"[": _TEXTS}
 TOKENS = {"[": _TOKEN_IDS}
 CANDIDATES = {"[[[": _NESTED_TOKEN_LISTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
-POSITIONS = {"[": _TOKEN_IDS}
 
 _BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(?:(")|(\[)[ \t\n\r]*(\[?))?')
 _NAMES = {
@@ -99,7 +98,7 @@ def check_names(fields: Fields, repeated: list[str]) -> None:
     for name in repeated:
         raise _given_twice(name, name)
     for field, raw in fields.items():
-        if is_container(raw) and b"{" in (content := bytes(raw)):
+        if _is_container(raw) and b"{" in (content := bytes(raw)):
             try:
                 json.loads(content, object_pairs_hook=partial(_check_object, field))
             except RecursionError:
@@ -112,29 +111,22 @@ def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
 
 
 def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
-    """A field that may hold many values in one of several forms, such as `PROMPTS`; else as `read_scalar`."""
+    """A field that may hold many values in one of several forms, such as `PROMPTS`, or of any other."""
     beginning = _BEGINNING.match(raw)
     if beginning is None:
         return _decode(raw, field, _ANYTHING)
     opening = (beginning[0][:1] + b"".join(filter(None, beginning.groups()))).decode()
     decoder = next((forms[opening[:length]] for length in (3, 2, 1) if opening[:length] in forms), None)
     if decoder is None:
-        return read_scalar(raw, field)
+        return read_anything(raw, field)
     if decoder in (_TOKEN_LISTS, _NESTED_TOKEN_LISTS) and len(raw) > MAX_LISTS:
         _check_count(bytes(raw).count(b"[") - 1, MAX_LISTS, "lists", field)
     return _decode(raw, field, decoder)
 
 
-def read_scalar(raw: msgspec.Raw, field: str) -> Any:
-    """A field that holds one value. A list or an object, which is wrong, is returned empty."""
-    if is_container(raw):
-        return [] if bytes(memoryview(raw)[:1]) == b"[" else {}
-    return _decode(raw, field, _ANYTHING)
-
-
 def read_anything(raw: msgspec.Raw, field: str) -> Any:
     """A field of any form."""
-    if len(raw) > MAX_VALUES and is_container(raw):
+    if len(raw) > MAX_VALUES and _is_container(raw):
         _check_count(bytes(raw).count(b",") + 1, MAX_VALUES, "values", field)
     return _decode(raw, field, _ANYTHING)
 
@@ -151,8 +143,7 @@ def stand_in(value: Any) -> Any:
     return value
 
 
-def is_container(raw: msgspec.Raw) -> bool:
-    """Whether a field holds a list or an object."""
+def _is_container(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:1]) in (b"[", b"{")
 
 

@@ -23,17 +23,8 @@ class ScoremodeEndpoints:
     def attach_router(self, app: "FastAPI") -> None:
         """Add our routes before vLLM's, in place of its `/v1/completions` and, if served, `/inference/v1/generate`. Add
         our middleware and limits of connections."""
-        from scoremode_server.api import (
-            completions,
-            generate,
-            kld,
-            middleware,
-            page,
-            perplexity,
-            references,
-            score,
-            tokens,
-        )
+        from scoremode_server.api import completions, generate, kld, page, perplexity, references, score, tokens
+        from scoremode_server.api.middleware import wrap
         from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
@@ -47,7 +38,7 @@ class ScoremodeEndpoints:
         for routes in ours:
             app.include_router(routes.router)
         app.router.routes.extend(of_vllm)
-        middleware.wrap(app)
+        wrap(app)
         bound_connections(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:

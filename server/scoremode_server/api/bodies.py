@@ -13,24 +13,11 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
+from scoremode_server import json_fields
 from scoremode_server.api.requests import scoremode_state
 from scoremode_server.completions.generate import read_generate_request
 from scoremode_server.completions.requests import read_completion_request
 from scoremode_server.errors import EncodingError, RequestError, TooLargeError
-from scoremode_server.json_fields import (
-    CANDIDATES,
-    CONTINUATIONS,
-    ONE_PROMPT,
-    POSITIONS,
-    PROMPTS,
-    TEXTS,
-    TOKENS,
-    read_anything,
-    read_list,
-    read_scalar,
-    split,
-    stand_in,
-)
 
 T = TypeVar("T")
 
@@ -39,20 +26,17 @@ READ_AT_ONCE = 256 * 1024
 
 _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     ScoreRequest: {
-        "prompt": PROMPTS,
-        "continuations": CONTINUATIONS,
-        "candidate_token_ids": CANDIDATES,
-        "logprobs_from": POSITIONS,
+        "prompt": json_fields.PROMPTS,
+        "continuations": json_fields.CONTINUATIONS,
+        "candidate_token_ids": json_fields.CANDIDATES,
+        "logprobs_from": json_fields.TOKENS,
     },
-    PerplexityRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
-    ReferenceRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
+    PerplexityRequest: {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS},
+    ReferenceRequest: {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS},
     KldRequest: {},
-    TokensRequest: {"token_ids": TOKENS},
+    TokensRequest: {"token_ids": json_fields.TOKENS},
 }
-"""Fields of each request that may be large, and their allowed forms. All others hold one value."""
-
-_OBJECTS = {"corpus"}
-"""Fields of these requests that hold an object."""
+"""Fields of each request that may be large, and their allowed forms."""
 
 MAX_REPORTED = 5
 """Faults of a body that one error names."""
@@ -99,13 +83,12 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     """
     forms = _LISTS[model]
     lists, to_validate, unknown = {}, {}, []
-    for name, raw in split(body).items():
+    for name, raw in json_fields.split(body).items():
         if name in forms:
-            lists[name] = read_list(raw, name, forms[name])
-            to_validate[name] = stand_in(lists[name])
+            lists[name] = json_fields.read_list(raw, name, forms[name])
+            to_validate[name] = json_fields.stand_in(lists[name])
         elif name in model.model_fields:
-            is_scalar = forms and name not in _OBJECTS
-            to_validate[name] = read_scalar(raw, name) if is_scalar else read_anything(raw, name)
+            to_validate[name] = json_fields.read_anything(raw, name)
         else:
             unknown.append(name)
     request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
+from scoremode.protocol import KldRequest, KldResponse, NoiseFloor
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
@@ -118,7 +118,8 @@ async def _events(job: KldJob, state: ScoremodeState, queue: RequestQueue) -> As
 
 async def _result(job: KldJob, positions: list[KldPositions], state: ScoremodeState) -> dict[str, Any]:
     """All but `data`. A noise floor is stored in the reference."""
-    figures = await asyncio.to_thread(_statistics, positions, job.first)
+    lengths = list(map(len, positions))
+    figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(positions), lengths, job.first))
     kld, num_scored = figures["kld"], figures["num_scored"]
     if job.request.as_noise_floor:
         if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
@@ -140,10 +141,6 @@ async def _result(job: KldJob, positions: list[KldPositions], state: ScoremodeSt
         "statistics": figures,
         "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
     }
-
-
-def _statistics(positions: list[KldPositions], first: int) -> KldStatistics:
-    return statistics(KldPositions.concatenate(positions), list(map(len, positions)), first)
 
 
 def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:

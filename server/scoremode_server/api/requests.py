@@ -45,22 +45,18 @@ async def accepted(
         raise
     finally:
         if queue is not None:
-            _log(route, request_id, status_of(failure), queue)
-
-
-def _log(route: str, request_id: str, status: int, queue: RequestQueue) -> None:
-    """Write a request's line. Texts and tokens never get into it."""
-    now = time.monotonic()
-    entered = now if queue.entered is None else queue.entered
-    logger.info(
-        "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
-        # The client chose it, and must not write other fields or lines.
-        request_id if _PLAIN_ID.fullmatch(request_id) else json.dumps(request_id),
-        route,
-        status,
-        queue.num_scored,
-        queue.num_scored_tokens,
-        queue.num_cached_tokens,
-        entered - queue.accepted,
-        now - entered,
-    )
+            now = time.monotonic()
+            entered = now if queue.entered is None else queue.entered
+            # Texts and tokens never get into the log.
+            logger.info(
+                "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
+                # The client chose it, and must not write other fields or lines.
+                request_id if _PLAIN_ID.fullmatch(request_id) else json.dumps(request_id),
+                route,
+                status_of(failure),
+                queue.num_scored,
+                queue.num_scored_tokens,
+                queue.num_cached_tokens,
+                entered - queue.accepted,
+                now - entered,
+            )

@@ -3,28 +3,18 @@
 import asyncio
 from http import HTTPStatus
 
-from scoremode_server.errors import (
-    BusyError,
-    ConflictError,
-    EncodingError,
-    NotServedError,
-    OverdueError,
-    RequestError,
-    StorageError,
-    TooLargeError,
-    UnavailableError,
-)
+from scoremode_server import errors
 
 STATUSES = {
-    RequestError: HTTPStatus.BAD_REQUEST,
-    NotServedError: HTTPStatus.NOT_FOUND,
-    ConflictError: HTTPStatus.CONFLICT,
-    TooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    EncodingError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    BusyError: HTTPStatus.TOO_MANY_REQUESTS,
-    UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
-    OverdueError: HTTPStatus.GATEWAY_TIMEOUT,
-    StorageError: HTTPStatus.INSUFFICIENT_STORAGE,
+    errors.RequestError: HTTPStatus.BAD_REQUEST,
+    errors.NotServedError: HTTPStatus.NOT_FOUND,
+    errors.ConflictError: HTTPStatus.CONFLICT,
+    errors.TooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    errors.EncodingError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    errors.BusyError: HTTPStatus.TOO_MANY_REQUESTS,
+    errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.OverdueError: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.StorageError: HTTPStatus.INSUFFICIENT_STORAGE,
 }
 
 CLIENT_CLOSED_REQUEST = 499
@@ -36,7 +26,7 @@ def status_of(error: BaseException | None) -> int:
     match error:
         case None:
             return HTTPStatus.OK
-        case RequestError():
+        case errors.RequestError():
             return STATUSES[type(error)]
         case asyncio.CancelledError() | GeneratorExit():
             return CLIENT_CLOSED_REQUEST

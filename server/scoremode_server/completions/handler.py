@@ -21,14 +21,8 @@ from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from scoremode_server.completions.logprobs_json import (
-    LogprobsWriter,
-    OpenAI,
-    Style,
-    Written,
-    openai_logprobs,
-    prompt_logprobs,
-)
+from scoremode_server.completions import logprobs_json
+from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style, Written
 from scoremode_server.completions.prompt_texts import PromptTexts
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
 from scoremode_server.errors import EngineOutputError, UnfinishedError
@@ -226,7 +220,7 @@ class ScoringCompletions:
                 of_sampled = next(sampled)
                 if style.num_top is not None:
                     yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)
-                yield prompt_logprobs(next(copies))
+                yield logprobs_json.prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
         """The sampled token."""
@@ -244,7 +238,7 @@ def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> 
         if piece.openai is not None:
             parts.append(piece.openai)
         yield b""
-    yield openai_logprobs(parts + of_sampled)
+    yield logprobs_json.openai_logprobs(parts + of_sampled)
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:

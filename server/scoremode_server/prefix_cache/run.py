@@ -95,15 +95,10 @@ class RowsRequest:
         request_id: str,
         top_logprobs: int = 0,
         cache_salt: str | None = None,
-        first: int = 1,
-        use_cache: bool = True,
-        options: Mapping[str, Any] | None = None,
-        may_evict: bool = True,
-        owner: str = "",
-        queue: RequestQueue | None = None,
         mark: ScoredMark | None = None,
+        **fields: Any,
     ) -> "RowsRequest":
-        """A request in score mode, of at least two tokens. A mark takes the place of `top_logprobs`."""
+        """A request in score mode, of at least two tokens, with further fields. A mark replaces `top_logprobs`."""
         params = score_params(token_ids, 0 if mark else top_logprobs)
         return cls(
             request_id,
@@ -111,13 +106,8 @@ class RowsRequest:
             len(token_ids) - 1,
             tokens_input(list(token_ids[:-1]), cache_salt=cache_salt),
             WindowParams.mark(params, mark) if mark else params,
-            first=first,
-            use_cache=use_cache,
-            options=options or {},
-            may_evict=may_evict,
-            owner=owner,
-            queue=queue,
             mark=mark,
+            **fields,
         )
 
     @classmethod
