@@ -121,7 +121,7 @@ SERVER_FAULTS = {
     ],
     "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
-        ("self._turns[queue] = turns", "self._turns[queue] = turns; self._turns.move_to_end(queue, last=False)"),
+        ("self._waiting[queue] = line", "self._waiting[queue] = line; self._waiting.move_to_end(queue, last=False)"),
         ("enter(self, num_tokens - num_known, gate)", "enter(self, num_tokens, gate)"),
     ],
     "kernels/torch_kernels.py < kernels/test_fused_logprobs.py kernels/test_kl_divergence.py": [
@@ -166,7 +166,7 @@ SERVER_FAULTS = {
         ("text.endswith(before.lstrip(INCOMPLETE))", "True")
     ],
     "completions/requests.py < completions/test_requests.py": [
-        ('own["request_id"] = random_uuid()', 'own["request_id"] = request.request_id')
+        ("stand_in(prompt) * len(prompt) if several else stand_in(prompt)", "stand_in(prompt)")
     ],
     "references/manifest.py < references/test_reference_manifest.py": [
         ("(_CHECKSUM, None) != _checksum(fields)", "(_CHECKSUM, None) not in (None, _checksum(fields))")
@@ -187,7 +187,7 @@ ENGINE_FAULTS = {
         ("(rows.ranks == 1).all()", "(rows.ranks == 1).any()"),
         ("logprobs[:, 1 : 1 + sequence.num_candidates]", "logprobs[:, -sequence.num_candidates :]"),
     ],
-    "api/perplexity.py < test_methods.py test_ppl_client.py": [("        max_tokens -= len(token_ids)\n", "")],
+    "scoring/text_windows.py < test_methods.py test_ppl_client.py": [("        max_tokens -= len(token_ids)\n", "")],
     "scoring/tokenizer.py < test_exactness.py test_lm_eval.py": [
         ("stripped + moved + continuation", "stripped + continuation")
     ],

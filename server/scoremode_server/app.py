@@ -1,4 +1,4 @@
-"""What the routes share, made once when the server starts."""
+"""The parts of the server that routes share, made once at the start."""
 
 import asyncio
 import gc
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import vllm
-from fastapi import Request
 from starlette.datastructures import State
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -42,29 +41,25 @@ from scoremode_server.vllm_patches.shutdown import Shutdown
 from scoremode_server.vllm_patches.window_params import guard_marks
 
 GC_THRESHOLD = 20_000
-"""Containers made and not yet freed before Python looks for cycles among them, 700 by default. In-flight requests hold
-lists of token ids, and each look goes through all of them: it took 6 % of the event loop's time in requests of 701
-tokens, 64 in flight."""
-
+"""Python's default of 700 takes 6 % of the event loop's time with 64 requests of 701 tokens in flight."""
 
 KV_CACHES_WAITING = 16
-"""Without `--max-scoring-tokens`, so many times the tokens that the KV cache holds may wait to be scored."""
-
+"""Without `--max-scoring-tokens`, this many times the tokens of the KV cache may wait to be scored."""
 
 _shutdowns: list[Shutdown] = []
-"""Of this process's engine client."""
+"""Of the engine clients of this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceParts:
-    """What `/v1/references` and `/v1/kld` share."""
+    """Shared by `/v1/references` and `/v1/kld`."""
 
     stored: References
     recorder: Recorder
     comparer: Comparer
 
     @classmethod
-    def of(
+    def from_folder(
         cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
@@ -76,39 +71,37 @@ class ReferenceParts:
 
 @dataclass(frozen=True, slots=True)
 class ScoremodeState:
-    """The server's parts; `app.state.scoremode`."""
+    """`app.state.scoremode`."""
 
     scorer: Scorer
     tokenizer: Tokenizer
     completions: ScoringCompletions
     generate: ScoringGenerate | None
-    """None where vLLM does not serve its generate route."""
+    """None if vLLM does not serve its generate route."""
     models: ServedModels
     limits: Limits
     info: ServerInfo
     admission: Admission
     references: ReferenceParts | None
-    """None where the server has no folder for them."""
+    """None if the server has no folder for them."""
     owner_key: bytes | None
-    """A secret of this process, where the server has API keys."""
+    """A secret of this process, if the server has API keys."""
 
-    def owner(self, request: Request) -> str:
-        """Whose request it is, by its API key; where there are none, everybody is one."""
-        if self.owner_key is None:
-            return ""
-        return hmac.new(self.owner_key, request.headers.get("Authorization", "").encode(), "sha256").hexdigest()
+    def owner(self, authorization: str) -> str:
+        """The owner of a request with this header. Without API keys all requests have one owner."""
+        return "" if self.owner_key is None else hmac.new(self.owner_key, authorization.encode(), "sha256").hexdigest()
 
 
 async def make_state(
     client: EngineClient, state: State, settings: ServerSettings, *, has_api_keys: bool
 ) -> ScoremodeState:
-    """Assemble the parts on an engine and vLLM's own app state.
+    """Assemble the parts around an engine and vLLM's own app state.
 
     Raises:
-        ValueError: the server was started with a setting that changes what logprobs are.
+        ValueError: a setting of the server changes what logprobs are.
     """
     check_engine(client.vllm_config)
-    limits = Limits.of(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
+    limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)
     store = make_store(client.vllm_config, settings.score_cache_bytes)
     engine = ScoringEngine(client, store, Metrics(logprob_bytes()), engine_size(client.vllm_config, settings))
@@ -124,7 +117,7 @@ async def make_state(
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
     identity = identity.model_copy(update={"computed_by": await what_computes(client)})
     guard_marks(client)
-    # Without our methods in its workers, an engine has nothing to offer here.
+    # References need our methods in the workers.
     extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
     root = reference_directory() if extended else None
     return ScoremodeState(
@@ -136,22 +129,22 @@ async def make_state(
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models, identity),
         admission=engine.admission,
-        references=None if root is None else ReferenceParts.of(root, client, engine, turns, identity),
+        references=None if root is None else ReferenceParts.from_folder(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
     )
 
 
 def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
-    """What is handed to an engine of this configuration."""
+    """How much an engine of this configuration is given at once."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
     step_tokens = scheduler.max_num_batched_tokens * num_engines
     return EngineSize(
-        # What is in flight, and a step's worth that waits: the engine need not wait for this process between two steps.
+        # All steps in flight, and one that waits, so that the engine never waits for this process.
         tokens=(config.max_concurrent_batches + 1) * step_tokens,
-        # Those of all steps in flight are `max_num_seqs` at most.
+        # The steps in flight have at most `max_num_seqs` sequences.
         sequences=2 * scheduler.max_num_seqs * num_engines,
-        kept_tokens=step_tokens // 8,
+        reserved_tokens=step_tokens // 8,
         max_scoring_tokens=settings.max_scoring_tokens or KV_CACHES_WAITING * cache_tokens * num_engines,
         request_timeout=settings.request_timeout,
     )
@@ -187,10 +180,7 @@ async def _server_info(
 
 
 async def _warm_up(client: EngineClient, limits: Limits) -> None:
-    """Score something, so that kernels which are compiled on first use are not compiled in a user's first request.
-
-    It does not pass the metrics, which count users' requests.
-    """
+    """Score something, so that no user's request waits for kernels to be compiled. Metrics do not count it."""
     for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
         request = RowsRequest.score([0, 1, 0], request_id="scoremode-warm-up", top_logprobs=top_logprobs)
         run = await run_engine(client, request, suffix=f"-{top_logprobs}")
@@ -198,22 +188,12 @@ async def _warm_up(client: EngineClient, limits: Limits) -> None:
 
 
 def engine_has_died() -> bool:
-    """Whether the engine of a server that this process ran has died."""
+    """Whether the engine of this process's server has died."""
     return any(shutdown.engine_died for shutdown in _shutdowns)
 
 
 def prepare_process() -> None:
-    """Give the event loop of this API server process less to do besides its requests: look for garbage less often, and
-    read each of vLLM's environment variables once, as vLLM's engine processes do.
-
-    Objects without cycles are still freed at once; those with cycles wait a little longer.
-    """
+    """Collect garbage less often in this API server process, and read each of vLLM's environment variables once."""
     _, *older = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD, *older)
     enable_envs_cache()
-
-
-def scoremode_state(request: Request) -> ScoremodeState:
-    """The state of the app that a request came to."""
-    state: ScoremodeState = request.app.state.scoremode
-    return state

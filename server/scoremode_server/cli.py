@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, keep_references
+from scoremode_server.settings import PLUGIN, add_arguments, allow_plugin, configure_references
 
 if TYPE_CHECKING:
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -16,11 +16,11 @@ USAGE = "scoremode serve MODEL [any option of vllm serve]"
 SHUTDOWN_TIMEOUT = 30
 """Seconds in which requests may finish after SIGTERM; vLLM's own default is none."""
 MAX_TOKENIZER_THREADS = 4
-"""Each has a copy of the tokenizer."""
+"""Each thread has a copy of the tokenizer."""
 
 MMAP_THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MMAP_THRESHOLD = 128 * 1024
-"""Bytes from which on glibc gives an allocation pages of its own, in the processes of a CPU engine."""
+"""Bytes from which glibc gives an allocation its own pages, in the processes of a CPU engine."""
 
 
 def serve(arguments: list[str]) -> None:
@@ -45,17 +45,17 @@ def serve(arguments: list[str]) -> None:
     try:
         from vllm.entrypoints.common.startup import cli_env_setup
     except ImportError:
-        # vLLM 0.32 has it elsewhere.
+        # vLLM 0.32
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
     command = ServeSubcommand()
     namespace = parse(command, arguments)
-    keep_references(namespace)
+    configure_references(namespace)
     configure_logging_from_args(namespace)
     command.validate(namespace)
     command.cmd(namespace)
-    # vLLM's command returns as after a shutdown, and what started the server would not start it again.
+    # vLLM's command returns as after a shutdown. With status 0 a supervisor would not restart the server.
     from scoremode_server.app import engine_has_died
 
     if engine_has_died():
@@ -63,16 +63,16 @@ def serve(arguments: list[str]) -> None:
 
 
 def parse(command: "ServeSubcommand", arguments: list[str]) -> argparse.Namespace:
-    """What vLLM's command is to run with.
+    """The arguments of vLLM's command.
 
     Raises:
-        SystemExit: the arguments are wrong, or name no model. vLLM would serve one of its own choice.
+        SystemExit: the arguments are wrong, or have no model, for which vLLM has a default.
     """
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")
     subparser = command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
-    # lm-eval's remote tokenizer asks for it; `--no-enable-tokenizer-info-endpoint` turns it off.
+    # lm-eval's remote tokenizer needs `/tokenizer_info`.
     subparser.set_defaults(
         enable_tokenizer_info_endpoint=True,
         shutdown_timeout=SHUTDOWN_TIMEOUT,
@@ -87,23 +87,21 @@ def parse(command: "ServeSubcommand", arguments: list[str]) -> argparse.Namespac
         subparser.error(str(error))
     namespace.model = namespace.model_tag or namespace.model
     if namespace.model is None:
-        subparser.error("no model is named, neither here nor in a file of --config")
+        subparser.error("no model: name it here or in the file of --config")
     return namespace
 
 
 def tokenizer_threads() -> int:
-    """One for every four cores. vLLM's one thread encodes some 250,000 tokens a second of text, no more than a GPU
-    scores of a model with a billion parameters."""
+    """One for every four cores. A thread encodes some 250,000 tokens per second, as many as a GPU scores of a model
+    with a billion parameters."""
     return max(1, min(MAX_TOKENIZER_THREADS, len(os.sched_getaffinity(0)) // 4))
 
 
 def keep_tensors_off_the_heap() -> None:
     """Fix glibc's threshold for the processes of a CPU engine, unless the environment has one.
 
-    It begins at 128 KiB, but glibc raises it to the largest allocation that was freed, up to 32 MiB. The tensors of a
-    step are then on the heap, among what stays, such as oneDNN's kernels for each size of batch. The holes that they
-    leave fit few of the next ones, and the heap grows by hundreds of MiB. A process reads the variable as it starts:
-    this one is not changed.
+    glibc raises it to the largest allocation that was freed, up to 32 MiB. Tensors of a step are then on the heap, and
+    leave holes between objects that stay, so that the heap grows by hundreds of MiB.
     """
     from vllm.platforms import current_platform
 

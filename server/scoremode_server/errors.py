@@ -1,28 +1,58 @@
-"""What can go wrong in the server. `api.error_responses` turns these into HTTP."""
-
-from http import HTTPStatus
+"""What can go wrong in the server. `api/statuses.py` has the HTTP status of each error."""
 
 MAX_NAME = 100
 """Characters of a name that are repeated to the client, who chose it."""
 
 
 class RequestError(Exception):
-    """A request that is not answered; `param` names the field at fault, if one is."""
+    """A request that is refused or fails; `param` names the field at fault, if one is. Whatever works for a request may
+    raise it, so docstrings mention only subclasses. An error without a subclass is the request's fault."""
 
-    def __init__(self, message: str, param: str | None, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+    def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
         self.param = param
-        self.status = status
 
 
-def engine_has_died() -> RequestError:
+class NotServedError(RequestError):
+    """The server has no model, reference or page of that name."""
+
+
+class ConflictError(RequestError):
+    """A reference on disk is not the one that the request needs."""
+
+
+class TooLargeError(RequestError):
+    """The request can never fit this server."""
+
+
+class EncodingError(RequestError):
+    """The body is compressed."""
+
+
+class BusyError(RequestError):
+    """Other requests take all of the room."""
+
+
+class UnavailableError(RequestError):
+    """The engine or a file system does not answer, or the server stops."""
+
+
+class OverdueError(RequestError):
+    """The request took longer than it may."""
+
+
+class StorageError(RequestError):
+    """A file cannot be written."""
+
+
+def engine_has_died() -> UnavailableError:
     """The error of requests that were with an engine which died, or came after it did."""
-    return RequestError("the engine has died", None, HTTPStatus.SERVICE_UNAVAILABLE)
+    return UnavailableError("the engine has died", None)
 
 
-def stopping() -> RequestError:
+def stopping() -> UnavailableError:
     """The error of requests that a server which is about to stop does not answer."""
-    return RequestError("the server is shutting down", None, HTTPStatus.SERVICE_UNAVAILABLE)
+    return UnavailableError("the server is shutting down", None)
 
 
 class EngineOutputError(RuntimeError):

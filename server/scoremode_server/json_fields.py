@@ -1,7 +1,4 @@
-"""The fields of a JSON body, each decoded as what it may be, so that the first wrong value ends the decoding.
-
-A prompt of millions of wrong values costs no more than a prompt of one, and an error names one place.
-"""
+"""The fields of a JSON body, each decoded in its own form, so that decoding ends at the first wrong value."""
 
 import json
 import re
@@ -15,18 +12,18 @@ import msgspec
 from scoremode_server.errors import MAX_NAME, RequestError
 
 MAX_LISTS = 100_000
-"""Lists in one field. Python's garbage collector looks at each of them again and again while more are made: a million
-stop the server for seconds, whatever is in them."""
+"""Lists in one field. Python's garbage collector goes through all of them repeatedly: a million stop the server for
+seconds."""
 
 MAX_VALUES = 500_000
-"""Values in one field that is neither a prompt nor a text; more than the tokens of any vocabulary."""
+"""Values in a field that is not a prompt or a text; more than any vocabulary has tokens."""
 
 Fields = dict[str, msgspec.Raw]
-"""Names of a body's fields and the JSON of each, without white space around it."""
+"""The JSON of each field of a body, without white space around it."""
 
 
 class _Name(str):
-    """The name of a field, equal to itself alone: of two fields of one name, none takes the place of the other."""
+    """The name of a field, equal only to itself, so that a dictionary holds two fields of one name."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -42,13 +39,12 @@ _TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
 _NESTED_TOKEN_LISTS = msgspec.json.Decoder(list[list[list[int]]])
 
 PROMPTS = {'"': _TEXT, '["': _TEXTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
-"""By how a field's JSON begins: a text, texts, lists of token ids, token ids."""
+"""Decoders by how a field's JSON begins: a text, texts, lists of token ids, token ids."""
 CONTINUATIONS = {'["': _TEXTS, "[": _TOKEN_LISTS}
 ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
 TEXTS = {"[": _TEXTS}
 TOKENS = {"[": _TOKEN_IDS}
 CANDIDATES = {"[[[": _NESTED_TOKEN_LISTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
-POSITIONS = {"[": _TOKEN_IDS}
 
 _BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(?:(")|(\[)[ \t\n\r]*(\[?))?')
 _NAMES = {
@@ -62,11 +58,7 @@ _NAMES = {
 
 
 def split(body: bytes) -> Fields:
-    """The fields of a JSON object, not decoded yet.
-
-    Raises:
-        RequestError: two fields have one name; or as for `split_as_vllm`.
-    """
+    """The fields of a JSON object, not decoded yet."""
     fields, repeated = split_as_vllm(body)
     for name in repeated:
         raise _given_twice(name, name)
@@ -74,11 +66,7 @@ def split(body: bytes) -> Fields:
 
 
 def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
-    """The fields of a JSON object, not decoded yet, and the names that several have. Of these the last one counts.
-
-    Raises:
-        RequestError: the body is no JSON object; the field in which it goes wrong, if it is in one.
-    """
+    """The fields of a JSON object, not decoded yet, and the names that occur twice, where the last field counts."""
     try:
         named = _OBJECT.decode(body)
     except msgspec.ValidationError:
@@ -88,7 +76,10 @@ def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
     except UnicodeDecodeError:
         raise RequestError("the body is not valid JSON: the name of a field is not UTF-8", None) from None
     except msgspec.DecodeError as error:
-        raise _malformed(body, str(error)) from None
+        reason = str(error).removeprefix("JSON is malformed: ")
+        if "(byte " not in reason:
+            reason = f"it is cut off after {len(body)} bytes, or has half of a surrogate pair"
+        raise RequestError(f"the body is not valid JSON: {reason}", None) from None
     fields = {str(name): raw for name, raw in named.items()}
     return fields, _repeated(map(str, named)) if len(fields) < len(named) else []
 
@@ -102,16 +93,12 @@ def _given_twice(name: str, field: str) -> RequestError:
 
 
 def check_names(fields: Fields, repeated: list[str]) -> None:
-    """Make sure that no object of a body has two fields of one name, neither the body, of which `split_as_vllm` tells,
-    nor those in its fields, which have been decoded before.
-
-    Raises:
-        RequestError: one has.
-    """
+    """Refuse a body that has two fields of one name: `repeated` of `split_as_vllm`, or in an object within a field, all
+    of which were decoded before."""
     for name in repeated:
         raise _given_twice(name, name)
     for field, raw in fields.items():
-        if is_container(raw) and b"{" in (content := bytes(raw)):
+        if _is_container(raw) and b"{" in (content := bytes(raw)):
             try:
                 json.loads(content, object_pairs_hook=partial(_check_object, field))
             except RecursionError:
@@ -124,49 +111,28 @@ def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
 
 
 def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
-    """A field that may hold many values in one of several forms, such as `PROMPTS`. What begins like none of them is
-    returned as `read_scalar` returns it.
-
-    Raises:
-        RequestError: the first value that the form does not allow, and where it is.
-    """
+    """A field that may hold many values in one of several forms, such as `PROMPTS`, or of any other."""
     beginning = _BEGINNING.match(raw)
     if beginning is None:
         return _decode(raw, field, _ANYTHING)
     opening = (beginning[0][:1] + b"".join(filter(None, beginning.groups()))).decode()
     decoder = next((forms[opening[:length]] for length in (3, 2, 1) if opening[:length] in forms), None)
     if decoder is None:
-        return read_scalar(raw, field)
+        return read_anything(raw, field)
     if decoder in (_TOKEN_LISTS, _NESTED_TOKEN_LISTS) and len(raw) > MAX_LISTS:
         _check_count(bytes(raw).count(b"[") - 1, MAX_LISTS, "lists", field)
     return _decode(raw, field, decoder)
 
 
-def read_scalar(raw: msgspec.Raw, field: str) -> Any:
-    """A field that holds one value. A list or an object, which it may not be, is returned empty.
-
-    Raises:
-        RequestError: the value is not valid.
-    """
-    if is_container(raw):
-        return [] if bytes(memoryview(raw)[:1]) == b"[" else {}
-    return _decode(raw, field, _ANYTHING)
-
-
 def read_anything(raw: msgspec.Raw, field: str) -> Any:
-    """A field of any form.
-
-    Raises:
-        RequestError: a value in it is not valid, or there are too many.
-    """
-    if len(raw) > MAX_VALUES and is_container(raw):
+    """A field of any form."""
+    if len(raw) > MAX_VALUES and _is_container(raw):
         _check_count(bytes(raw).count(b",") + 1, MAX_VALUES, "values", field)
     return _decode(raw, field, _ANYTHING)
 
 
 def stand_in(value: Any) -> Any:
-    """A value of the same form with at most one item of at most one item, for a model to validate in its place. It is
-    the same for all texts and for all lists of token ids, so that what a model made of it can be used again."""
+    """A short value of the same form, for a model to validate in its place."""
     match value:
         case str():
             return "x" * bool(value)
@@ -177,8 +143,7 @@ def stand_in(value: Any) -> Any:
     return value
 
 
-def is_container(raw: msgspec.Raw) -> bool:
-    """Whether a field holds a list or an object."""
+def _is_container(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:1]) in (b"[", b"{")
 
 
@@ -203,7 +168,7 @@ def _too_deep(field: str) -> RequestError:
 
 
 def _explain(error: str, field: str) -> str:
-    """What msgspec says, such as "Expected `int`, got `float` - at `$[17]`", in the words of the API."""
+    """An error of msgspec, such as "Expected `int`, got `float` - at `$[17]`", in the API's words."""
     reason, _, place = error.partition(" - at `$")
     name = field + place.removesuffix("`")
     expected = re.fullmatch("Expected `(.*)`, got `(.*)`", reason)
@@ -212,44 +177,3 @@ def _explain(error: str, field: str) -> str:
     got = {"array": "a list", "int": "a number"}.get(expected[2]) or _NAMES.get(expected[2], expected[2])
     wanted = "a position" if field == "logprobs_from" and expected[1] == "int" else _NAMES[expected[1]]
     return f"{name} must be {wanted}, not {got}"
-
-
-# Every escape, so that an escaped backslash is not taken for the beginning of the next.
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
-)
-_BYTE = re.compile(r" \(byte ([0-9]+)\)")
-# Strings, with the colon after those that are names of fields, and what gives an object its structure.
-_STRUCTURE = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"(?:[ \t\n\r]*+(:))?)?|[][{},]', re.DOTALL)
-
-
-def _malformed(body: bytes, reason: str) -> RequestError:
-    lone = next((escape for escape in _ESCAPE.finditer(body) if escape["lone"]), None)
-    if lone is not None:
-        field = _field_at(body, lone.start())
-        return RequestError(
-            f"{field or 'the name of a field'}: {lone[0].decode()} is half of a surrogate pair, not a character", field
-        )
-    place = _BYTE.search(reason)
-    return RequestError(
-        f"the body is not valid JSON: {reason.removeprefix('JSON is malformed: ')}",
-        None if place is None else _field_at(body, int(place[1])),
-    )
-
-
-def _field_at(body: bytes, position: int) -> str | None:
-    """The field in whose value a position is, in a body that is well-formed up to there."""
-    depth, field = 0, None
-    for token in _STRUCTURE.finditer(body, 0, position):
-        match body[token.start() : token.start() + 1]:
-            case b"[" | b"{":
-                depth += 1
-            case b"]" | b"}":
-                depth -= 1
-                field = field if depth else None
-            case b"," if depth == 1:
-                field = None
-            case b'"' if depth == 1 and token[2]:
-                field = token[1]
-    return None if field is None else field.decode(errors="replace")

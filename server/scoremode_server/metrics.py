@@ -1,8 +1,6 @@
-"""Prometheus metrics of scoring requests, in the registry that vLLM's `/metrics` shows.
+"""Prometheus metrics of scoring requests, in the registry of vLLM's `/metrics`.
 
-vLLM's own metrics do not distinguish scoring from generating. With several API servers, each a process, vLLM adds up
-the files in which these metrics then live, so they are written when something happens: a collector that reads them when
-it is scraped would show one process only.
+They are written when something happens, since with several API servers vLLM adds up files of all processes.
 """
 
 import time
@@ -22,32 +20,31 @@ class Metrics:
     def __init__(self, logprob_bytes: int, registry: CollectorRegistry = REGISTRY) -> None:
         self._tokens = Counter(
             "scoremode_scored_tokens",
-            "Tokens that were given a logprob, computed or cached: all but the first of every sequence.",
+            "Tokens with a logprob, computed or cached: all but the first of every sequence.",
             registry=registry,
         )
         self._waiting = Histogram(
             "scoremode_request_waiting_seconds",
-            "From when a sequence may go to the engine until the engine first schedules it. Nothing with "
-            "--disable-log-stats. "
-            "Where the engine runs on another host, its own queue alone.",
+            "From when a sequence may enter the engine until the engine schedules it. Empty with --disable-log-stats. "
+            "If the engine runs on another host, only the time in the engine's queue.",
             registry=registry,
             buckets=SECONDS,
         )
         self._running = Histogram(
             "scoremode_request_running_seconds",
-            "From when the engine first schedules a scoring request until it is done. With --disable-log-stats, from "
-            "arrival to answer as the API server sees it.",
+            "From when the engine schedules a scoring request until it is done. With --disable-log-stats, from arrival "
+            "to answer in the API server.",
             registry=registry,
             buckets=SECONDS,
         )
         self._waiting_now, self._running_now = (
             Gauge(f"scoremode_{name}", text, registry=registry, multiprocess_mode="livesum")
             for name, text in (
-                ("waiting_sequences", "Sequences of scoring requests that wait for a turn in the engine."),
-                ("running_sequences", "Sequences of scoring requests that are in the engine."),
+                ("waiting_sequences", "Sequences of scoring requests that wait for the engine."),
+                ("running_sequences", "Sequences of scoring requests in the engine."),
             )
         )
-        # Every process says the same of the same engines.
+        # All processes report the same value.
         Gauge(
             "scoremode_logprob_working_bytes",
             "Working memory for prompt logprobs that every engine worker reserves.",
@@ -57,21 +54,21 @@ class Metrics:
         self.hits, self.misses, self.joined, self.evictions = (
             Counter(f"scoremode_score_cache_{name}", text, registry=registry)
             for name, text in (
-                ("hits", "Tokens whose logprob was answered without computing it."),
+                ("hits", "Tokens whose logprob was cached."),
                 ("misses", "Tokens whose logprob was computed for a request that used the cache."),
-                ("joined", "Requests that waited for the logprobs of another one in flight."),
-                ("evictions", "Blocks of logprobs dropped for want of room."),
+                ("joined", "Requests that waited for the logprobs of another request in flight."),
+                ("evictions", "Blocks of logprobs that were evicted."),
             )
         )
         self.cache_bytes = Gauge(
             "scoremode_score_cache_bytes",
-            "Memory that the cached logprobs take.",
+            "Memory of the cached logprobs.",
             registry=registry,
             multiprocess_mode="livesum",
         )
 
     def show_load(self, num_sequences: int, num_running: int) -> None:
-        """Show how many sequences are here, and how many of them in the engine."""
+        """Show the number of sequences, and of those in the engine."""
         self._waiting_now.set(num_sequences - num_running)
         self._running_now.set(num_running)
 
@@ -82,7 +79,7 @@ class Metrics:
         if stats is None or not stats.scheduled_ts:
             self._running.observe(now - arrival)
             return
-        # Monotonic clocks agree between the processes of a host, and between hosts not at all.
+        # Monotonic clocks agree between the processes of one host only.
         one_clock = arrival <= stats.scheduled_ts <= now
         self._waiting.observe(stats.scheduled_ts - (arrival if one_clock else stats.queued_ts))
         self._running.observe(stats.last_token_ts - stats.scheduled_ts)

@@ -25,17 +25,17 @@ class SequenceScore:
     logprobs: np.ndarray
     """[n] float32, nats: log p(t_i | t_<i)."""
     ranks: np.ndarray
-    """[n] int32: how many tokens of the vocabulary are at least as likely, 1 for the likeliest."""
+    """[n] int32: how many tokens of the vocabulary are at least as likely, 1 for the top token."""
     top_token_ids: np.ndarray
-    """[n, k] int32, likeliest first."""
+    """[n, k] int32, the top token first."""
     top_logprobs: np.ndarray
     """[n, k] float32, nats."""
     num_cached_tokens: int
-    """Tokens whose keys and values the engine took from its prefix cache."""
+    """Tokens that the engine read from its prefix cache."""
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], rows: Rows, num_cached_tokens: int = 0) -> "SequenceScore":
-        """Of the rows of every token but the first."""
+    def from_rows(cls, token_ids: Sequence[int], rows: Rows, num_cached_tokens: int = 0) -> "SequenceScore":
+        """From the rows of every token after the first."""
         return cls(
             token_ids=list(token_ids),
             logprobs=np.insert(rows.logprobs[:, 0], 0, np.nan),
@@ -53,10 +53,10 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
         EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
     """
     check_finished(output)
-    rows, num_lacking = read_rows(token_ids, len(token_ids) - 1, top_logprobs + 1, output)
-    if num_lacking:
-        raise missing_row(num_lacking)
-    return SequenceScore.of(token_ids, rows, output.num_cached_tokens or 0)
+    rows, num_missing = read_rows(token_ids, len(token_ids) - 1, top_logprobs + 1, output)
+    if num_missing:
+        raise missing_row(num_missing)
+    return SequenceScore.from_rows(token_ids, rows, output.num_cached_tokens or 0)
 
 
 def score(
@@ -74,7 +74,7 @@ def score(
         ValueError: the engine was made with a setting that changes what logprobs are.
     """
     check_engine(llm.llm_engine.vllm_config)
-    limits = Limits.of(llm.llm_engine.model_config)
+    limits = Limits.from_model(llm.llm_engine.model_config)
     limits.check_top_logprobs(top_logprobs)
     tokenizer = llm.get_tokenizer()
     sequences = [
@@ -91,6 +91,6 @@ def score(
     return [
         read_score(token_ids, top_logprobs, next(outputs))
         if len(token_ids) > 1
-        else SequenceScore.of(token_ids, nothing)
+        else SequenceScore.from_rows(token_ids, nothing)
         for token_ids in sequences
     ]

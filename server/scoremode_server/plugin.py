@@ -1,8 +1,5 @@
-"""The entry points by which vLLM finds Scoremode.
-
-What each needs is imported when it is called: vLLM calls the general one in engine processes too, which need no HTTP,
-and either before all of vLLM is imported.
-"""
+"""The entry points by which vLLM finds Scoremode. Imports happen when they are called: vLLM does so before it is
+imported completely, and in engine processes, which need no HTTP."""
 
 import os
 from argparse import Namespace
@@ -24,21 +21,10 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add the routes before vLLM's, `/v1/completions` and, where vLLM serves it, `/inference/v1/generate` in the
-        place of vLLM's own, what all requests pass first, and an end of waiting for headers that do not come and for
-        those that are left last."""
-        from scoremode_server.api import (
-            completions,
-            generate,
-            kld,
-            middleware,
-            page,
-            perplexity,
-            references,
-            score,
-            tokens,
-        )
-        from scoremode_server.completions.generate import ROUTE
+        """Add our routes before vLLM's, in place of its `/v1/completions` and, if served, `/inference/v1/generate`. Add
+        our middleware and limits of connections."""
+        from scoremode_server.api import completions, generate, kld, page, perplexity, references, score, tokens
+        from scoremode_server.api.middleware import wrap
         from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
@@ -46,17 +32,18 @@ class ScoremodeEndpoints:
         replaced = {completions.ROUTE}
         if generate.is_served(app):
             ours.append(generate)
-            replaced.add(ROUTE)
+            replaced.add(generate.ROUTE)
         of_vllm = [route for route in app.routes if getattr(route, "path", None) not in replaced]
         app.router.routes.clear()
         for routes in ours:
             app.include_router(routes.router)
         app.router.routes.extend(of_vllm)
-        middleware.surround(app)
+        wrap(app)
         bound_connections(app)
 
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
-        """Make what the routes share. `engine_client` is None only on servers without an engine; they get no routes."""
+        """Make the parts that routes share. `engine_client` is None only on servers without an engine, without
+        routes."""
         from scoremode_server.api.authentication import configured_keys
         from scoremode_server.app import make_state, prepare_process
         from scoremode_server.settings import server_settings
@@ -69,9 +56,8 @@ class ScoremodeEndpoints:
 
 
 def general_plugin() -> None:
-    """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly more than once.
-
-    vLLM calls it wherever Scoremode is installed. Unless VLLM_PLUGINS names Scoremode, nothing is done or imported.
+    """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly several times. It does nothing
+    unless VLLM_PLUGINS names Scoremode.
 
     Raises:
         RuntimeError: VLLM_PLUGINS names Scoremode, and it does not run on this vLLM.
@@ -87,10 +73,8 @@ def general_plugin() -> None:
 
 
 def enable() -> None:
-    """Turn Scoremode on for the engines that this process makes from now on: call it before the first `vllm.LLM`.
-
-    Prompt logprobs are then computed within a fixed working memory, as under `scoremode serve`. `score` works
-    without it. VLLM_PLUGINS is set in this process's environment, which the processes that vLLM starts inherit.
+    """Turn on Scoremode for the engines of this process: call it before the first `vllm.LLM`. Prompt logprobs are then
+    computed within a fixed working memory, as under `scoremode serve`. `score` works without it.
 
     Raises:
         RuntimeError: Scoremode does not run on this vLLM.
@@ -99,5 +83,5 @@ def enable() -> None:
 
     require_supported()
     allow_plugin()
-    # vLLM loads plugins once a process, and may have done so already.
+    # vLLM loads plugins once per process, and may have done so already.
     general_plugin()

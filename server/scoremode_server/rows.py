@@ -1,4 +1,4 @@
-"""Rows: the scores of consecutive tokens. Every part of the server passes scores on in this form."""
+"""Rows: the scores of consecutive tokens, in the form that all parts of the server use."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,14 @@ from scoremode.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 
 NO_RANK = 0
-"""Stands for the rank of a token without one; ranks count from 1."""
+"""The rank of a token that has none; ranks count from 1."""
 
 Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids and logprobs (nats) [rows, columns], ranks [rows]."""
 
 
 class Rows:
-    """Rows of n tokens in one table: for each the actual token, m candidates if any were chosen, and the k likeliest;
-    1 + m + k columns.
+    """Rows of n tokens, each with 1 + m + k columns: the actual token, m candidates, the top k.
 
     Attributes:
         table: [n, 2 * columns + 1] int32: token ids, the bits of their float32 logprobs, the actual token's rank.
@@ -36,7 +35,7 @@ class Rows:
         return cls(np.empty((num_rows, 2 * num_columns + 1), np.int32))
 
     @classmethod
-    def of(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
+    def from_arrays(cls, token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> "Rows":
         """Rows of token ids and logprobs [n, columns] and ranks [n]."""
         rows = cls.empty(*token_ids.shape)
         rows.write(0, (token_ids, logprobs, ranks))
@@ -48,7 +47,7 @@ class Rows:
         return cls(np.frombuffer(data, np.int32).reshape(-1, 2 * num_columns + 1))
 
     def write(self, start: int, columns: Columns) -> None:
-        """Replace the rows from `start` on."""
+        """Replace rows from `start` on."""
         token_ids, logprobs, ranks = columns
         part = self[start : start + len(ranks)]
         part.token_ids[:] = token_ids
@@ -69,7 +68,7 @@ class Rows:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """[n, columns] int32, the actual token first, then the candidates, then the likeliest."""
+        """[n, columns] int32: the actual token, the candidates, the top k."""
         return self.table[:, : self.num_columns]
 
     @property
@@ -79,27 +78,26 @@ class Rows:
 
     @property
     def ranks(self) -> np.ndarray:
-        """[n] int32: how many tokens of the vocabulary are at least as likely as the actual one, so from 1 on."""
+        """[n] int32: how many tokens of the vocabulary are at least as likely as the actual one."""
         return self.table[:, -1]
 
     def first_columns(self, num_columns: int) -> "Rows":
-        """The same rows with fewer of the likeliest tokens."""
+        """The same rows with fewer top tokens."""
         if num_columns == self.num_columns:
             return self
-        return Rows.of(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
+        return Rows.from_arrays(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
 
 
 class PromptLogprobs:
-    """A prompt's logprobs as they arrive from the engine, in arrays, a part at a time.
-
-    Stands in `RequestOutput.prompt_logprobs` for vLLM's containers of Python objects.
+    """A prompt's logprobs in arrays, as they arrive from the engine: `RequestOutput.prompt_logprobs` of scoring
+    requests.
     """
 
     def __init__(self) -> None:
         self._parts: list[Columns] = []
 
     def append(self, tensors: Sequence[Any]) -> None:
-        """Take the rows of one more part of the prompt: vLLM's tensors of token ids, logprobs and ranks, on the CPU."""
+        """Add the rows of one part of the prompt: vLLM's tensors of token ids, logprobs and ranks, on the CPU."""
         token_ids, logprobs, ranks, *_ = tensors
         self._parts.append((token_ids.numpy(), logprobs.numpy(), ranks.numpy()))
 
@@ -114,7 +112,7 @@ class PromptLogprobs:
 
 
 def read_columns(logprobs: Any, num_columns: int) -> Columns:
-    """The rows of vLLM's flat logprobs, of a prompt or of what was sampled.
+    """The columns of vLLM's flat logprobs, of a prompt or of sampled tokens.
 
     Raises:
         EngineOutputError: there are none.
@@ -137,22 +135,22 @@ def read_rows(
     output: RequestOutput,
     first_row: int | None = None,
 ) -> tuple[Rows, int]:
-    """Read the rows of a request from its final output. This is the only place where the engine's rows are checked.
+    """Read and check the rows of a request from its final output.
 
-    The V1 model runner returns a row for every prompt token but the first, with arbitrary content in those that it took
-    from the prefix cache. The V2 runner returns only the rows after them. A row is trusted after `num_cached_tokens`,
-    and after the last one that is NaN or of another token.
+    The V1 model runner returns a row for every prompt token after the first, with arbitrary content for cached
+    positions. The V2 runner returns only the rows after those. Rows are valid after `num_cached_tokens`, and after the
+    last one that is NaN or of another token.
 
     Args:
-        token_ids: [n], the `num_fed` tokens of the prompt, and the one that the sampled step was forced to, if any.
+        token_ids: [n], the `num_fed` tokens of the prompt, and the token that the sampled one was forced to be, if any.
         num_fed: n or n - 1.
-        num_columns: that were asked for.
+        num_columns: of the request.
         output: finished.
-        first_row: of a marked request (`vllm_patches.scored_windows`), the row from which on it wanted them: that of
-            the last token comes with the prompt's, and no row of a cached position does.
+        first_row: of a marked request (`vllm_patches.scored_windows`), whose rows begin here, include the last token's,
+            and leave out cached positions.
 
     Returns:
-        Rows of the tokens but the first, [n - 1], and how many of them, from the first on, are not to be trusted.
+        Rows of the tokens after the first, [n - 1], and how many of the first rows are not valid.
     """
     actual = np.asarray(token_ids, np.int32)
     num_rows = len(actual) - 1
@@ -178,10 +176,10 @@ def read_rows(
 
 
 def read_prompt_columns(output: RequestOutput) -> Columns:
-    """What the engine computed for a prompt, whatever its columns are.
+    """The columns that the engine computed for a prompt.
 
     Raises:
-        EngineOutputError: there is nothing.
+        EngineOutputError: there are none.
     """
     if not isinstance(output.prompt_logprobs, PromptLogprobs):
         raise EngineOutputError("the engine ended a request without logprobs")
@@ -189,10 +187,10 @@ def read_prompt_columns(output: RequestOutput) -> Columns:
 
 
 def check_finished(output: RequestOutput) -> None:
-    """Make sure that the engine did all of a request.
+    """Check that the engine finished a request.
 
     Raises:
-        UnfinishedError: it ended the request early.
+        UnfinishedError: the engine ended it early.
     """
     reason = output.outputs[0].finish_reason
     if reason in ("abort", "error"):
@@ -200,13 +198,11 @@ def check_finished(output: RequestOutput) -> None:
 
 
 def missing_row(position: int) -> EngineOutputError:
-    """The error to raise where the engine computed no row for a token that it was asked for."""
+    """The error for a row that the engine left out."""
     return EngineOutputError(f"the engine computed no logprob, or NaN, for the token at position {position}")
 
 
 def json_logprobs(logprobs: np.ndarray) -> np.ndarray:
-    """float32 logprobs as the float64 that JSON readers get, exactly; minus infinity as `LOWEST_LOGPROB`.
-
-    Written as float32, a logprob would have fewer digits, but read back as float64 it would be another number.
-    """
+    """float32 logprobs as float64, since the shortest digits of a float32 read back as another float64. Minus infinity
+    becomes `LOWEST_LOGPROB`."""
     return np.maximum(logprobs.astype(np.float64), LOWEST_LOGPROB)

@@ -1,4 +1,4 @@
-"""Scoremode's settings, beside those of `vllm serve`."""
+"""Scoremode's settings, in addition to those of `vllm serve`."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ REFERENCE_HEADS_VARIABLE = "SCOREMODE_REFERENCE_HEAD_BYTES"
 WORKER_EXTENSION = "scoremode_server.vllm_patches.worker_extension.ReferenceWorker"
 
 PLUGIN = "scoremode"
-"""The name of both entry points, by which VLLM_PLUGINS allows them."""
+"""The name of both entry points in VLLM_PLUGINS."""
 
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
@@ -33,7 +33,7 @@ _ALLOWED_BY_DEFAULT = (
     "vllm.platform_plugins",
     "vllm.stat_logger_plugins",
 )
-"""Groups of which vLLM loads every plugin while VLLM_PLUGINS is unset."""
+"""Groups whose plugins vLLM loads if VLLM_PLUGINS is unset."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=number_of_bytes,
         default=None,
         metavar="BYTES",
-        help="Memory for logprobs of prefixes that come again, such as 512M or 2G; 0 turns the cache off. "
+        help="Memory for logprobs of repeated prefixes, such as 512M or 2G; 0 turns the cache off. "
         f"Default: the environment's {SCORE_CACHE_VARIABLE}, else 512M.",
     )
     group.add_argument(
@@ -52,15 +52,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=positive,
         default=None,
         metavar="TOKENS",
-        help="Tokens that may wait to be scored or be scored at once, of all requests to an API server process; more "
-        "are answered 429. Default: 16 times what the KV cache holds.",
+        help="Tokens that may wait or be scored at once, in all requests to an API server process; further requests "
+        "get 429. Default: 16 times the tokens of the KV cache.",
     )
     group.add_argument(
         "--max-request-sequences",
         type=positive,
         default=MAX_SEQUENCES,
         metavar="N",
-        help="Sequences of one scoring request: prompts, prompts times continuations, or windows. "
+        help="Sequences in one scoring request: prompts, prompts times continuations, or windows. "
         "Default: %(default)s.",
     )
     group.add_argument(
@@ -68,14 +68,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=positive,
         default=None,
         metavar="SECONDS",
-        help="Seconds after which a scoring request is given up and answered 504. Default: none.",
+        help="Seconds after which a scoring request is aborted with 504. Default: none.",
     )
     group.add_argument(
         "--reference-dir",
         type=Path,
         default=None,
         metavar="DIR",
-        help="Folder for references (/v1/references, /v1/kld), which all workers and API servers see under this name. "
+        help="Folder for references (/v1/references, /v1/kld), with the same path on all workers and API servers. "
         f"Default: the environment's {REFERENCE_VARIABLE}, else none.",
     )
     group.add_argument(
@@ -83,17 +83,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=number_of_bytes,
         default=None,
         metavar="BYTES",
-        help="Accelerator memory for LM heads of references, all tensor-parallel ranks together, such as 4G. Runs "
-        "against references whose heads do not fit at once take turns of some seconds. "
-        f"Default: the environment's {REFERENCE_HEADS_VARIABLE}, else one head, the largest there is when the server "
-        "starts.",
+        help="Accelerator memory for LM heads of references on all tensor-parallel ranks together, such as 4G. "
+        "Comparisons with references whose heads do not fit at once take turns of some seconds. "
+        f"Default: the environment's {REFERENCE_HEADS_VARIABLE}, else the largest head when the server starts.",
     )
     group.add_argument(
         "--max-request-bytes",
         type=number_of_bytes,
         default=MAX_REQUEST_BYTES,
         metavar="BYTES",
-        help="The longest body of a scoring or completion request, such as 64M. Default: 16M.",
+        help="The size limit of a scoring or completion request's body, such as 64M. Default: 16M.",
     )
     group.add_argument(
         "--no-page",
@@ -104,7 +103,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What the flags say; a server that stock `vllm serve` started has none of them, and gets the defaults."""
+    """The flags, or their defaults under stock `vllm serve`."""
 
     score_cache_bytes: int = SCORE_CACHE_BYTES
     max_scoring_tokens: int | None = None
@@ -117,25 +116,24 @@ def server_settings(arguments: Namespace) -> ServerSettings:
     """The settings of a server.
 
     Raises:
-        ValueError: the environment's bytes for the cache are no size.
+        ValueError: the environment's size of the cache is not valid.
     """
     given = {name: value for name, value in vars(arguments).items() if name in ServerSettings.__dataclass_fields__}
     if given.get("score_cache_bytes") is None:
-        # A server that stock `vllm serve` started has no flag for it.
         given["score_cache_bytes"] = _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
     return ServerSettings(**given)
 
 
 def serves_page(arguments: Namespace) -> bool:
-    """Whether there is a page at `/scoremode`: unless `--no-page` says otherwise, which stock `vllm serve` cannot."""
+    """Whether there is a page at `/scoremode`."""
     return not getattr(arguments, "no_page", False)
 
 
 def logprob_bytes() -> int:
-    """Working memory for prompt logprobs that every engine worker reserves: bytes from the environment, or the default.
+    """Bytes of working memory for prompt logprobs that every engine worker reserves, from the environment.
 
     Raises:
-        ValueError: it is set to none, or to no number of bytes.
+        ValueError: the size is 0 or not valid.
     """
     num_bytes = _from_environment(LOGPROB_VARIABLE, LOGPROB_BYTES)
     if not num_bytes:
@@ -143,17 +141,17 @@ def logprob_bytes() -> int:
     return num_bytes
 
 
-def keep_references(arguments: Namespace) -> None:
-    """Let the engine's workers, which inherit the environment, know the folder of references and have our methods.
+def configure_references(arguments: Namespace) -> None:
+    """Give the engine's workers the folder of references, through the environment, and our methods.
 
     Raises:
-        SystemExit: the folder cannot be made, or `--worker-extension-cls` names another class.
+        SystemExit: the folder cannot be created, or `--worker-extension-cls` names another class.
     """
     directory = arguments.reference_dir or reference_directory()
     if directory is None:
         return
     if arguments.worker_extension_cls not in ("", WORKER_EXTENSION):
-        raise SystemExit("scoremode: --reference-dir needs --worker-extension-cls for itself")
+        raise SystemExit("scoremode: --reference-dir cannot be used with --worker-extension-cls")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,16 +163,16 @@ def keep_references(arguments: Namespace) -> None:
 
 
 def reference_directory() -> Path | None:
-    """The folder of references, from the environment, where `scoremode serve --reference-dir` puts it for workers."""
+    """The folder of references, from the environment."""
     path = os.environ.get(REFERENCE_VARIABLE)
     return Path(path) if path else None
 
 
 def reference_head_bytes() -> int | None:
-    """Memory for LM heads of references, if the environment has a size for it.
+    """Bytes of memory for LM heads of references, from the environment, if it has them.
 
     Raises:
-        ValueError: it has something else.
+        ValueError: the size is not valid.
     """
     return _from_environment(REFERENCE_HEADS_VARIABLE, 0) if REFERENCE_HEADS_VARIABLE in os.environ else None
 
@@ -187,11 +185,7 @@ def _from_environment(variable: str, default: int) -> int:
 
 
 def allowed_plugins(current: str | None) -> str:
-    """VLLM_PLUGINS with Scoremode added to what was allowed before.
-
-    vLLM loads no plugin that VLLM_PLUGINS does not name. So where it was unset, all plugins that vLLM would have loaded
-    are named.
-    """
+    """VLLM_PLUGINS with Scoremode added. If it is unset, all plugins that vLLM loads by default are named."""
     if current is not None:
         names = current.split(",")
     else:
@@ -200,15 +194,15 @@ def allowed_plugins(current: str | None) -> str:
 
 
 def allow_plugin() -> None:
-    """Add Scoremode to this process's VLLM_PLUGINS, which the processes that it starts inherit."""
+    """Add Scoremode to VLLM_PLUGINS of this process and its children."""
     os.environ[PLUGINS_VARIABLE] = allowed_plugins(os.environ.get(PLUGINS_VARIABLE))
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on.
+    """A positive integer.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is something else.
     """
     if int(text) < 1:
         raise ValueError(f"not a positive number: {text!r}")
@@ -216,10 +210,10 @@ def positive(text: str) -> int:
 
 
 def number_of_bytes(text: str) -> int:
-    """Bytes of a number with an optional K, M or G, powers of 1,024.
+    """The bytes of a number with an optional K, M or G (powers of 1,024).
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is something else.
     """
     size = re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())
     if size is None:

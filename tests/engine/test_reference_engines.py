@@ -16,10 +16,9 @@ from scoremode_server.app import ReferenceParts
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.engine import EngineSize, ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
-from scoremode_server.references.directory import StoredText
-from scoremode_server.references.manifest import TextPlan, text_fingerprint
 from scoremode_server.scoring.model_identity import model_identity
 from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.text_windows import TextDocument, TextWindows
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.settings import REFERENCE_VARIABLE, WORKER_EXTENSION
 from tests import models, oracle
@@ -48,26 +47,17 @@ async def references_of(model: Path, folder: Path) -> AsyncIterator[tuple[Refere
         )
     try:
         scoring = ScoringEngine(engine, RowStore(16, 0), Metrics(1, CollectorRegistry()), SIZE)
-        yield ReferenceParts.of(folder, engine, scoring, Turns(), model_identity(engine.vllm_config, None)), scoring
+        yield (
+            ReferenceParts.from_folder(folder, engine, scoring, Turns(), model_identity(engine.vllm_config, None)),
+            scoring,
+        )
     finally:
         engine.shutdown()
 
 
-def cut(tokens: list[int]) -> tuple[StoredText, TextPlan]:
+def cut(tokens: list[int]) -> TextWindows:
     windows = cut_windows(len(tokens), "sliding", LENGTH, STRIDE)
-    text = StoredText.of([(tokens, windows)])
-    plan = TextPlan(
-        fingerprint=text_fingerprint(text.token_ids, text.windows, "sliding"),
-        method="sliding",
-        context_length=LENGTH,
-        stride=STRIDE,
-        num_tokens=len(tokens),
-        num_windows=len(windows),
-        num_scored=len(tokens) - 1,
-        num_bytes=None,
-        num_words=None,
-    )
-    return text, plan
+    return TextWindows("sliding", LENGTH, STRIDE, [TextDocument(tokens, None, windows)])
 
 
 @pytest.mark.slow
@@ -75,10 +65,10 @@ async def test_a_large_vocabulary_with_capped_logits_equals_transformers(tmp_pat
     base = models.random_gemma(tmp_path / "base", seed=1, vocab_size=VOCABULARY)
     other = models.disturbed(base, tmp_path / "other", 0.05)
     tokens = np.random.default_rng(3).integers(3, VOCABULARY, 160).tolist()
-    text, plan = cut(tokens)
+    texts = cut(tokens)
     async with references_of(base, tmp_path / "references") as (references, engine):
-        async with engine.admission.request("/v1/references", "record") as queue:
-            reference = await references.recorder.begin("base", plan, text)
+        async with engine.admission.request() as queue:
+            reference = await references.recorder.begin("base", texts)
             settings = ScoreSettings(request_id="record", queue=queue)
             async with aclosing(references.recorder.record(reference, settings)) as windows:
                 nlls = [window.nlls async for window in windows]
@@ -87,7 +77,7 @@ async def test_a_large_vocabulary_with_capped_logits_equals_transformers(tmp_pat
         assert itself.kld.max() < 1e-6
     async with references_of(other, tmp_path / "references") as (references, engine):
         found = await compared(references, engine)
-    sequences = [text.window(index) for index in range(plan.num_windows)]
+    sequences = list(texts)
     expected = oracle.divergences(base, other, [tokens for tokens, _ in sequences])
     for name in ("kld", "reverse_kld", "acceptance", "logprobs", "reference_logprobs"):
         theirs = np.concatenate(
@@ -101,7 +91,7 @@ async def compared(references: ReferenceParts, engine: ScoringEngine) -> KldPosi
     """All windows through the engine."""
     reference = await references.stored.open("base")
     await references.comparer.check(reference, VOCABULARY, LENGTH)
-    async with engine.admission.request("/v1/kld", "compare") as queue:
+    async with engine.admission.request() as queue:
         settings = ScoreSettings(request_id="compare", queue=queue)
         indices = list(range(reference.manifest.text.num_windows))
         async with aclosing(references.comparer.compare(reference, indices, 0, settings)) as windows:

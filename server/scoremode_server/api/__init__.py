@@ -1,1 +1,1 @@
-"""HTTP in, HTTP out: one module a route, and what routes read and write requests with. Imported by `plugin` alone."""
+"""HTTP: one module per route, and what routes share. Only `plugin` imports from here."""

@@ -1,9 +1,4 @@
-"""The API key, asked for on every route but those that are open on purpose.
-
-vLLM guards paths by prefix (`/v1`, `/v2`, `/inference`, `/cohere`). `/invocations` and `/generative_scoring`, which
-score, `/tokenize`, `/tokenizer_info` and others answer anyone there. Here the open paths are listed, so that a route
-which nobody thought of asks for the key.
-"""
+"""The API key, required on every route except those in `OPEN_PATHS`. vLLM itself guards some path prefixes only."""
 
 import hashlib
 import secrets
@@ -29,36 +24,30 @@ OPEN_PATHS = frozenset(
         "/ping",
         "/version",
         "/metrics",
-        # The API's description, which tells nothing of this server, and the pages that show it.
+        # The API's description, which is the same on every server, and the pages that show it.
         "/openapi.json",
         "/docs",
         "/docs/oauth2-redirect",
         "/redoc",
         "/static/swagger-ui-bundle.js",
         "/static/swagger-ui.css",
-        # Files that are the same on every server. What the page shows, it asks for with the key that is typed in.
+        # Files that are the same on every server. The page requests scores with the key that the user types in.
         *page.FILES,
     }
 )
-"""What answers without a key, as Starlette routes it: below the root path, and with or without slashes at the end."""
+"""Paths that need no key, below the root path and with or without slashes at the end, as Starlette routes them."""
 
 
 def configured_keys(args: Namespace) -> list[str]:
-    """The API keys as vLLM takes them: those of `--api-key`, else the environment's. An empty key is none."""
+    """The API keys as vLLM reads them: those of `--api-key`, else the environment's. Empty keys do not count."""
     return [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
 
 
 class Authentication:
-    """Middleware that answers requests without a valid `Authorization: Bearer KEY` itself, with 401.
+    """Middleware that answers requests without a valid `Authorization: Bearer KEY` with 401.
 
-    Preflight requests of browsers (OPTIONS) carry no key and pass. The 401 has the CORS headers that any other answer
-    has, so that a page can read why it was refused.
-
-    Args:
-        app: What valid requests go to.
-        keys: Any of these is valid.
-        allowed_origins: Of CORS, as `--allowed-origins`.
-        allow_credentials: Of CORS, as `--allow-credentials`.
+    Browsers' preflight requests (OPTIONS) have no key and pass. The 401 has CORS headers, for `--allowed-origins` and
+    `--allow-credentials`, so that a page can read it.
     """
 
     def __init__(
@@ -77,7 +66,7 @@ class Authentication:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("Authorization", "").partition(" ")
         digest = _digest(key)
-        # All keys are compared, each in constant time: how long it takes tells nothing of which one is nearly right.
+        # Every key is compared, in constant time, so that the time reveals nothing about a key.
         found = [secrets.compare_digest(digest, valid) for valid in self._digests]
         return scheme.lower() == "bearer" and any(found)
 
@@ -85,7 +74,7 @@ class Authentication:
 def _is_open(scope: Scope) -> bool:
     if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
         return True
-    # What is left is what Starlette routes on wherever it is one of the open paths, which begin with a slash.
+    # Open paths begin with a slash, so the rest is what Starlette routes on.
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/") in OPEN_PATHS
 

@@ -1,75 +1,53 @@
-"""How the body of a request gets in: its bytes within a limit, and from them the model that a route works on."""
+"""Bodies of requests: bytes within a limit, and the models that routes make of them."""
 
 import asyncio
 from collections.abc import Callable
-from http import HTTPStatus
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
-from scoremode_server.app import scoremode_state
-from scoremode_server.errors import RequestError
-from scoremode_server.json_fields import (
-    CANDIDATES,
-    CONTINUATIONS,
-    ONE_PROMPT,
-    POSITIONS,
-    PROMPTS,
-    TEXTS,
-    TOKENS,
-    read_anything,
-    read_list,
-    read_scalar,
-    split,
-    stand_in,
-)
+from scoremode_server import json_fields
+from scoremode_server.api.requests import scoremode_state
+from scoremode_server.completions.generate import read_generate_request
+from scoremode_server.completions.requests import read_completion_request
+from scoremode_server.errors import EncodingError, RequestError, TooLargeError
 
 T = TypeVar("T")
 
 READ_AT_ONCE = 256 * 1024
-"""Bytes of a body that are read on the event loop, in a few milliseconds. More are read in a thread, where one field at
-a time holds the interpreter."""
+"""Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
 
 _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     ScoreRequest: {
-        "prompt": PROMPTS,
-        "continuations": CONTINUATIONS,
-        "candidate_token_ids": CANDIDATES,
-        "logprobs_from": POSITIONS,
+        "prompt": json_fields.PROMPTS,
+        "continuations": json_fields.CONTINUATIONS,
+        "candidate_token_ids": json_fields.CANDIDATES,
+        "logprobs_from": json_fields.TOKENS,
     },
-    PerplexityRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
-    ReferenceRequest: {"prompt": ONE_PROMPT, "texts": TEXTS},
+    PerplexityRequest: {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS},
+    ReferenceRequest: {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS},
     KldRequest: {},
-    TokensRequest: {"token_ids": TOKENS},
+    TokensRequest: {"token_ids": json_fields.TOKENS},
 }
-"""Fields of each request that may be large, and the forms that they may have. All others hold one value."""
-
-_OBJECTS = {"corpus"}
-"""Other fields of requests with lists that hold more than one value."""
+"""Fields of each request that may be large, and their allowed forms."""
 
 MAX_REPORTED = 5
-"""Faults of a body that are told the client at once."""
+"""Faults of a body that one error names."""
 
 
 async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
-    """What `read` makes of a request's body.
-
-    Raises:
-        RequestValidationError: the body is not said to be JSON.
-        RequestError: the body is too large, encoded, or cut off, or the server stops; or what `read` raises.
-    """
+    """What `read` makes of a request's body."""
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
-        raise RequestError(
-            f"Content-Encoding {encoding} is not supported: send the body as it is",
-            None,
-            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        )
+        raise EncodingError(f"Content-Encoding {encoding} is not supported: send the body as it is", None)
     state = scoremode_state(request)
     with state.admission.until_stopped():
         body = await _read_body(request, state.limits.max_request_bytes)
@@ -77,7 +55,7 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    # vLLM's HTTP server has checked that the length is a number.
+    # uvicorn has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
         raise _too_large(limit)
     chunks, size = [], 0
@@ -92,33 +70,25 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> RequestError:
-    return RequestError(
-        f"the body has more than {limit} bytes, which is this server's --max-request-bytes",
-        None,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    )
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the body has more than {limit} bytes, which is this server's --max-request-bytes", None)
 
 
 def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
-    """A request of `/v1/score` or `/v1/perplexity`.
-
-    Pydantic, which would try each form of a list on each of its values, validates the fields with a small list in the
-    place of one that has been read already.
+    """A request of Scoremode's own routes. Pydantic tries each form of a list on each of its values, so it validates a
+    short list in place of one that is decoded already.
 
     Raises:
-        RequestError: the body is no JSON object, or a list in it has a wrong value.
         ValidationError: a field is missing, unknown or wrong.
     """
     forms = _LISTS[model]
     lists, to_validate, unknown = {}, {}, []
-    for name, raw in split(body).items():
+    for name, raw in json_fields.split(body).items():
         if name in forms:
-            lists[name] = read_list(raw, name, forms[name])
-            to_validate[name] = stand_in(lists[name])
+            lists[name] = json_fields.read_list(raw, name, forms[name])
+            to_validate[name] = json_fields.stand_in(lists[name])
         elif name in model.model_fields:
-            is_scalar = forms and name not in _OBJECTS
-            to_validate[name] = read_scalar(raw, name) if is_scalar else read_anything(raw, name)
+            to_validate[name] = json_fields.read_anything(raw, name)
         else:
             unknown.append(name)
     request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})
@@ -127,20 +97,10 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     return request
 
 
-class ReadRequest(Request):
-    """A request as FastAPI gets it after its body has been read: the model comes in the place of parsed JSON.
-
-    FastAPI hands an object of the right model to the route as it is.
-    """
-
-    def __init__(self, request: Request, model: BaseModel) -> None:
-        super().__init__(request.scope, request.receive)
-        self._model = model
-
-    async def body(self) -> bytes:
-        """Not empty, which is all that FastAPI asks of it."""
-        return b"{}"
-
-    async def json(self) -> BaseModel:
-        """The model."""
-        return self._model
+def reader_of(model: type[BaseModel]) -> Callable[[bytes], BaseModel]:
+    """The function that makes a request of this model from a body."""
+    readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
+        CompletionRequest: read_completion_request,
+        GenerateRequest: read_generate_request,
+    }
+    return readers.get(model) or partial(read_model, model)

@@ -1,4 +1,4 @@
-"""What becomes of a request whose client leaves before the answer."""
+"""Requests whose clients leave before the answer."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
-from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
 
 T = TypeVar("T")
 
@@ -15,10 +15,7 @@ T = TypeVar("T")
 def until_disconnect(
     handler: Callable[[T, Request], Coroutine[Any, Any, Response]],
 ) -> Callable[[T, Request], Coroutine[Any, Any, Response]]:
-    """A handler that is cancelled when the client leaves. Its request is then counted as 499, which nobody reads.
-
-    vLLM's `with_cancellation` returns None, which FastAPI logs as an invalid response and counts as 500.
-    """
+    """A handler that is cancelled when the client leaves. The request then counts as 499."""
 
     @wraps(handler)
     async def run(request: T, raw_request: Request) -> Response:
@@ -36,13 +33,13 @@ def until_disconnect(
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks that this one has made, and wait until they have ended: nothing of theirs outlives this one."""
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _left(raw_request: Request) -> None:
-    """Wait until the client has left; its request must have been read."""
+    """Wait until the client has left. The body must have been read."""
     while (await raw_request.receive())["type"] != "http.disconnect":
         pass

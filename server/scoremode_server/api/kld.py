@@ -1,10 +1,10 @@
-"""`POST /v1/kld`: how far the served model's distributions are from a reference's, position by position."""
+"""`POST /v1/kld`: the KL divergence of the served model from a reference, position by position."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,30 +13,29 @@ from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
-from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
+from scoremode.protocol import KldRequest, KldResponse, NoiseFloor
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.event_stream import EventStream
+from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
 from scoremode_server.api.references import references_of
-from scoremode_server.api.responses import json_response
-from scoremode_server.api.score import ERROR_RESPONSES
-from scoremode_server.app import ScoremodeState, scoremode_state
+from scoremode_server.api.requests import accepted, scoremode_state
+from scoremode_server.api.responses import as_base64, top_arrays, top_entries
+from scoremode_server.app import ScoremodeState
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.model_identity import with_adapter
-from scoremode_server.scoring.reference_windows import ComparedWindow
+from scoremode_server.scoring.reference_windows import WindowComparison
 from scoremode_server.scoring.scorer import ScoreSettings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
 
 
-@dataclass(slots=True)
-class Job:
-    """A checked request, and what came of it so far."""
+@dataclass(frozen=True, slots=True)
+class KldJob:
+    """A checked request."""
 
     request: KldRequest
     request_id: str
@@ -45,13 +44,12 @@ class Job:
     reference: StoredReference
     first: int
     last: int
-    """The window after the last."""
-    positions: dict[int, KldPositions] = field(default_factory=dict)
+    """One more than the last window."""
 
     @property
     def indices(self) -> list[int]:
-        """Of the windows, in the order in which they run. For a noise floor they run the other way round: each is then
-        computed together with others than when it was recorded."""
+        """The windows, in the order in which they run. A noise floor reverses it, so that each window is computed
+        with other windows than when it was recorded."""
         windows = list(range(self.first, self.last))
         return windows[::-1] if self.request.as_noise_floor else windows
 
@@ -59,28 +57,25 @@ class Job:
 @router.post(
     "/v1/kld",
     response_model=KldResponse,
-    responses={200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES},
+    responses=EVENT_RESPONSES,
     summary="KL divergence of the served model from a reference",
 )
 @load_aware_call
 @until_disconnect
 async def create_kld(request: KldRequest, raw_request: Request) -> Response:
-    """Put windows of a reference through the served model, and compare the distributions over the whole vocabulary."""
+    """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
     state = scoremode_state(raw_request)
     references_of(state)
     state.admission.check()
     state.limits.check_top_logprobs(request.top_logprobs)
     with state.admission.until_stopped():
         job = await _prepare(request, raw_request, state)
-    accepted = state.admission.request("/v1/kld", job.request_id)
-    if request.stream:
-        return EventStream(accepted, partial(_contents, job, state), job.request_id)
-    async with accepted as queue, aclosing(_windows(job, state, queue)) as windows:
-        data = {window.index: await asyncio.to_thread(_window, request, window) async for window in windows}
-        return json_response({**await _result(job, state), "data": [data[index] for index in sorted(data)]})
+    in_queue = accepted(state.admission, "/v1/kld", job.request_id)
+    events = partial(_events, job, state)
+    return await respond(in_queue, events, job.request_id, stream=request.stream, with_windows=True)
 
 
-async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> Job:
+async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeState) -> KldJob:
     model = await state.models.resolve(request.model)
     references = references_of(state)
     reference = await references.stored.open(request.reference)
@@ -98,7 +93,7 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
-    return Job(
+    return KldJob(
         request=request,
         request_id=f"kld-{raw_request.state.request_id}",
         model_name=model.name,
@@ -109,26 +104,22 @@ async def _prepare(request: KldRequest, raw_request: Request, state: ScoremodeSt
     )
 
 
-async def _windows(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[ComparedWindow, None]:
+async def _events(job: KldJob, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+    """Each window; then the result."""
     settings = ScoreSettings(request_id=engine_id(job.request_id), queue=queue, options=job.options)
     compared = references_of(state).comparer.compare(job.reference, job.indices, job.request.top_logprobs, settings)
+    positions: dict[int, KldPositions] = {}
     async with aclosing(compared) as windows:
         async for window in windows:
-            job.positions[window.index] = window.positions
-            yield window
-
-
-async def _contents(job: Job, state: ScoremodeState, queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
-    """Each window; then the result."""
-    async with aclosing(_windows(job, state, queue)) as windows:
-        async for window in windows:
+            positions[window.index] = window.positions
             yield await asyncio.to_thread(_window, job.request, window)
-    yield await _result(job, state)
+    yield await _result(job, [positions[index] for index in range(job.first, job.last)], state)
 
 
-async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
-    """All but `data`. A noise floor is kept with the reference."""
-    figures = await asyncio.to_thread(_statistics, job)
+async def _result(job: KldJob, positions: list[KldPositions], state: ScoremodeState) -> dict[str, Any]:
+    """All but `data`. A noise floor is stored in the reference."""
+    lengths = list(map(len, positions))
+    figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(positions), lengths, job.first))
     kld, num_scored = figures["kld"], figures["num_scored"]
     if job.request.as_noise_floor:
         if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
@@ -152,12 +143,7 @@ async def _result(job: Job, state: ScoremodeState) -> dict[str, Any]:
     }
 
 
-def _statistics(job: Job) -> KldStatistics:
-    in_order = [job.positions[index] for index in range(job.first, job.last)]
-    return statistics(KldPositions.concatenate(in_order), list(map(len, in_order)), job.first)
-
-
-def _window(request: KldRequest, window: ComparedWindow) -> dict[str, Any]:
+def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
     """One window as JSON."""
     encoded = request.encoding_format == "base64"
     content: dict[str, Any] = {"object": "kld.window", "index": window.index, "num_scored": len(window.positions)}
@@ -168,7 +154,7 @@ def _window(request: KldRequest, window: ComparedWindow) -> dict[str, Any]:
         elif name.endswith("logprobs"):
             content[name] = json_logprobs(values)
         else:
-            # As float64, which JSON readers get: of float32 fewer digits would be written, and another number read.
+            # As float64, because the shortest digits of a float32 read back as another float64.
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
         write = top_arrays if encoded else top_entries

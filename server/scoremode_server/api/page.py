@@ -1,13 +1,12 @@
-"""`GET /scoremode`: the page that scores a text and colours its tokens; the files of the package's folder `page`."""
+"""`GET /scoremode`: the page that scores a text and colors its tokens, from the package's folder `page`."""
 
 from hashlib import blake2b
-from http import HTTPStatus
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
 from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import NotServedError
 from scoremode_server.settings import serves_page
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -19,7 +18,7 @@ CONTENT_TYPES = {
 }
 
 HEADERS = {
-    # Nothing but what this server has, and answers of any server that is typed in; no text can become HTML or a script.
+    # Only this server's files, and answers of any server that the user types in; no text can become HTML or a script.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self' http: https:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -39,13 +38,13 @@ def page_path(file: Path) -> str:
 
 
 FILES = {page_path(file): file for file in sorted(FOLDER.iterdir()) if file.suffix in CONTENT_TYPES}
-"""By path. Each has a route of its own, so no path that a client writes is looked for on disk."""
+"""By path. Each has its own route, so the server never looks for a client's path on disk."""
 
 router = APIRouter(route_class=ScoremodeRoute, include_in_schema=False)
 
 
 class PageFile:
-    """A file as it was when the server started, and the answers that it gives."""
+    """A file as it was when the server started."""
 
     def __init__(self, file: Path) -> None:
         self._content = file.read_bytes()
@@ -53,13 +52,13 @@ class PageFile:
         self._headers = HEADERS | {"ETag": etag, "Content-Type": CONTENT_TYPES[file.suffix]}
 
     async def answer(self, request: Request) -> Response:
-        """The file, or 304 where the client has it already.
+        """The file, or 304 if the client has it already.
 
         Raises:
-            RequestError: the server was started with `--no-page`.
+            NotServedError: the server was started with `--no-page`.
         """
         if not serves_page(request.app.state.args):
-            raise RequestError("this server was started with --no-page", None, HTTPStatus.NOT_FOUND)
+            raise NotServedError("this server was started with --no-page", None)
         known = request.headers.get("If-None-Match", "")
         if self._headers["ETag"] in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
             return Response(status_code=304, headers=self._headers)

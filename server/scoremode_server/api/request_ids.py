@@ -1,4 +1,4 @@
-"""`X-Request-Id`: the name by which a client, a proxy and the log know one request."""
+"""`X-Request-Id`: one id for a request at the client, in proxies and in the log."""
 
 import secrets
 
@@ -13,10 +13,10 @@ _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.ac
 
 
 class RequestIds:
-    """Middleware that gives every request an id, `request.state.request_id`, and every answer the header with it.
+    """Middleware that sets `request.state.request_id`, and the header on every answer.
 
-    The client's own id is taken if it has 1 to 128 characters of printable ASCII. Any other is replaced by a fresh one,
-    in the request as well: vLLM makes the engine's request ids and log lines of that header.
+    The client's id is used if it has 1 to 128 characters of printable ASCII. Any other is replaced, in the request's
+    header as well, from which vLLM makes the engine's ids and log lines.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -35,7 +35,7 @@ class RequestIds:
         async def send_with_id(message: Message) -> None:
             if message["type"] in _STARTS:
                 message.setdefault("headers", [])
-                # Set, not added: vLLM's `--enable-request-id-headers` sends one as well.
+                # Replaced, not added: vLLM's `--enable-request-id-headers` adds one as well.
                 MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 

@@ -9,32 +9,24 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
-from scoremode_server.api.arrays import as_base64, top_arrays, top_entries
 from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.responses import json_response
-from scoremode_server.api.sequences import RequestedSequence, read_sequences
-from scoremode_server.app import scoremode_state
-from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
+from scoremode_server.api.requests import accepted, owner_of, scoremode_state
+from scoremode_server.api.responses import as_base64, json_response, top_arrays, top_entries
+from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.model_identity import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.sequences import RequestedSequence, read_sequences
 from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import WRITTEN_AT_ONCE
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
-
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
-    404: {"model": ErrorResponse, "description": "No such model."},
-    "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
-}
 
 
 @router.get("/v1/score", response_model=ServerInfo, responses=ERROR_RESPONSES, summary="What is served")
@@ -68,7 +60,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     num_values = [_num_values(request, sequence) for sequence in sequences]
     state.limits.check_num_values(num_values, request.encoding_format)
     request_id = f"score-{raw_request.state.request_id}"
-    async with state.admission.request("/v1/score", request_id, len(sequences), num_tokens) as queue:
+    async with accepted(state.admission, "/v1/score", request_id, len(sequences), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -76,7 +68,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             temperature=request.temperature,
             use_cache=request.use_cache,
             cache_salt=request.cache_salt,
-            owner=state.owner(raw_request),
+            owner=owner_of(raw_request),
             options=await state.models.engine_options(raw_request, model),
         )
         async with aclosing(state.scorer.scores(sequences, settings)) as scores:
@@ -84,12 +76,12 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         write = partial(
             _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
         )
-        # Still within the request, so that a server that stops waits for it.
+        # Within the request, so that a server that shuts down waits for it.
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
 def _num_values(request: ScoreRequest, sequence: RequestedSequence) -> int:
-    """Logprobs that a sequence's answer has."""
+    """Logprobs in the answer for a sequence."""
     num_positions = len(sequence.token_ids) - sequence.first
     return num_positions * (1 + sequence.num_candidates + request.top_logprobs)
 
@@ -100,7 +92,7 @@ def _response(
     model_name: str,
     tokenizer: Tokenizer,
     sequences: list[RequestedSequence],
-    answers: list[Answer],
+    answers: list[ScoredRows],
     *,
     num_tokens: int,
 ) -> Response:
@@ -126,7 +118,7 @@ def _response(
 def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSequence, rows: Rows) -> dict[str, Any]:
     """One entry of `data`."""
     token_ids = sequence.token_ids[sequence.first :]
-    # A prompt's first token has no context, and so no row.
+    # A prompt's first token has no context, so no row.
     without_row = [None] * (len(token_ids) - len(rows))
     scored = json_logprobs(rows.logprobs[:, 0])
     result: dict[str, Any] = {
@@ -141,7 +133,7 @@ def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSeq
         result["ranks"] = [*without_row, *rows.ranks.tolist()]
         result["is_greedy"] = bool((rows.ranks == 1).all())
     if request.return_tokens:
-        result["tokens"] = strings.of(token_ids)
+        result["tokens"] = strings.texts_of(token_ids)
     if sequence.candidates is not None:
         chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
         result["candidate_logprobs"] = _candidate_logprobs(request, len(without_row), chosen)
@@ -154,15 +146,14 @@ def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSeq
 
 
 def _logprobs(request: ScoreRequest, num_without: int, rows: Rows, scored: np.ndarray) -> str | np.ndarray:
-    """The actual tokens' logprobs, NaN where there is no row: JSON null, or little-endian float32 as OpenAI's
-    embeddings are sent."""
+    """The actual tokens' logprobs, NaN where there is no row: JSON null, or base64 of little-endian float32."""
     if request.encoding_format == "float":
         return _padded(scored, num_without, np.nan)
     return as_base64(_padded(rows.logprobs[:, 0], num_without, np.nan).astype("<f4"))
 
 
 def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray) -> dict[str, Any] | list[Any]:
-    """[n, m] of the chosen tokens."""
+    """[n, m] of the candidates."""
     if request.encoding_format == "float":
         return [*[None] * num_without, *json_logprobs(logprobs).tolist()]
     padded = _padded(logprobs, num_without, np.nan)
@@ -172,19 +163,19 @@ def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.nd
 def _top_logprobs(
     request: ScoreRequest, strings: TokenStrings, num_without: int, token_ids: np.ndarray, logprobs: np.ndarray
 ) -> dict[str, Any] | list[Any]:
-    """[n, k] of the likeliest tokens at each position."""
+    """[n, k] of the top tokens at each position."""
     if request.encoding_format == "base64":
         return top_arrays(_padded(token_ids, num_without, -1), _padded(logprobs, num_without, np.nan))
     entries = top_entries(token_ids, logprobs)
     if request.return_tokens:
         for ids, of_position in zip(token_ids.tolist(), entries, strict=True):
-            for entry, token in zip(of_position, strings.of(ids), strict=True):
+            for entry, token in zip(of_position, strings.texts_of(ids), strict=True):
                 entry["token"] = token
     return [*[None] * num_without, *entries]
 
 
 def _padded(values: np.ndarray, num_without: int, missing: float) -> np.ndarray:
-    """Rows of values after those of positions that have none."""
+    """Values after a filler for each position without a row."""
     before = np.full((num_without, *values.shape[1:]), missing, values.dtype)
     padded: np.ndarray = np.concatenate([before, values])
     return padded

@@ -1,4 +1,4 @@
-"""OpenAI completions that score: reading their requests fast, and writing logprobs as JSON as vLLM writes them.
+"""OpenAI completions that score: their requests are read fast, and logprobs written as the JSON that vLLM writes.
 
-`handler` calls the parts of vLLM's own completions handler, private ones too. `app` and `api` import from here.
+`handler` and `generate` extend vLLM's own handlers, with calls of private methods.
 """

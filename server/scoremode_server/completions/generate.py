@@ -1,8 +1,7 @@
-"""vLLM's generate route, token ids in and out, for requests that score: prime-rl and others ask it for a policy's
-logprobs.
+"""Scoring requests to vLLM's generate route, token ids in and out, which prime-rl and others send.
 
-vLLM's own handler answers, with an engine of ours in the place of its engine client. What is large, the prompt's
-logprobs, it never sees; they are written as JSON from the engine's arrays.
+vLLM's own handler answers with an engine client of ours, which leaves out the prompt's logprobs. They are written as
+JSON from the engine's arrays.
 """
 
 from collections.abc import AsyncIterator
@@ -17,48 +16,37 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
-from scoremode_server.completions.requests import as_vllm_reads_it
-from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
+from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
 from scoremode_server.errors import RequestError, UnfinishedError
-from scoremode_server.json_fields import TOKENS, Fields, check_names, read_anything, read_list, split_as_vllm
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.json_fields import TOKENS, check_names, read_anything, read_list, split_as_vllm
+from scoremode_server.prefix_cache.admission import Accept
+from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
-
-ROUTE = "/inference/v1/generate"
 
 
 def read_generate_request(body: bytes) -> GenerateRequest:
     """The request that vLLM's model makes of a body.
 
     Raises:
-        RequestError: the body is no JSON object, `token_ids` has a wrong value, or one that scores repeats a field.
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
     fields, repeated = split_as_vllm(body)
-    request = _read(fields)
-    if is_scoring(request):
+    request = GenerateRequest.model_validate(
+        {
+            name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
+            for name, raw in fields.items()
+        }
+    )
+    if is_scoring_generation(request):
         check_names(fields, repeated)
     return request
 
 
-def _read(fields: Fields) -> GenerateRequest:
-    """Take the token ids out of the fields, and read all of them."""
-    raw_token_ids = fields.pop("token_ids", None)
-    values = {name: read_anything(raw, name) for name, raw in fields.items()}
-    if raw_token_ids is not None:
-        try:
-            values["token_ids"] = read_list(raw_token_ids, "token_ids", TOKENS)
-        except RequestError as error:
-            return as_vllm_reads_it(GenerateRequest, values, "token_ids", raw_token_ids, error)
-    return GenerateRequest.model_validate(values)
-
-
-def is_scoring(request: GenerateRequest) -> bool:
-    """Whether a request wants the top k of its prompt, and a token that it samples, all at once: what is written from
-    arrays. Everything else stays vLLM's."""
+def is_scoring_generation(request: GenerateRequest) -> bool:
+    """Whether a request wants the top k of its prompt and one sampled token, not streamed. vLLM answers all others."""
     params = request.sampling_params
     return bool(
         params.prompt_logprobs is not None
@@ -73,7 +61,7 @@ def is_scoring(request: GenerateRequest) -> bool:
 
 
 class ScoringGenerate:
-    """Answers the requests that `is_scoring` picks out."""
+    """Answers requests for which `is_scoring_generation` is true."""
 
     def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
         self._stock = stock
@@ -83,60 +71,55 @@ class ScoringGenerate:
 
     @property
     def has_texts(self) -> bool:
-        """Whether vLLM answers with the texts of tokens; a server with `--tokens-only` leaves them out."""
+        """Whether answers have the texts of tokens, which `--tokens-only` leaves out."""
         return bool(self._stock.has_tokenizer)
 
-    async def generate(self, request: GenerateRequest, raw_request: Request, owner: str) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
-
-        Raises:
-            RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
-        """
-        scoring = _EngineThatScores(self._stock, self._engine, owner)
+    async def generate(
+        self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
+    ) -> Body | ErrorResponse:
+        """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
+        scoring = _EngineThatScores(self._stock, self._engine, owner, accept)
         stock = copy(self._stock)
         stock.engine_client = scoring
         with exempt_from_queue_bounds():
             response = await stock.serve_tokens(request, raw_request)
         if isinstance(response, ErrorResponse):
             return response
-        answer = scoring.answer
-        assert answer is not None
+        result = scoring.result
+        assert result is not None
         content = response.model_dump()
         content["prompt_logprobs"] = GAP
         of_prompt = self._writer.prompt(
-            answer.output.prompt_token_ids,
-            answer.rows,
-            answer.block_hashes,
-            answer.num_cached_blocks,
+            result.output.prompt_token_ids,
+            result.rows,
+            result.block_hashes,
+            result.num_cached_blocks,
             Style(None, as_token_ids=False),
         )
         parts = filled(content, [prompt_logprobs(of_prompt)])
-        return as_body(parts, answer.rows.token_ids.size, self._turns)
+        return as_body(parts, result.rows.token_ids.size, self._turns)
 
 
 class _EngineThatScores:
-    """The engine client of one request to vLLM's handler: everything but `generate` is vLLM's.
+    """The engine client of one request to vLLM's handler, with a `generate` of its own.
 
     Attributes:
-        answer: the rows, when the request is finished.
+        result: the rows, once the request is finished.
     """
 
-    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str) -> None:
+    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str, accept: Accept) -> None:
         self._stock = stock
         self._engine = engine
         self._owner = owner
-        self.answer: Answer | None = None
+        self._accept = accept
+        self.result: EngineResult | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock.engine_client, name)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
-        """The request's one output, without logprobs of the prompt.
-
-        Raises:
-            RequestError: there is no room for it, or it took too long; as `ScoringEngine.rows`.
-        """
-        # By its id, engines that a request is moved between know it.
+        """The request's only output, without logprobs of the prompt."""
+        # Engines that a request is moved between know it by its id.
         asked = RowsRequest.sample(
             prompt["prompt_token_ids"],
             request_id=request_id if is_moved(params) else engine_id(request_id),
@@ -145,19 +128,18 @@ class _EngineThatScores:
             owner=self._owner,
             options=options,
         )
-        self.answer = await self._scored(asked, request_id)
-        self.answer.output.prompt_logprobs = None
-        yield self.answer.output
+        self.result = await self._scored(asked, request_id)
+        yield without_rows(self.result)
 
-    async def _scored(self, asked: RowsRequest, request_id: str) -> Answer:
+    async def _scored(self, asked: RowsRequest, request_id: str) -> EngineResult:
         num_tokens = len(asked.token_ids)
         try:
-            async with self._engine.admission.request(ROUTE, request_id, 1, num_tokens) as queue:
+            async with self._accept(request_id, 1, num_tokens) as queue:
                 return await self._engine.rows(replace(asked, queue=queue))
         except UnfinishedError as error:
             self._stock._raise_if_error(error.finish_reason, request_id)
             raise
         except RequestError as error:
-            # What other routes call the prompt.
+            # Other routes name the field `prompt`.
             error.param = error.param and "token_ids"
             raise

@@ -1,8 +1,7 @@
-"""OpenAI completions that score: what vLLM's handler does, without an object for every token.
+"""OpenAI completions that score, such as `echo` with `logprobs` (lm-eval) and `prompt_logprobs` (trainers).
 
-`echo` with `logprobs` is how lm-eval and others ask for scores, `prompt_logprobs` how those do who train. vLLM's own
-handler gives the parts: it validates, tokenizes, picks the adapter, makes the sampling parameters and builds the
-response. The logprobs, which hold something for every token, are written as JSON from the engine's arrays.
+vLLM's own handler validates, tokenizes, makes the sampling parameters and builds the response. The logprobs, for which
+it would make an object per token, are written as JSON from the engine's arrays.
 """
 
 import time
@@ -19,21 +18,16 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest, Compl
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-from scoremode_server.completions.logprobs_json import (
-    LogprobsWriter,
-    OpenAI,
-    Style,
-    Written,
-    openai_logprobs,
-    prompt_logprobs,
-)
+from scoremode_server.completions import logprobs_json
+from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style, Written
 from scoremode_server.completions.prompt_texts import PromptTexts
-from scoremode_server.completions.response_parts import GAP, Body, as_body, filled
+from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
 from scoremode_server.errors import EngineOutputError, UnfinishedError
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.admission import Accept
+from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.turns import Turns
@@ -41,15 +35,12 @@ from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
-"""Tokens of a request that are decoded, to echo their text, on the event loop: some two milliseconds. vLLM decodes all
-in a thread, which for short prompts takes longer than decoding."""
+"""Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
+which takes longer for short prompts."""
 
 
 class ScoringCompletions:
-    """Answers the requests that `is_scoring` picks out, with the parts of vLLM's completions handler.
-
-    It returns JSON, where vLLM's returns an object that has yet to be written.
-    """
+    """Answers requests for which `is_scoring_completion` is true, with the parts of vLLM's completions handler."""
 
     def __init__(
         self, stock: OpenAIServingCompletion, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
@@ -62,21 +53,17 @@ class ScoringCompletions:
         self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
 
     async def create_completion(
-        self, request: CompletionRequest, raw_request: Request, owner: str
+        self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
-        """The response as JSON, or the error that vLLM's handler would return. Rows are shared within an owner.
-
-        Raises:
-            RequestError: the server has no room for it, stops, or has lost its engine; or the request took too long.
-        """
-        answering = self._create_completion(request, raw_request, owner)
+        """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
+        answering = self._create_completion(request, raw_request, owner, accept)
         result: Body | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request
         )
         return result
 
     async def _create_completion(
-        self, request: CompletionRequest, raw_request: Request, owner: str
+        self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
         stock = self._stock
         with self._engine.admission.until_stopped(), exempt_from_queue_bounds():
@@ -93,35 +80,37 @@ class ScoringCompletions:
             "data_parallel_rank": stock._get_data_parallel_rank(raw_request),
             "session_id": stock._get_session_id(request, raw_request),
         }
-        # By its id, engines that a request is moved between know it.
+        # Engines that a request is moved between know it by its id.
         name = metadata.request_id if request.kv_transfer_params else engine_id(metadata.request_id)
         asked = [
             self._rows_request(request, prompt, f"{name}-{index}", owner, options)
             for index, prompt in enumerate(inputs)
         ]
         try:
-            answers = await self._answers(asked, metadata.request_id)
+            results = await self._results(asked, metadata.request_id, accept)
         except UnfinishedError as error:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
-        await self._turns.take()
-        for prompt, answer in zip(inputs, answers, strict=True):
-            if request.echo and answer.output.prompt is None and not request.return_token_ids:
-                answer.output.prompt = self._prompt_text(prompt, answer)
+        await self._turns.wait()
+        needs_text = request.echo and not request.return_token_ids
+        outputs = [
+            without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
+            for prompt, result in zip(inputs, results, strict=True)
+        ]
         model_name = stock.models.model_name(options["lora_request"])
-        response = self._response(answers, request, created, model_name, metadata)
-        self._log_outputs(answers, metadata.request_id)
+        response = self._response(results, outputs, request, created, model_name, metadata)
+        self._log_outputs(outputs, metadata.request_id)
         return response
 
-    async def _answers(self, asked: list[RowsRequest], request_id: str) -> list[Answer]:
+    async def _results(self, asked: list[RowsRequest], request_id: str, accept: Accept) -> list[EngineResult]:
         num_tokens = sum(len(request.token_ids) for request in asked)
-        async with self._engine.admission.request("/v1/completions", request_id, len(asked), num_tokens) as queue:
+        async with accept(request_id, len(asked), num_tokens) as queue:
             coroutines = (self._engine.rows(replace(request, queue=queue)) for request in asked)
-            async with aclosing(queue.in_order(coroutines)) as answers:
-                return [answer async for answer in answers]
+            async with aclosing(queue.in_order(coroutines)) as results:
+                return [result async for result in results]
 
     async def _render(self, request: CompletionRequest) -> Any:
-        """vLLM's check and rendering, but token ids, unless there are many, are decoded when their scores are there."""
+        """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
         stock = self._stock
         prompts = _token_prompts(request)
         if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
@@ -156,12 +145,12 @@ class ScoringCompletions:
             token_ids, request_id=request_id, prompt=prompt, params=params, owner=owner, options=options
         )
 
-    def _log_outputs(self, answers: list[Answer], request_id: str) -> None:
-        """What vLLM logs from 0.33 on, where it was started with `--enable-log-outputs`."""
+    def _log_outputs(self, outputs: list[RequestOutput], request_id: str) -> None:
+        """What vLLM from 0.33 on logs with `--enable-log-outputs`."""
         logger = self._stock.request_logger
         if logger is None or not getattr(self._stock, "enable_log_outputs", False):
             return
-        for completion in (completion for answer in answers for completion in answer.output.outputs):
+        for completion in (completion for output in outputs for completion in output.outputs):
             logger.log_outputs(
                 request_id=request_id,
                 outputs=completion.text,
@@ -169,24 +158,22 @@ class ScoringCompletions:
                 finish_reason=completion.finish_reason,
             )
 
-    def _prompt_text(self, prompt: Any, answer: Answer) -> str | None:
-        text: str | None = self._stock._extract_prompt_text(prompt)
+    def _prompt_text(self, prompt: Any, result: EngineResult) -> str | None:
+        text: str | None = result.output.prompt or self._stock._extract_prompt_text(prompt)
         if text is not None or self._stock.renderer.tokenizer is None:
             return text
-        return self._texts.text(answer.output.prompt_token_ids, answer.block_hashes[: answer.num_cached_blocks])
+        return self._texts.text(result.output.prompt_token_ids, result.block_hashes[: result.num_cached_blocks])
 
     def _response(
         self,
-        answers: list[Answer],
+        results: list[EngineResult],
+        outputs: list[RequestOutput],
         request: CompletionRequest,
         created: int,
         model_name: str,
         metadata: RequestResponseMetadata,
     ) -> Body:
-        """vLLM builds all of it but the logprobs, which it is not shown."""
-        outputs = [answer.output for answer in answers]
-        for output in outputs:
-            output.prompt_logprobs = None
+        """vLLM builds the response without logprobs, which then fill gaps in it."""
         response: CompletionResponse = self._stock.request_output_to_completion_response(
             outputs,
             request.model_copy(update={"logprobs": None}),
@@ -201,42 +188,42 @@ class ScoringCompletions:
             choice["prompt_logprobs"] = GAP
             if request.logprobs is not None:
                 choice["logprobs"] = GAP
-        parts = filled(content, self._logprobs(answers, request))
-        num_entries = sum(answer.rows.token_ids.size * len(answer.output.outputs) for answer in answers)
+        parts = filled(content, self._logprobs(results, request))
+        num_entries = sum(result.rows.token_ids.size * len(result.output.outputs) for result in results)
         return as_body(parts, num_entries, self._long_turns)
 
-    def _logprobs(self, answers: list[Answer], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
-        """What goes into the gaps of a response: of each choice OpenAI's logprobs, if they are wanted, and vLLM's."""
+    def _logprobs(self, results: list[EngineResult], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
+        """What fills the gaps of a response: for each choice OpenAI's logprobs, if wanted, and vLLM's."""
         as_token_ids = request.return_tokens_as_token_ids
         if as_token_ids is None:
             as_token_ids = self._stock.return_tokens_as_token_ids
         style = Style(request.logprobs, bool(as_token_ids))
         sampled: list[list[OpenAI]] = [
             [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
-            for answer in answers
-            for completion in answer.output.outputs
+            for result in results
+            for completion in result.output.outputs
         ]
-        return self._in_gaps(answers, iter(sampled), style, echoes=bool(request.echo))
+        return self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo))
 
     def _in_gaps(
-        self, answers: list[Answer], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
+        self, results: list[EngineResult], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
         in_openai = echoes and style.num_top is not None
         of_prompts = style if in_openai else Style(None, as_token_ids=False)
-        for answer in answers:
+        for result in results:
             of_prompt = self._writer.prompt(
-                answer.output.prompt_token_ids, answer.rows, answer.block_hashes, answer.num_cached_blocks, of_prompts
+                result.output.prompt_token_ids, result.rows, result.block_hashes, result.num_cached_blocks, of_prompts
             )
-            # Written once, and kept until the last that needs it has had it.
-            copies = iter(tee(of_prompt, (1 + in_openai) * len(answer.output.outputs)))
-            for _ in answer.output.outputs:
+            # Written once for all choices.
+            copies = iter(tee(of_prompt, (1 + in_openai) * len(result.output.outputs)))
+            for _ in result.output.outputs:
                 of_sampled = next(sampled)
                 if style.num_top is not None:
                     yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)
-                yield prompt_logprobs(next(copies))
+                yield logprobs_json.prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
-        """The one token that was sampled."""
+        """The sampled token."""
         assert style.num_top is not None
         columns = read_columns(completion.logprobs, style.num_top + 1)
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():
@@ -245,18 +232,17 @@ class ScoringCompletions:
 
 
 def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> Iterator[bytes]:
-    """OpenAI's logprobs after an empty part for each piece of the prompt's, in which others may have their turn."""
+    """OpenAI's logprobs, after an empty part per piece of the prompt's, between which other tasks may run."""
     parts: list[OpenAI] = []
     for piece in of_prompt:
         if piece.openai is not None:
             parts.append(piece.openai)
         yield b""
-    yield openai_logprobs(parts + of_sampled)
+    yield logprobs_json.openai_logprobs(parts + of_sampled)
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a request that gives them as token ids and may want them echoed as text, whole; none of any
-    other."""
+    """The prompts of a request that has them as token ids and may want them echoed as text; else none."""
     prompts: Any = request.prompt
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []

@@ -1,7 +1,6 @@
-"""The logprobs of a completion, written as JSON from arrays: equal to what vLLM writes from objects.
+"""The logprobs of a completion, written from arrays as the JSON that vLLM writes from objects.
 
-What was written of cached blocks is kept for a while, under their block hashes: prefixes that come again are most of
-what a benchmark asks for.
+The JSON of cached blocks is stored under their block hashes, because benchmarks repeat prefixes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,16 +17,15 @@ from scoremode_server.rows import Columns, Rows, json_logprobs
 from scoremode_server.scoring.token_strings import TokenStrings
 
 PIECE_ENTRIES = 16_384
-"""Tokens with a logprob in a piece, the likeliest of each position among them: it is written in some five
-milliseconds."""
+"""Logprobs in a piece of JSON, which is written in some five milliseconds."""
 
-KEPT_BYTES = 64 * 1024**2
+STORED_BYTES = 64 * 1024**2
 
-MOST_KEPT_COLUMNS = 32
-"""Rows of more are not kept: a prompt's with the top 100 would take the place of a hundred questions."""
+MAX_STORED_COLUMNS = 32
+"""JSON of rows with more columns is not stored: one prompt with its top 100 would evict a hundred questions."""
 
 _ENTRY_BYTES = 512
-"""What a kept piece costs beside its text: objects, the key."""
+"""Memory of a stored piece in addition to its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +33,9 @@ class Style:
     """How a request wants its logprobs."""
 
     num_top: int | None
-    """Alternatives in OpenAI's `top_logprobs`; None where OpenAI's `logprobs` are not wanted."""
+    """Alternatives in OpenAI's `top_logprobs`; None if OpenAI's `logprobs` are not wanted."""
     as_token_ids: bool
-    """`token_id:5` in place of a token's text, in OpenAI's `logprobs`."""
+    """`token_id:5` instead of a token's text in OpenAI's `logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +56,7 @@ class Written:
     full: bytes
     """vLLM's `prompt_logprobs`: at each position, tokens by id, with rank and text."""
     openai: OpenAI | None
-    """None where they are not wanted."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that this takes."""
-        of_full = len(self.full)
-        if self.openai is None:
-            return of_full
-        parts = self.openai
-        return of_full + len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
+    """None if they are not wanted."""
 
 
 class Entries(NamedTuple):
@@ -75,7 +64,7 @@ class Entries(NamedTuple):
 
     logprobs: list[bytes]
     repeats: list[int]
-    """Places of those of the top k that are their row's actual token."""
+    """Places in the top k that have their row's actual token."""
     completed: list[tuple[int, str]]
     """Places of tokens that end within a character, and their texts as JSON."""
 
@@ -85,16 +74,19 @@ Key = tuple[bytes, int, Style]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A piece of a prefix, and the key of the piece that ends where it starts: none, for the first."""
+class StoredPiece:
+    """A piece of a prefix, and the key of the piece that ends where it starts; None for the first."""
 
     written: Written
     before: Key | None
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes to keep."""
-        return self.written.num_bytes + _ENTRY_BYTES
+        """Memory that it takes."""
+        num_bytes, parts = _ENTRY_BYTES + len(self.written.full), self.written.openai
+        if parts is not None:
+            num_bytes += len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
+        return num_bytes
 
 
 class LogprobsWriter:
@@ -104,21 +96,21 @@ class LogprobsWriter:
         self._strings = strings
         self._pieces = TokenPieces(strings)
         self._block_size = block_size
-        self._kept: LRUCache[Key, Kept] = LRUCache(KEPT_BYTES, getsizeof=lambda kept: kept.num_bytes)
+        self._stored: LRUCache[Key, StoredPiece] = LRUCache(STORED_BYTES, getsizeof=lambda piece: piece.num_bytes)
 
     def prompt(
         self, token_ids: Sequence[int], rows: Rows, block_hashes: Sequence[bytes], num_cached_blocks: int, style: Style
     ) -> Iterator[Written]:
-        """Logprobs of a prompt of n tokens, in pieces: the first token, which has none, and the n - 1 rows after it.
-        Each piece is written when it is asked for.
+        """Logprobs of a prompt of n tokens in pieces, each written when the reader asks for it: the first token, which
+        has none, and the n - 1 rows after it.
 
-        `block_hashes` are of the rows' whole blocks. Where the first `num_cached_blocks` of them, at least one, were
-        computed for an earlier request, pieces are taken from those that are kept, and new ones kept.
+        `block_hashes` are of the rows' whole blocks. If the first `num_cached_blocks`, at least one, were computed for
+        an earlier request, stored pieces are used, and new ones are stored.
         """
         most_rows = max(1, PIECE_ENTRIES // rows.num_columns)
         most_blocks = most_rows // self._block_size
-        keeps = num_cached_blocks and most_blocks and rows.num_columns <= MOST_KEPT_COLUMNS
-        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in block_hashes] if keeps else []
+        stores = num_cached_blocks and most_blocks and rows.num_columns <= MAX_STORED_COLUMNS
+        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in block_hashes] if stores else []
         found, num_found = self._find(keys)
         yield self._first(token_ids[0], style)
         yield from found
@@ -126,18 +118,15 @@ class LogprobsWriter:
         start = num_found
         for end in _ends(num_found, min(num_cached_blocks, len(keys)), len(keys), most_blocks):
             written = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style)
-            self._keep(keys[end - 1], Kept(written, before))
+            self._store(keys[end - 1], StoredPiece(written, before))
             before, start = keys[end - 1], end
             yield written
         for first in range(start * self._block_size, len(rows), most_rows):
             yield self._write(token_ids, rows, first, min(first + most_rows, len(rows)), style)
 
     def sampled(self, columns: Columns, style: Style) -> OpenAI:
-        """OpenAI's logprobs of a token that was sampled after a prompt: one row.
-
-        vLLM completes characters with tokens of the same part only, so the prompt does not matter to it.
-        """
-        rows = Rows.of(*columns)
+        """OpenAI's logprobs of one sampled token. Its text does not depend on the prompt, as in vLLM."""
+        rows = Rows.from_arrays(*columns)
         return self._openai(rows, self._entries((), rows, 0), style)
 
     def _first(self, token_id: int, style: Style) -> Written:
@@ -147,24 +136,24 @@ class LogprobsWriter:
         return Written(b"null", OpenAI(name.encode(), b"null", b"null", np.array([num_characters(name)])))
 
     def _find(self, keys: Sequence[Key]) -> tuple[list[Written], int]:
-        """The kept pieces that make up the most of a sequence's first blocks, and how many blocks those are."""
+        """The stored pieces that cover the most of a sequence's first blocks, and how many blocks they cover."""
         for num_found in range(len(keys), 0, -1):
             pieces: list[Written] = []
             key: Key | None = keys[num_found - 1]
-            while key is not None and (kept := self._kept.get(key)) is not None:
-                pieces.append(kept.written)
-                key = kept.before
+            while key is not None and (piece := self._stored.get(key)) is not None:
+                pieces.append(piece.written)
+                key = piece.before
             if key is None:
                 return pieces[::-1], num_found
         return [], 0
 
-    def _keep(self, key: Key, kept: Kept) -> None:
-        if kept.num_bytes <= self._kept.maxsize:
-            self._kept[key] = kept
+    def _store(self, key: Key, piece: StoredPiece) -> None:
+        if piece.num_bytes <= self._stored.maxsize:
+            self._stored[key] = piece
 
     def _write(self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style) -> Written:
-        """The rows from `start` to `end`, at least one. Where the actual token is among the top k it stands once, with
-        the rank that it has there."""
+        """The rows from `start` to `end`, at least one. An actual token among the top k appears once, with its rank
+        there."""
         rows = rows[start:end]
         entries = self._entries(token_ids, rows, start)
         return Written(self._full(rows, entries), None if style.num_top is None else self._openai(rows, entries, style))
@@ -179,8 +168,7 @@ class LogprobsWriter:
         )
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
-        """vLLM's `prompt_logprobs`. For each entry there are four pieces: its token's id, the logprob, the rank and the
-        token's text."""
+        """vLLM's `prompt_logprobs`. Each entry has four pieces: the token's id, logprob, rank and text."""
         ids, num_columns = rows.token_ids, rows.num_columns
         before, after = self._pieces.around(ids.ravel())
         for place, text in entries.completed:
@@ -240,8 +228,8 @@ def prompt_logprobs(pieces: Iterable[Written]) -> Iterator[bytes]:
 
 
 def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[int]:
-    """Where pieces from block `start` on end, of at most so many blocks. One ends where the cached blocks do: there
-    this prompt parted from another, and the next may as well."""
+    """The ends of pieces from block `start`, of at most `most` blocks each. One ends with the cached blocks, where this
+    prompt differs from an earlier one, and the next may as well."""
     for last in (num_cached, num_blocks):
         while start < last:
             start = min(start + most, last)
@@ -249,8 +237,8 @@ def _ends(start: int, num_cached: int, num_blocks: int, most: int) -> Iterator[i
 
 
 def _top(names: list[bytes], entries: Entries, num_columns: int, num_top: int) -> bytes:
-    """OpenAI's `top_logprobs`: at each position the first of the tokens, the actual one and `num_top` others, if there
-    are so many. For each entry there are three pieces."""
+    """OpenAI's `top_logprobs`: at each position the actual token and up to `num_top` others. Each entry has three
+    pieces."""
     left_out = entries.repeats
     if num_columns > num_top + 1:
         shown = np.ones((len(names) // num_columns, num_columns), bool)
@@ -266,7 +254,7 @@ def _top(names: list[bytes], entries: Entries, num_columns: int, num_top: int) -
 
 
 def _repeats(ids: np.ndarray) -> list[int]:
-    """Places in ids [rows, actual token and top k], row after row, where one of the top k is the row's actual token."""
+    """Places in ids [rows, actual token and top k], row after row, where the top k have the row's actual token."""
     found: np.ndarray = ids == ids[:, :1]
     found[:, 0] = False
     places: list[int] = found.ravel().nonzero()[0].tolist()
@@ -283,5 +271,5 @@ def _as_json(values: np.ndarray) -> list[bytes]:
 
 
 def _placeholder(token_id: int) -> str:
-    """vLLM's name of a token where texts are not wanted, as JSON."""
+    """vLLM's name of a token without text, as JSON."""
     return f'"{format_token_id_placeholder(token_id)}"'

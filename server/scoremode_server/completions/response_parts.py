@@ -1,23 +1,35 @@
-"""Responses that are too large to be written at once: a gap in JSON for each large part, filled in while it is sent."""
+"""Large responses: JSON with a gap for each large part, which is written while the response is sent."""
 
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from copy import copy
 from typing import Any
 
 import orjson
+from vllm.outputs import RequestOutput
 
+from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.scoring.turns import WRITTEN_AT_ONCE, Turns
 
 HELD_SECONDS = 0.005
-"""After so long, a larger response lets the event loop do something else."""
+"""After this time, writing lets other tasks run."""
 
 Body = bytes | AsyncIterator[bytes]
-"""Of a response: JSON at once, or if it is large in parts, each written when it is asked for."""
+"""JSON, of a large response in parts, each written when the reader asks for it."""
 
 _GAP = b"\0"
 """A byte that JSON never has: in texts it is escaped."""
 
 GAP = orjson.Fragment(_GAP)
+
+
+def without_rows(result: EngineResult, prompt: str | None = None) -> RequestOutput:
+    """The output that vLLM's response builder gets: with the prompt's text, without its logprobs."""
+    output = copy(result.output)
+    output.prompt = prompt if output.prompt is None else output.prompt
+    output.prompt_logprobs = None
+    output.num_cached_tokens = result.num_cached_tokens
+    return output
 
 
 def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
@@ -30,21 +42,21 @@ def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iter
 
 
 def as_body(parts: Iterable[bytes], num_logprobs: int, turns: Turns) -> Body:
-    """A response of so many logprobs from its parts."""
+    """A response with `num_logprobs` logprobs from its parts."""
     return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else in_turns(parts, turns)
 
 
 async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:
-    """Parts that are written as they are asked for, several small ones as one; others have their turns between them."""
+    """Parts, several small ones as one. Other tasks run between them."""
     waiting: list[bytes] = []
-    await turns.take()
+    await turns.wait()
     began = time.monotonic()
     for part in parts:
         waiting.append(part)
         if time.monotonic() - began > HELD_SECONDS:
-            if together := b"".join(waiting):
-                yield together
+            if joined := b"".join(waiting):
+                yield joined
             waiting.clear()
-            await turns.take()
+            await turns.wait()
             began = time.monotonic()
     yield b"".join(waiting)

@@ -1,4 +1,4 @@
-"""What stands around a token's logprob and rank in JSON, put together once for each token of the vocabulary."""
+"""The JSON around a token's logprob and rank, made once for each token of the vocabulary."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,7 +10,7 @@ from scoremode_server.scoring.token_strings import TokenStrings
 from scoremode_server.vllm_patches.output_processor import INCOMPLETE
 
 _UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
-"""What is known of a token: nothing yet, or where it ends."""
+"""Kinds of tokens: not in the table yet, complete characters, or ending within a character."""
 
 
 class TokenPieces:
@@ -24,13 +24,13 @@ class TokenPieces:
         self._kinds = np.zeros(0, np.uint8)
 
     def fill(self, token_ids: np.ndarray) -> list[int]:
-        """Make sure that the table has these tokens [n], as all other methods expect. The places of those that end
-        within a character."""
+        """Add these tokens [n] to the table, as all other methods expect. The places of those that end within a
+        character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            self._make_room(size)
+            self._grow(size)
         kinds = self._kinds[token_ids]
-        # Most tokens are whole, and searching bytes for others takes less than a reduction of a short array.
+        # Searching bytes is faster than reducing a short array.
         if _UNKNOWN in kinds.tobytes():
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
@@ -40,8 +40,7 @@ class TokenPieces:
         return places
 
     def around(self, token_ids: np.ndarray) -> tuple[list[bytes], list[bytes]]:
-        """What stands before the logprob of each of `token_ids` [n], and after its rank if its text is that of the
-        token alone."""
+        """The JSON before the logprob of each of `token_ids` [n], and after its rank with the token's own text."""
         before, after, _ = self._tables
         return before[token_ids].tolist(), after[token_ids].tolist()
 
@@ -55,7 +54,7 @@ class TokenPieces:
         lengths: np.ndarray = self._lengths[token_ids]
         return lengths
 
-    def _make_room(self, size: int) -> None:
+    def _grow(self, size: int) -> None:
         more = size - len(self._kinds)
         self._tables = [np.append(table, np.zeros(more, object)) for table in self._tables]
         self._lengths = np.append(self._lengths, np.zeros(more, np.int64))
@@ -73,7 +72,7 @@ class TokenPieces:
 
 @lru_cache(maxsize=2**14)
 def after_rank(text: str) -> bytes:
-    """What stands after the rank of a token of this text, which is JSON."""
+    """The JSON after the rank of a token of this text, which is JSON."""
     return b',"decoded_token":%b}' % text.encode()
 
 

@@ -10,9 +10,8 @@ HASH_BYTES = 16
 
 
 class BlockHasher:
-    """Hashes the blocks of token sequences, each with the hash of the block before it, as vLLM's prefix cache does.
-
-    The hashes are keyed with a secret of this process, so that no client can look for two sequences that collide.
+    """Hashes the blocks of token sequences, each with the hash of the block before it, as vLLM's prefix cache does. A
+    secret of this process is the key, so that no client can search for collisions.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -21,8 +20,8 @@ class BlockHasher:
         self._root = lru_cache(maxsize=256)(self._hash_identity)
 
     def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
-        """A hash for each whole block of tokens [n] int32 but the first token: of every token up to the block's last,
-        and of `identity`, which is all else that the rows depend on. None where n is at most the block size."""
+        """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of
+        `identity`, everything else that the rows depend on. Empty if n is at most the block size."""
         data = token_ids.tobytes()
         step = self.block_size * token_ids.itemsize
         # The first token has no row, but all rows depend on it.

@@ -1,13 +1,8 @@
-"""The door between scoring and vLLM's engine: token sequences in, rows out.
+"""The entry point to vLLM's engine for scoring requests: token sequences in, rows out.
 
-vLLM does not read its prefix cache when prompt logprobs are asked for, because positions that it takes from there are
-not computed and so have none. Here requests read it, and the rows of those positions, which were computed for an
-earlier request, are filled in. Whatever is still missing is computed. Every row is one that the engine computed for
-exactly these tokens.
-
-Scoring requests carry a `cache_salt` of this process and of the store's generation. So vLLM's prefix cache holds, under
-that salt, only what this process has scored since its rows were last dropped: text that was generated, the scores of
-another API server, or keys and values of older weights never give a hit for which there are no rows.
+Positions that vLLM takes from its prefix cache have no prompt logprobs. Their rows, computed for an earlier request,
+are filled in from a store. A `cache_salt` of this process and of the store's generation makes sure that every hit has
+rows.
 """
 
 import secrets
@@ -37,26 +32,29 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The rows of one request."""
+class ScoredRows:
+    """The rows of one sequence."""
 
     rows: Rows
     """Of the tokens from the request's `first` on."""
-    output: RequestOutput
-    """vLLM's."""
-    block_hashes: Sequence[bytes] = ()
-    """Of the sequence's whole blocks; none where the rows may not be kept."""
-    num_cached_blocks: int = 0
-    """How many of these, from the first on, the engine took from its prefix cache."""
+    num_cached_tokens: int
+    """Tokens that were not computed for this request."""
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that were not computed for this request."""
-        return self.output.num_cached_tokens or 0
+
+@dataclass(frozen=True, slots=True)
+class EngineResult(ScoredRows):
+    """The rows of one request to the engine, and what a completion needs in addition."""
+
+    output: RequestOutput
+    """vLLM's output of the last pass through the engine."""
+    block_hashes: Sequence[bytes] = ()
+    """Of the sequence's whole blocks; none if its rows may not be stored."""
+    num_cached_blocks: int = 0
+    """How many of the first blocks the engine took from its prefix cache."""
 
 
 class ScoringEngine:
-    """vLLM's engine client for scoring requests, with rows of shared prefixes kept in a store."""
+    """vLLM's engine client for scoring requests, with a store for rows of shared prefixes."""
 
     def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics, size: EngineSize) -> None:
         self.admission = Admission(size, engine.abort, metrics.show_load)
@@ -73,26 +71,25 @@ class ScoringEngine:
         """Tokens of a block."""
         return self._store.block_size
 
-    async def rows(self, request: RowsRequest) -> Answer:
-        """Every row that a request needs. Cancelling the caller aborts the engine's requests.
+    async def rows(self, request: RowsRequest) -> EngineResult:
+        """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted.
 
         Raises:
-            EngineOutputError: the engine did not compute a row that it was asked for.
+            EngineOutputError: the engine left out a row.
         """
         arrival = time.monotonic()
         token_ids = self._cacheable(request)
-        answer = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
-        self._metrics.count(answer.output, len(request.token_ids) - 1, arrival)
+        result = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
+        self._metrics.count(result.output, len(request.token_ids) - 1, arrival)
         if request.queue is not None:
-            request.queue.done(len(request.token_ids), answer.num_cached_tokens)
-        return answer
+            request.queue.done(len(request.token_ids), result.num_cached_tokens)
+        return result
 
     async def prompt_columns(self, request: RowsRequest) -> Columns:
-        """What the engine computes for the prompt of a request that no cache serves, as it is: for a window of a
-        reference, which has rows of another kind. The caller counts it as done.
+        """The engine's columns for a window of a reference, unchecked and without the cache. The caller calls `done`.
 
         Raises:
-            EngineOutputError: the engine ended the request early, or without them.
+            EngineOutputError: the engine ended the request early, or without columns.
         """
         arrival = time.monotonic()
         output = await in_engine(self._engine, request)
@@ -101,24 +98,24 @@ class ScoringEngine:
         return columns
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
-        """The tokens [n] int32 of a request that the cache can serve."""
+        """The tokens [n] int32 of a request that can use the cache."""
         if not (request.use_cache and self._store.enabled and len(request.token_ids) > self._store.block_size):
             return None
         try:
             return np.frombuffer(array("i", request.token_ids), np.int32)
         except OverflowError:
-            # No vocabulary is that large: the engine raises its own error.
+            # The engine refuses tokens outside the vocabulary.
             return None
 
-    async def _uncached(self, request: RowsRequest) -> Answer:
+    async def _uncached(self, request: RowsRequest) -> EngineResult:
         if request.owner:
-            # Generation reads the prefix cache too, and must not find what another owner has scored.
+            # Generation reads the prefix cache too, and must not find what another owner scored.
             request = replace(request, prompt={**request.prompt, "cache_salt": self._salt(request)})
         run = await run_engine(self._engine, request)
         run.check(request.first_row)
-        return Answer(run.rows[request.first_row :], run.output)
+        return EngineResult(run.rows[request.first_row :], run.num_cached_tokens, run.output)
 
-    async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> Answer:
+    async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> EngineResult:
         salt = self._salt(request)
         block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
@@ -131,37 +128,33 @@ class ScoringEngine:
         self._metrics.joined.inc(cached.joined)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
-        run.output.num_cached_tokens = cached.num_cached_tokens
-        run.output.request_id = request.request_id
         num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
-        return Answer(
+        return EngineResult(
             rows,
+            cached.num_cached_tokens,
             run.output,
-            # Under hashes of an earlier generation may be what was written of rows of other weights.
+            # Hashes of an earlier generation may belong to JSON of other weights.
             block_hashes if cached.is_current else (),
             num_cached_blocks if cached.is_current else 0,
         )
 
     def _identity(self, request: RowsRequest, salt: str) -> str:
-        """All that rows depend on besides the tokens."""
+        """Everything except the tokens that rows depend on."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
         return repr((self._store.generation, adapter, salt, request.mark and request.mark.identity))
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""
-        # Some of vLLM's connectors make file names of it, so it stays short.
+        # Short, because some of vLLM's connectors use it in file names.
         return (
             blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest() if request.owner else salt
         )
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
-    """A store that fits an engine, of at most `max_bytes`; turned off where the engine has no prefix cache, and where
-    weights may change without this process hearing of it.
-
-    Hits in vLLM's prefix cache end at multiples of `block_size`: with several kinds of layers at a multiple of all
-    their block sizes, of which this is the smallest, or at `prefix_match_unit` where that is set.
+    """A store of at most `max_bytes` for an engine. It is off if the engine has no prefix cache, or if its weights may
+    change without notice. Hits in vLLM's prefix cache end at multiples of its block size.
     """
     settings = config.cache_config
     block_size = settings.prefix_match_unit or settings.block_size

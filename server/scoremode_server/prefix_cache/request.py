@@ -1,4 +1,4 @@
-"""One scoring request that may take rows from the store and from other in-flight requests."""
+"""A scoring request that may use rows of the store and of other in-flight requests."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,12 +6,12 @@ import numpy as np
 from vllm.engine.protocol import EngineClient
 
 from scoremode_server.prefix_cache.in_flight import InFlightRequest, InFlightRequests
-from scoremode_server.prefix_cache.run import RowsRequest, Run, run_engine
+from scoremode_server.prefix_cache.run import EnginePass, RowsRequest, run_engine
 from scoremode_server.prefix_cache.store import RowStore
 
 
 class CachedRequest:
-    """One request: the engine computes what it must, the rest is found, and the answer is complete or an error."""
+    """One request: the engine computes what is not found elsewhere, and the answer is complete or an error."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class CachedRequest:
         self._request = request
         self._block_hashes = block_hashes
         self._generation = store.generation
-        # Blocks whose rows are not needed may be left out of the run, so nobody should wait for them here.
+        # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
         self._registered = InFlightRequest(block_hashes[request.first_row // store.block_size :], request.num_columns)
         self._found: dict[bytes, bytes] = {}
         self._last_block: dict[bytes, bytes] = {}
@@ -35,9 +35,9 @@ class CachedRequest:
         self.num_cached_tokens = 0
         """Tokens that were not computed for the answer."""
         self.joined = False
-        """Whether it waited for the rows of another one."""
+        """Whether it waited for the rows of another request."""
         self.num_evicted = 0
-        """Blocks that were dropped to keep its own."""
+        """Blocks that were evicted for its own."""
 
     @property
     def num_hits(self) -> int:
@@ -49,39 +49,39 @@ class CachedRequest:
         """Whether the weights are those that the request began with."""
         return self._generation == self._store.generation
 
-    async def run(self) -> Run:
-        """A run in which every row that the request needs is there.
+    async def run(self) -> EnginePass:
+        """A pass with every row that the request needs.
 
         Raises:
-            EngineOutputError: the engine did not compute a row that it was asked for without its prefix cache.
+            EngineOutputError: the engine left out a row without using its prefix cache.
         """
         self._found = self._store.get(self._block_hashes, self._request.num_columns)
         earlier = self._in_flight.register(self._registered, self._found)
         try:
             run = await self._complete_run(earlier)
             self._fill(run)
-            self._keep(run)
+            self._store_blocks(run)
             return run
         finally:
             self._in_flight.release(self._registered)
 
-    async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> Run:
-        """A run whose missing rows are all found. The engine is at work before anything is waited for."""
+    async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> EnginePass:
+        """A pass whose missing rows are all found. The engine starts before this waits for other requests."""
         first_hash = self._block_hashes[0]
-        # If the first block is nowhere to be found, a hit is of use only if its rows are not needed.
+        # If the first block is not found, a hit helps only if its rows are not needed.
         reads = first_hash in self._found or first_hash in earlier or self._request.first_row >= self._store.block_size
         run = await self._run(reads_prefix_cache=reads, num_known=self._num_known(earlier) if reads else 0)
-        lacking = self._lacking(run)
-        if lacking and self.is_current:
-            lacking = await self._collect(run, lacking, earlier)
-        if run.first == 0 or (self.is_current and not lacking):
+        missing = self._missing(run)
+        if missing and self.is_current:
+            missing = await self._collect(run, missing, earlier)
+        if run.first == 0 or (self.is_current and not missing):
             return run
         self._found, self._last_block = {}, {}
         run = await self._run(reads_prefix_cache=False, suffix="-whole")
         run.check(self._request.first_row)
         return run
 
-    async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> Run:
+    async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> EnginePass:
         run = await run_engine(
             self._engine, self._request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
         )
@@ -89,7 +89,7 @@ class CachedRequest:
         return run
 
     def _num_known(self, earlier: Mapping[bytes, InFlightRequest]) -> int:
-        """Tokens at the start that others have had computed, so that the engine need not."""
+        """Tokens at the start that were computed for other requests."""
         num_blocks = 0
         for block_hash in self._block_hashes:
             if block_hash not in self._found and block_hash not in earlier:
@@ -97,40 +97,42 @@ class CachedRequest:
             num_blocks += 1
         return num_blocks * self._store.block_size
 
-    def _needed(self, run: Run) -> range:
-        """The blocks with rows that a run left out and the request needs."""
+    def _needed(self, run: EnginePass) -> range:
+        """The blocks with rows that a pass left out and the request needs."""
         size, first_row = self._store.block_size, self._request.first_row
         return range(first_row // size, -(-run.first // size)) if run.first > first_row else range(0)
 
-    def _lacking(self, run: Run) -> list[int]:
+    def _missing(self, run: EnginePass) -> list[int]:
         """The needed blocks that were not found. What is after the last whole block never is."""
         hashes = self._block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
-    async def _collect(self, run: Run, lacking: list[int], earlier: Mapping[bytes, InFlightRequest]) -> list[int]:
-        """Find the blocks that a run left out: with the requests before this one, in the store, and by a short run. The
-        blocks that are still lacking."""
-        for block in lacking:
+    async def _collect(
+        self, run: EnginePass, missing: list[int], earlier: Mapping[bytes, InFlightRequest]
+    ) -> list[int]:
+        """Find the blocks that a pass left out: in earlier requests, in the store, and by a short pass. Returns the
+        blocks that are still missing."""
+        for block in missing:
             other = earlier.get(self._block_hashes[block]) if block < len(self._block_hashes) else None
             if other is not None and self._block_hashes[block] not in self._found:
                 self.joined = True
                 await other.released.wait()
                 self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
-        if lacking := self._lacking(run):
+        if missing := self._missing(run):
             self._found |= self._store.get(self._block_hashes, self._request.num_columns)
-            lacking = self._lacking(run)
-        only_the_last = lacking and lacking == list(self._needed(run)[-1:]) and lacking[-1] < len(self._block_hashes)
+            missing = self._missing(run)
+        only_the_last = missing and missing == list(self._needed(run)[-1:]) and missing[-1] < len(self._block_hashes)
         if only_the_last and self._request.mark is None:
-            await self._run_last_block(lacking[-1])
-            lacking = self._lacking(run)
-        return lacking
+            await self._run_last_block(missing[-1])
+            missing = self._missing(run)
+        return missing
 
     async def _run_last_block(self, block: int) -> None:
-        """Compute the last block that a run left out, if it is the only one: scores the tokens up to the block's end.
+        """Score the tokens up to the end of the only missing block, the last one that a pass left out.
 
-        This happens when prompts part where a block of the KV cache ends: the engine has the keys and values of all
-        tokens before, but no request has scored the token after them. It never takes the last block of a prompt from
-        its prefix cache, so this computes one block.
+        This happens when prompts differ after a block of the KV cache: all its keys and values are cached, but no
+        request has scored the token after it. vLLM never reads a prompt's last block from its cache, so this computes
+        one block.
         """
         end = (block + 1) * self._store.block_size
         start = end - self._store.block_size
@@ -149,8 +151,8 @@ class CachedRequest:
             self._num_found = min(self._num_found, run.first)
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
-    def _fill(self, run: Run) -> None:
-        """Put the rows that were found where the engine computed none."""
+    def _fill(self, run: EnginePass) -> None:
+        """Fill in the rows that the engine did not compute."""
         needed = self._needed(run)
         if needed:
             blocks = [self._found[self._block_hashes[block]] for block in needed]
@@ -158,12 +160,10 @@ class CachedRequest:
             found = self._store.join(blocks, self._request.num_columns)
             run.rows.table[start : run.first] = found.table[: run.first - start]
 
-    def _keep(self, run: Run) -> None:
-        """Keep the blocks that were computed, and pass them on to the requests that wait."""
+    def _store_blocks(self, run: EnginePass) -> None:
+        """Store the blocks that were computed, and give them to the requests that wait."""
         num_left_out = -(-run.first // self._store.block_size)
         rows = run.rows[num_left_out * self._store.block_size :]
         new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)
-        self.num_evicted = self._store.put(
-            self._generation, self._block_hashes, new, makes_room=self._request.makes_room
-        )
+        self.num_evicted = self._store.put(self._generation, self._block_hashes, new, may_evict=self._request.may_evict)
         self._registered.blocks = self._found | new

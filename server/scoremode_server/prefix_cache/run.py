@@ -1,8 +1,7 @@
-"""Score mode: what a scoring request asks of vLLM's engine, and one pass of it through the engine.
+"""Score mode: the requests that vLLM's engine gets, and one pass of each through the engine.
 
-To score the tokens t[0..n) the engine is fed t[:-1]. Prompt logprobs give every target but the last; the one sampled
-step is forced to emit t[-1], and its raw logprob is the last target's. So no text is generated, and a sequence as long
-as the model's context fits.
+To score the tokens t[0..n) the engine is fed t[:-1]. Prompt logprobs give every target but the last; the sampled token
+is forced to be t[-1], and its raw logprob is the last target's. So a sequence as long as the model's context fits.
 """
 
 import secrets
@@ -28,10 +27,7 @@ from scoremode_server.vllm_patches.window_params import WindowParams
 
 
 def engine_id(request_id: str) -> str:
-    """An id for the engine that begins with a request's own.
-
-    Two clients may give the same one at once, and aborting the request of one must not abort both.
-    """
+    """An id for the engine, unique even if two clients use the same request id: an abort must not end both."""
     return f"{request_id}-{secrets.token_hex(4)}"
 
 
@@ -41,13 +37,11 @@ def is_moved(params: SamplingParams) -> bool:
 
 
 def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
-    """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt.
-
-    `top_logprobs` adds the k likeliest tokens at every position, and costs time; the actual token's logprob and rank
-    always come.
+    """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt, with the top k tokens at every
+    position in addition to the actual token.
 
     Raises:
-        ValueError: fewer than two tokens, so that there is no token with a context.
+        ValueError: there are fewer than two tokens, so no token has a context.
     """
     if len(token_ids) < 2:
         raise ValueError(f"scoring needs at least 2 tokens, got {len(token_ids)}")
@@ -70,28 +64,28 @@ class RowsRequest:
 
     request_id: str
     token_ids: Sequence[int] | np.ndarray
-    """[n]: the prompt's, and the one that the sampled step is forced to, if its row is wanted too."""
+    """[n]: the prompt, and the token that the sampled one is forced to be, if any."""
     num_fed: int
-    """n, or n - 1 where the sampled step is forced to the last token."""
+    """n, or n - 1 if there is a forced token."""
     prompt: Mapping[str, Any]
     """vLLM's engine input."""
     params: ScoringParams
-    """With prompt logprobs: their number decides the columns of the rows."""
+    """Their number of prompt logprobs decides the columns of the rows."""
     first: int = 1
-    """Position from which on rows are needed; the first token has none."""
+    """The position from which rows are needed; the first token has none."""
     use_cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
-    makes_room: bool = True
-    """Whether its rows are kept in the place of others; if not, only where there is room."""
+    may_evict: bool = True
+    """Whether other rows may be evicted to store its rows."""
     owner: str = ""
-    """Whose request it is: rows, keys and values are not shared between owners."""
+    """Owners share no rows, keys and values."""
     queue: RequestQueue | None = None
-    """Of the HTTP request that this is a part of; without one, it goes to the engine at once."""
+    """Of the HTTP request; without one, this enters the engine at once."""
     mark: ScoredMark | None = None
-    """What its parameters are marked with, if they are."""
+    """The mark of its parameters, if any."""
     gate: Gate | None = None
-    """Where it waits in its queue, if it needs what is there at some times only."""
+    """The gate in its queue where it waits, if any."""
 
     @classmethod
     def score(
@@ -101,15 +95,10 @@ class RowsRequest:
         request_id: str,
         top_logprobs: int = 0,
         cache_salt: str | None = None,
-        first: int = 1,
-        use_cache: bool = True,
-        options: Mapping[str, Any] | None = None,
-        makes_room: bool = True,
-        owner: str = "",
-        queue: RequestQueue | None = None,
         mark: ScoredMark | None = None,
+        **fields: Any,
     ) -> "RowsRequest":
-        """A request in score mode, of at least two tokens. A mark takes the place of `top_logprobs`."""
+        """A request in score mode, of at least two tokens, with further fields. A mark replaces `top_logprobs`."""
         params = score_params(token_ids, 0 if mark else top_logprobs)
         return cls(
             request_id,
@@ -117,13 +106,8 @@ class RowsRequest:
             len(token_ids) - 1,
             tokens_input(list(token_ids[:-1]), cache_salt=cache_salt),
             WindowParams.mark(params, mark) if mark else params,
-            first=first,
-            use_cache=use_cache,
-            options=options or {},
-            makes_room=makes_room,
-            owner=owner,
-            queue=queue,
             mark=mark,
+            **fields,
         )
 
     @classmethod
@@ -137,8 +121,8 @@ class RowsRequest:
         owner: str,
         options: Mapping[str, Any],
     ) -> "RowsRequest":
-        """A request whose prompt is scored, and that samples after it as its parameters say."""
-        # The engine that it is moved to or from must find its keys and values.
+        """A request whose prompt is scored, and that samples as its parameters say."""
+        # An engine that it is moved to or from must find its keys and values.
         moved = is_moved(params)
         return cls(
             request_id,
@@ -163,14 +147,14 @@ class RowsRequest:
 
 
 @dataclass(slots=True)
-class Run:
+class EnginePass:
     """What the engine computed for a sequence of n tokens."""
 
     output: RequestOutput
     rows: Rows
-    """Of the tokens but the first, [n - 1]; those before `first` are unset."""
+    """Of the tokens after the first, [n - 1]; rows before `first` are unset."""
     first: int
-    """How many rows, from the first on, the engine did not compute."""
+    """How many of the first rows the engine did not compute."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -178,10 +162,10 @@ class Run:
         return self.output.num_cached_tokens or 0
 
     def check(self, first_row: int) -> None:
-        """Make sure that every row from `first_row` on is there.
+        """Check that no row from `first_row` on is missing.
 
         Raises:
-            EngineOutputError: one is not.
+            EngineOutputError: one is missing.
         """
         if self.first > first_row:
             raise missing_row(self.first)
@@ -194,17 +178,17 @@ async def run_engine(
     reads_prefix_cache: bool = False,
     num_known: int = 0,
     suffix: str = "",
-) -> Run:
-    """Compute the rows of a request when its turn has come. Cancelling the caller aborts the engine's request, whose id
-    ends in `suffix`. Of its tokens, `num_known` are expected to be in the prefix cache.
+) -> EnginePass:
+    """Compute the rows of a request. If the caller is cancelled, the engine's request, whose id ends in `suffix`, is
+    aborted. Of its tokens, `num_known` are probably in the prefix cache.
 
     Raises:
         EngineOutputError: the engine ended the request early.
-        RequestError: the engine has died, or the server stops (503).
+        UnavailableError: the engine has died, or the server stops.
     """
     output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)
     first_row = None if request.mark is None else request.mark.first - 1
-    return Run(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
+    return EnginePass(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
 
 
 async def in_engine(

@@ -1,9 +1,8 @@
-"""Blocks of rows in memory. Data only: no engine, no event loop, no metrics.
+"""Blocks of rows in memory, without an engine or metrics.
 
-Rows are kept in blocks of as many tokens as a block of the engine's KV cache, shifted by one: block b holds the rows of
-the tokens at positions b*B+1 to (b+1)*B. When the engine reads m*B tokens from its prefix cache, the last hidden state
-that it does not compute is the one at m*B-1, which predicts token m*B; so the rows that it leaves out are exactly m
-whole blocks.
+A block of rows has as many tokens as a block of the engine's KV cache, B, but is shifted by one: block b has the rows
+of the tokens at positions b*B+1 to (b+1)*B. If the engine reads m*B tokens from its prefix cache, it leaves out m
+blocks.
 """
 
 from collections import OrderedDict
@@ -13,18 +12,14 @@ from contextlib import contextmanager
 from scoremode_server.rows import Rows
 
 ENTRY_BYTES = 384
-"""Bytes that a block costs besides its rows: key, object headers, hash tables. Measured as growth of resident memory
-with CPython 3.11: 50 to 245 while a store fills up, and up to 383 in a full one that drops blocks for others."""
+"""Bytes of a block in addition to its rows, measured as growth of resident memory with CPython 3.11: up to 383."""
 
 _WORD_BYTES = 4
 
 
 class RowStore:
-    """Blocks of rows by block hash, least recently used out first, at most `max_bytes` of them with their overhead; 0
-    turns it off.
-
-    A block holds the columns that were computed: it answers requests for as many or fewer, and is replaced by one with
-    more.
+    """Blocks of rows by block hash, the least recently used evicted first, of at most `max_bytes` with overhead; 0
+    turns it off. A block answers requests for as many columns or fewer, and is replaced by one with more.
     """
 
     def __init__(self, block_size: int, max_bytes: int) -> None:
@@ -32,22 +27,22 @@ class RowStore:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.generation = 0
-        """Goes up whenever rows may have become wrong; rows computed in an earlier one are worth nothing."""
+        """Increases when rows may have become wrong; rows of an earlier generation are not used."""
         self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
         self._num_changes = 0
 
     def __len__(self) -> int:
-        """Blocks here."""
+        """Number of blocks."""
         return len(self._blocks)
 
     @property
     def enabled(self) -> bool:
-        """Whether rows may be taken and kept: never without a budget, nor while the weights are being changed."""
+        """Whether rows may be read and stored: not without a budget, and not while weights change."""
         return self.max_bytes > 0 and not self._num_changes
 
     def get(self, block_hashes: Sequence[bytes], num_columns: int) -> dict[bytes, bytes]:
-        """The blocks of a sequence that are here with at least so many columns; they become the most recently used,
-        its first block most of all, since a block without those before it is of no use."""
+        """The stored blocks of a sequence with at least this many columns. They become the most recently used, the
+        first block last, since a block without those before it is useless."""
         found: dict[bytes, bytes] = {}
         wanted = self._block_bytes(num_columns)
         for block_hash in reversed(block_hashes):
@@ -58,22 +53,20 @@ class RowStore:
         return found
 
     def put(
-        self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes], *, makes_room: bool = True
+        self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes], *, may_evict: bool = True
     ) -> int:
-        """Keep the computed blocks of a sequence, unless they are of an earlier generation. All blocks of the sequence
-        that are here become the most recently used, as in `get`. Returns how many blocks were dropped for want of
-        room.
+        """Store the computed blocks of a sequence, unless they are of an earlier generation. All stored blocks of the
+        sequence become the most recently used, as in `get`. Returns how many blocks were evicted.
 
-        Blocks that make no room are kept only where there is some, and are the first to go: those of windows of long
-        texts would otherwise take the place of prefixes that come again.
+        Blocks that may not evict others, those of long texts, are stored only if they fit, and are evicted first.
         """
         if generation != self.generation or not self.enabled:
             return 0
-        if not makes_room:
+        if not may_evict:
             self._fill_up(blocks)
             return 0
-        # What would be dropped for the sequence's own first blocks is not put in at all.
-        fitting = self._with_room(block_hashes, blocks)
+        # Blocks that the sequence's own first blocks would evict are not stored at all.
+        fitting = self._fitting(block_hashes, blocks)
         num_evicted = sum(block_hash in blocks for block_hash in block_hashes[len(fitting) :])
         for block_hash in reversed(fitting):
             block, kept = blocks.get(block_hash), self._blocks.get(block_hash)
@@ -91,8 +84,8 @@ class RowStore:
                 self._blocks.move_to_end(block_hash, last=False)
                 self.num_bytes += cost
 
-    def _with_room(self, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> Sequence[bytes]:
-        """The first hashes of a sequence, as many as have room together."""
+    def _fitting(self, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> Sequence[bytes]:
+        """As many of the first hashes of a sequence as fit in memory."""
         room = self.max_bytes
         for index, block_hash in enumerate(block_hashes):
             block = blocks.get(block_hash)
@@ -102,8 +95,7 @@ class RowStore:
         return block_hashes
 
     def _replace(self, block_hash: bytes, block: bytes) -> int:
-        """Put a block in the place of what is kept under its hash, so that the bound holds at every moment; the number
-        of others that were dropped for it."""
+        """Store a block in place of the one under its hash. Returns how many others were evicted for it."""
         old = self._blocks.pop(block_hash, None)
         self.num_bytes -= 0 if old is None else len(old) + ENTRY_BYTES
         cost = len(block) + ENTRY_BYTES
@@ -117,14 +109,14 @@ class RowStore:
         return num_evicted
 
     def clear(self) -> None:
-        """Drop all rows, and begin a new generation."""
+        """Drop all rows and start a new generation."""
         self._blocks.clear()
         self.num_bytes = 0
         self.generation += 1
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """The weights change inside: no row survives it, and none is taken or kept meanwhile."""
+        """The weights change inside: all rows are dropped, and none is read or stored meanwhile."""
         self.clear()
         self._num_changes += 1
         try:
@@ -134,13 +126,13 @@ class RowStore:
             self.clear()
 
     def split(self, block_hashes: Sequence[bytes], rows: Rows) -> dict[bytes, bytes]:
-        """The blocks of rows that begin with them; there may be more rows."""
+        """The first rows as blocks."""
         step = self._block_bytes(rows.num_columns)
         data = rows.table[: len(block_hashes) * self.block_size].tobytes()
         return {block_hash: data[index * step : (index + 1) * step] for index, block_hash in enumerate(block_hashes)}
 
     def join(self, blocks: Sequence[bytes], num_columns: int) -> Rows:
-        """The rows of blocks with at least so many columns."""
+        """The rows of blocks, which have at least this many columns."""
         num_bytes = self._block_bytes(num_columns)
         fitting = [block if len(block) == num_bytes else self._narrowed(block, num_columns) for block in blocks]
         return Rows.from_bytes(b"".join(fitting), num_columns)

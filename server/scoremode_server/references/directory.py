@@ -1,13 +1,13 @@
-"""The folder of all references, `--reference-dir`, and what is in the folder of one:
+"""The folder of all references, `--reference-dir`. The folder of one has these files:
 
-    manifest.json           what is known of it (`manifest.py`)
+    manifest.json           its description (`manifest.py`)
     tokens.safetensors      token_ids [n] int32 of all documents, one after the other; windows [windows, 5] int32
     lm_head.safetensors     weight [vocabulary, hidden] without padding; bias [vocabulary] where there is one
     windows/000000.safetensors, ...
                             hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
 
-A row of `windows` is the position of the document's first token in `token_ids`, and the window's start, end, first
-target and head (-1 for none), all within the document. Hidden states are those that the targets are predicted from.
+A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
+target and head (-1 for none) within the document. The targets are predicted from these hidden states.
 """
 
 import fcntl
@@ -36,9 +36,9 @@ _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
 _MOST_NAMED = 20
-"""References that a message about an unknown one lists."""
+"""The most references that a message about an unknown one lists."""
 _ABANDONED_SECONDS = 60
-"""Since a file was written last, after which nobody is going to move it to its place."""
+"""The age at which a file that was never moved to its place is left over."""
 
 
 class NoReferenceError(Exception):
@@ -54,7 +54,7 @@ class ReplacedReferenceError(NoReferenceError):
 
 @dataclass(frozen=True)
 class StoredReference:
-    """One reference. Its files are read when they are asked for."""
+    """One reference. Its files are read on demand."""
 
     name: str
     path: Path
@@ -80,7 +80,7 @@ class StoredReference:
         return {int(name[1]) for name in names if name}
 
     def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Keep a window: [scored, hidden] in the served dtype, and [scored] float32.
+        """Write a window: [scored, hidden] in the served dtype, and [scored] float32.
 
         Raises:
             OSError: it cannot be written.
@@ -103,7 +103,7 @@ class StoredReference:
         return self.path / "lm_head.safetensors"
 
     def head_stamp(self) -> str:
-        """Changes whenever the file of the LM head is replaced or changed; empty where there is none.
+        """A text that changes with the file of the LM head; empty if there is none.
 
         Raises:
             OSError: the file system cannot tell.
@@ -115,7 +115,7 @@ class StoredReference:
         return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Keep the LM head.
+        """Write the LM head.
 
         Raises:
             OSError: it cannot be written.
@@ -124,7 +124,7 @@ class StoredReference:
         write_tensors(self.head_path, tensors, self.about("LM head"))
 
     def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight [vocabulary, hidden], and bias.
+        """The weight [vocabulary, hidden] and the bias.
 
         Raises:
             BrokenFileError: the file is missing, cut short or changed.
@@ -133,7 +133,7 @@ class StoredReference:
         return tensors["weight"], tensors.get("bias")
 
     def save(self, manifest: Manifest) -> "StoredReference":
-        """The reference with another manifest, on disk too.
+        """The reference with a new manifest, which is written.
 
         Raises:
             OSError: it cannot be written.
@@ -148,7 +148,7 @@ class StoredReference:
         return StoredReference(self.name, self.path, manifest)
 
     def remove_partial_files(self) -> None:
-        """Remove what killed writers have left, once the manifest was saved. What another one writes now stays."""
+        """Remove files that killed writers left, after the manifest was saved, but none that is being written."""
         try:
             # By the clock of the file system: writers may be on several hosts.
             now = (self.path / _MANIFEST).stat().st_mtime
@@ -162,22 +162,22 @@ class StoredReference:
                         path.unlink()
 
     def disk_bytes(self) -> int:
-        """Of all its files, without those that are being written."""
+        """The size of all files, without those that are being written."""
         files = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names if name[0] != ".")
         return sum(map(_size, files))
 
     def about(self, part: str) -> dict[str, str]:
-        """What is written into a file of it, so that no other reference's passes for it."""
+        """The identity that is written into a file, so that it is not taken for another reference's."""
         return {"reference": self.manifest.identity, "part": part}
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other threads and processes out, also on other hosts where the file system can."""
+    """Keep out other threads and processes, also on other hosts if the file system can."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
-        # Gone: whoever opens it next says so.
+        # Deleted: the next call fails.
         yield
         return
     try:
@@ -204,8 +204,8 @@ class StoredText:
     windows: np.ndarray
 
     @classmethod
-    def of(cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]]) -> "StoredText":
-        """Of the windows of each document."""
+    def from_documents(cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]]) -> "StoredText":
+        """The text of documents with their windows."""
         offset, rows = 0, []
         for token_ids, windows in documents:
             rows += [
@@ -225,7 +225,7 @@ class StoredText:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """Tokens [windows] of each window."""
+        """The number of tokens [windows] of each window."""
         _, start, end, _, head = self.windows.T
         num_tokens: np.ndarray = np.add(end - start, head >= 0)
         return num_tokens
@@ -238,8 +238,8 @@ class ReferenceDirectory:
         self.root = root
 
     def names(self) -> list[str]:
-        """Of what is in the folder and may be a reference; opening it tells. Nothing within is touched, which may be on
-        a mount of its own that does not answer."""
+        """Everything in the folder that may be a reference. Nothing within is read: it may be on a mount that does not
+        answer."""
         try:
             return sorted(name for name in os.listdir(self.root) if re.fullmatch(REFERENCE_NAME, name))
         except FileNotFoundError:
@@ -265,10 +265,10 @@ class ReferenceDirectory:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
-        """The reference of a name, which is still the one with this identity; else as `open`.
+        """The reference of a name, if it still has this identity; else as `open`.
 
         Raises:
-            ReplacedReferenceError: it is not.
+            ReplacedReferenceError: it has another one.
         """
         reference = self.open(name)
         if reference.manifest.identity != identity:
@@ -276,7 +276,7 @@ class ReferenceDirectory:
         return reference
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
-        """Change some fields of a manifest that is on disk now, whatever else was changed there meanwhile.
+        """Change some fields of the manifest on disk, without undoing other changes.
 
         Raises:
             NoReferenceError: the reference was deleted, or another has its name.
@@ -288,14 +288,14 @@ class ReferenceDirectory:
             return current.save(current.manifest.model_copy(update=changes))
 
     def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
-        """Begin a reference.
+        """Create a reference.
 
         Raises:
-            NoReferenceError: it is no name.
+            NoReferenceError: the name is not valid.
             FileExistsError: there is one of that name.
             OSError: it cannot be written.
         """
-        # Filled beside it and moved, so that nobody sees a reference without a manifest.
+        # Written elsewhere and moved, so that there is never a reference without a manifest.
         path = self._path(name)
         self.root.mkdir(parents=True, exist_ok=True)
         partial = self.root / f".{uuid.uuid4().hex}"
@@ -322,22 +322,22 @@ class ReferenceDirectory:
         """
         path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
         try:
-            # Whoever opens it from now on finds nothing, not a half of it.
+            # No call finds a part of it.
             path.rename(trash)
         except FileNotFoundError:
             raise self._unknown(name) from None
-        # Those too that were not removed to their end: a process was killed, or a file was written meanwhile.
+        # And those that were not removed completely, because a process was killed or a file was written.
         for each in self.root.glob(f"{_DELETED}*"):
             if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each, ignore_errors=True)
             else:
-                # Of a link, what it leads to is kept.
+                # The target of a link stays.
                 each.unlink(missing_ok=True)
 
     def largest_head(self, vocab_size: int, seconds: float) -> int:
-        """Bytes of the largest LM head that a model with this vocabulary can be compared with, 0 if there is none.
-        Manifests that do not answer in this time are left out, and so are heads that are not as large as they say."""
-        # A thread for each: one that hangs must not hide the others.
+        """Bytes of the largest LM head for models with this vocabulary, 0 if there is none. References that do not
+        answer in this time, and heads with shorter files, do not count."""
+        # One thread per reference: one that hangs must not hide the others.
         threads = FileThreads()
         names = threads.submit("", self.names)
         wait([names], seconds)
@@ -363,5 +363,5 @@ class ReferenceDirectory:
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(REFERENCE_NAME, name):
-            raise NoReferenceError(f"{name!r} is no name of a reference")
+            raise NoReferenceError(f"{name!r} is not a valid reference name")
         return self.root / name

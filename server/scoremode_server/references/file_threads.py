@@ -1,5 +1,5 @@
-"""Threads for calls that touch files. A call that hangs, as on a mount that does not answer, holds its thread and the
-later calls for the same reference, and nothing else: not other references, and not the end of the process."""
+"""Threads for calls that read or write files. A call that hangs, as on a mount that does not answer, blocks later calls
+for its own reference only, and not the end of the process."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 THREADS = 4
-"""For each reference. Each reads, checks and writes about a gigabyte a second."""
+"""Per reference. Each reads, checks and writes about a gigabyte per second."""
 
 
 @dataclass(slots=True)
@@ -21,8 +21,7 @@ class _Lane:
 
 
 class FileThreads:
-    """Calls run in the order in which they are submitted, at most `most` at once for each reference. A thread ends when
-    no call is left for its reference."""
+    """Runs calls in the order of `submit`, at most `most` at once per reference."""
 
     def __init__(self, most: int = THREADS) -> None:
         self._most = most
@@ -30,7 +29,7 @@ class FileThreads:
         self._lanes: dict[str, _Lane] = {}
 
     def submit(self, reference: str, call: Callable[[], T]) -> Future[T]:
-        """Have something called for a reference; returns at once."""
+        """Schedule a call for a reference."""
         future: Future[T] = Future()
         with self._lock:
             lane = self._lanes.setdefault(reference, _Lane())
@@ -38,7 +37,7 @@ class FileThreads:
             starts = lane.num_threads < self._most
             lane.num_threads += starts
         if starts:
-            # `ThreadPoolExecutor` would wait for its threads when the process ends.
+            # At the end of the process `ThreadPoolExecutor` would wait for its threads.
             Thread(target=self._run, args=(reference, lane), name="scoremode-files", daemon=True).start()
         return future
 
@@ -56,5 +55,5 @@ class FileThreads:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            # Neither is kept alive while the thread waits for the lock.
+            # Both are freed before the thread waits for the lock.
             del future, call

@@ -1,7 +1,4 @@
-"""What is known of a reference: `manifest.json` in its folder.
-
-The file is one JSON object: the fields of `Manifest`, and `checksum`, which is of all others.
-"""
+"""`manifest.json` of a reference: the fields of `Manifest`, and a `checksum` of them."""
 
 import json
 from hashlib import blake2b
@@ -15,7 +12,7 @@ from scoremode.protocol import ComputedBy, CorpusInfo, Figure, NoiseFloor, is_ol
 from scoremode.windows import Method
 
 FORMAT_VERSION = 2
-"""Raised whenever a server of an older version would take a reference for something else than it is."""
+"""Increased when an older server would misread a reference."""
 
 _CHECKSUM = "checksum"
 
@@ -23,11 +20,11 @@ HeadDtype = Literal["float32", "float16", "bfloat16"]
 
 
 class ManifestError(Exception):
-    """A text that is no manifest, or was changed, or is of another version; the message says which."""
+    """A text that is not a manifest, was changed, or has another version."""
 
 
 class ModelIdentity(BaseModel):
-    """The model that served when the reference was recorded."""
+    """The model that a reference was recorded of."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,10 +38,10 @@ class ModelIdentity(BaseModel):
     tokenizer_fingerprint: str
     computed_by: ComputedBy | None = None
     old_fingerprint: str | None = Field(None, exclude=True)
-    """As it was made before: not kept, and compared with that of a reference which has no other."""
+    """The fingerprint in its old form, not stored, for references that have no other."""
 
     def may_continue(self, recorded: "ModelIdentity") -> bool:
-        """Whether it is the model that a reference was recorded of, as far as fingerprints and commits tell."""
+        """Whether fingerprint and commit are those of the model that a reference was recorded of."""
         if is_old_fingerprint(recorded.fingerprint):
             return recorded.fingerprint == self.old_fingerprint
         commits = {self.revision, recorded.revision} - {None}
@@ -74,7 +71,7 @@ class HeadFormat(BaseModel):
 
 
 class TextPlan(BaseModel):
-    """The text, and how it was cut into windows."""
+    """The text and its windows."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -97,23 +94,23 @@ class Result(BaseModel):
     nll_mean: float
 
     @classmethod
-    def of(cls, result: Perplexity) -> "Result":
-        """The part of it that is kept."""
+    def from_perplexity(cls, result: Perplexity) -> "Result":
+        """The part that is stored."""
         return cls(perplexity=result.perplexity, perplexity_stderr=result.perplexity_stderr, nll_mean=result.nll_mean)
 
 
 class Manifest(BaseModel):
-    """All of it. What names the files of a reference, so that no other's pass for them, is `identity`."""
+    """All fields. `identity` is written into every file of the reference."""
 
     format_version: int = FORMAT_VERSION
     identity: str
     created: int
     model: ModelIdentity
     head: HeadFormat | None
-    """None until it is being written; it is on disk once there is a result."""
+    """None until it is being written; it is on disk if there is a result."""
     text: TextPlan
     corpus: CorpusInfo | None = None
-    """Where the text is from, as the client said."""
+    """The source of the text, from the client."""
     result: Result | None = None
     """None until all windows are on disk."""
     noise_floor: NoiseFloor | None = None
@@ -128,23 +125,23 @@ class Manifest(BaseModel):
         """The reverse of `to_json`.
 
         Raises:
-            ManifestError: it is not what was written, or of a version that this one cannot read.
+            ManifestError: it is not what was written, or has another version.
         """
         try:
             fields = json.loads(text)
             if not isinstance(fields, dict):
-                raise ManifestError("it is no JSON object")
+                raise ManifestError("it is not a JSON object")
             version = fields.get("format_version")
             if version != FORMAT_VERSION:
                 raise ManifestError(f"it has format version {version}, and this server reads {FORMAT_VERSION}")
             if fields.pop(_CHECKSUM, None) != _checksum(fields):
-                raise ManifestError("it was changed: its checksum is another")
+                raise ManifestError("it was changed: its checksum does not match")
             return cls.model_validate(fields)
         except ValidationError as error:
             detail = error.errors()[0]
             raise ManifestError(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
         except (ValueError, RecursionError) as error:
-            raise ManifestError(f"it is no JSON: {error}") from None
+            raise ManifestError(f"it is not JSON: {error}") from None
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -152,7 +149,7 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 
 def text_fingerprint(token_ids: np.ndarray, windows: np.ndarray, method: Method) -> str:
-    """Equal where tokens [n] int32, windows [windows, 5] int32 and method are."""
+    """A digest of tokens [n] int32, windows [windows, 5] int32 and method."""
     fingerprint = blake2b(method.encode(), digest_size=16)
     for array in (token_ids, windows):
         fingerprint.update(f"{array.shape}".encode())

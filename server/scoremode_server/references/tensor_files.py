@@ -1,4 +1,4 @@
-"""Files of tensors that say what they are of, and that cannot change by a byte unnoticed."""
+"""Files of tensors with a description and a checksum."""
 
 import json
 import uuid
@@ -20,16 +20,12 @@ _METADATA = "__metadata__"
 
 
 class BrokenFileError(Exception):
-    """A file is not there, cannot be read, or is not what it should be; the message names it."""
+    """A file is missing, cannot be read, or is not what was written; the message names it."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> None:
-    """Write a safetensors file, whole or not at all: another writer of the same path replaces it.
-
-    Args:
-        path: of the file.
-        tensors: on the CPU, contiguous, of one of `DTYPES`.
-        about: what the file is of.
+    """Write a safetensors file completely or not at all: tensors on the CPU, contiguous, of one of `DTYPES`, and a
+    description of them.
 
     Raises:
         OSError: it cannot be written.
@@ -45,8 +41,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mappin
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file is written before it is moved to its path. Writers may be on several hosts, in containers whose
-    processes have the same ids."""
+    """The path at which a file is written before it is moved. It is random, because writers on several hosts, or in
+    containers, may have the same process id."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
@@ -57,7 +53,7 @@ def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.
         BrokenFileError: it is missing, cut short, changed, or about something else.
     """
     try:
-        # Not mapped into memory: a file that is then cut short, or removed on another host, would end the process.
+        # Not mapped into memory: if another host cuts the file short or removes it, the process would end.
         with path.open("rb", buffering=0) as file:
             metadata, tensors = _parse(np.fromfile(file, np.uint8))
         actual = json.loads(metadata)["about"]
@@ -68,13 +64,13 @@ def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.
     if actual != about:
         raise BrokenFileError(f"{path} belongs to something else: {actual}, not {about}")
     if metadata != _metadata(tensors, about):
-        raise BrokenFileError(f"{path} was changed: its checksum is another")
+        raise BrokenFileError(f"{path} was changed: its checksum does not match")
     return tensors
 
 
 def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
-    """Our metadata and the tensors of a safetensors file: 8 bytes with the size of a header, the header, which is JSON
-    and spaces, and the tensors one after another."""
+    """Our metadata and the tensors of a safetensors file: 8 bytes with the header's size, the header, which is JSON and
+    spaces, and the tensors."""
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header_text = content[8:start].tobytes()
     header = json.loads(header_text)
@@ -93,8 +89,8 @@ def _parse(content: np.ndarray) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def _metadata(tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> str:
-    """In one text: safetensors writes several in any order, and the same tensors are to make the same bytes."""
-    # Against damage, not forgery. A cryptographic one would take longer than writing the file.
+    """One text: safetensors writes several in any order, and equal tensors shall make equal files."""
+    # Against damage, not forgery.
     checksum = xxh3_128(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -1,4 +1,1 @@
-"""Token sequences, texts and windows to scores; limits of what is served. No HTTP.
-
-`api`, `app`, `completions` and `offline` import from here.
-"""
+"""Scoring without HTTP: texts, sequences, windows, references, limits and the model's identity."""

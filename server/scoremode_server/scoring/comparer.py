@@ -1,7 +1,4 @@
-"""The served model compared with a reference: whether they fit, and the reference's windows through the engine.
-
-Knows no HTTP. Files are touched in threads, and by workers before a window is in the engine.
-"""
+"""Compares the served model with a reference, window by window. Threads and workers read files, the event loop none."""
 
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
@@ -14,7 +11,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.scoring.reference_windows import ComparedWindow, MarkedWindow, mark_window
+from scoremode_server.scoring.reference_windows import MarkedWindow, WindowComparison, mark_window
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
@@ -38,16 +35,10 @@ class Comparer:
         self._head_bytes: int | None = None
 
     async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
-        """Make sure that the served model can be compared with a reference.
-
-        Raises:
-            RequestError: it is not complete, of another tokenizer or vocabulary, or too large.
-        """
+        """Refuse a reference that the served model cannot be compared with."""
         manifest = reference.manifest
         if manifest.head is None or manifest.result is None:
-            raise RequestError(
-                f"reference {reference.name!r} is not complete: record it again, and it goes on", "reference"
-            )
+            raise RequestError(f"reference {reference.name!r} is not complete: record it again to resume", "reference")
         if manifest.head.vocab_size != vocab_size:
             raise RequestError(
                 f"reference {reference.name!r} has a vocabulary of {manifest.head.vocab_size} tokens, and the served "
@@ -68,16 +59,16 @@ class Comparer:
                 f"{max_model_len}",
                 "reference",
             )
-        room = await self._room()
-        if manifest.head.num_bytes > room:
+        reserved = await self._reserved_bytes()
+        if manifest.head.num_bytes > reserved:
             raise RequestError(
                 f"the LM head of reference {reference.name!r} has {manifest.head.num_bytes} bytes, and this server "
-                f"reserved {room}: start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}",
+                f"reserved {reserved}: start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}",
                 "reference",
             )
 
-    async def _room(self) -> int:
-        """Bytes of the largest LM head that fits; workers answer between two steps, and it stays the same."""
+    async def _reserved_bytes(self) -> int:
+        """Bytes of the largest LM head that fits, which stays the same. Workers answer between two steps."""
         if self._head_bytes is None:
             answers = await call_workers(self._client, "scoremode_head_bytes")
             self._head_bytes = min(answer for answer in answers if answer is not None)
@@ -85,11 +76,10 @@ class Comparer:
 
     async def compare(
         self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
-    ) -> AsyncGenerator[ComparedWindow, None]:
-        """The windows of a reference through the served model, in the order of `indices`.
+    ) -> AsyncGenerator[WindowComparison, None]:
+        """Score the windows of a reference with the served model, in the order of `indices`.
 
         Raises:
-            RequestError: a file of the reference is missing or not what was written, or see `Scorer.scores`.
             EngineOutputError: the engine computed no logprob, or NaN.
         """
         text = await self._references.text(reference)
@@ -98,22 +88,22 @@ class Comparer:
         def mark(index: int) -> tuple[list[int], WindowMark]:
             return mark_window("compare", reference, text, index, num_top, stamp)
 
-        # Of a request for one window, those after it: a client asks for them in requests of their own.
+        # After a request for one window, the client will probably request the following ones.
         order = indices if len(indices) > 1 else range(indices[0], len(text.windows))
 
-        def windows() -> Iterator[Coroutine[Any, Any, ComparedWindow]]:
+        def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
             for place, index in enumerate(indices):
                 following = (order[later] for later in range(place + 1, len(order)))
                 yield self._compared(reference, MarkedWindow(*mark(index), settings), ReadAhead(following, mark))
 
-        # As many are read as are in the engine.
+        # As many windows are read as are in the engine.
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as compared:
             async for window in compared:
                 yield window
-        # What was read before a reference was deleted is no comparison with one that is there.
+        # Fail if the reference was deleted meanwhile.
         await self._references.current(reference)
 
-    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> ComparedWindow:
+    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> WindowComparison:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
@@ -126,5 +116,5 @@ class Comparer:
         window.done()
         # Infinite divergences are numbers.
         window.check_rows(np.any(np.isnan(columns[1]), axis=1))
-        await self._turns.take()
-        return ComparedWindow.of(window.mark.index, columns)
+        await self._turns.wait()
+        return WindowComparison.from_columns(window.mark.index, columns)

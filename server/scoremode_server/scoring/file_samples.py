@@ -1,7 +1,4 @@
-"""A digest of large files that takes seconds: their sizes, headers and blocks at fixed places.
-
-It depends on nothing but contents. docs/guide.md, "Which model, and what computes", lists what it cannot see.
-"""
+"""A digest of large files in seconds: of sizes, headers and sample blocks. docs/guide.md lists what it cannot see."""
 
 import json
 import os
@@ -13,20 +10,20 @@ from xxhash import xxh3_128
 
 BLOCK_BYTES = 4096
 WHOLE_BYTES = 1 << 20
-"""A file of at most so many is read whole."""
+"""Files up to this size are read whole."""
 MIN_BLOCKS = 64
 MAX_SPACING = 64 << 20
-"""Blocks are evenly spaced: in each file at least `MIN_BLOCKS`, and one in so many bytes."""
+"""Blocks are evenly spaced, at least `MIN_BLOCKS` per file, and at most this many bytes apart."""
 MAX_TENSORS = 4096
-"""Of a safetensors file, a block is read of so many tensors, evenly chosen where it has more."""
+"""The most tensors of a safetensors file of which a block is read, evenly chosen."""
 _MAX_HEADER_BYTES = 100_000_000
-"""Of safetensors; that is the format's own bound."""
+"""The bound of the safetensors format."""
 _NUM_THREADS = 16
-"""Files that are read at once, for storage that takes long for each block."""
+"""Files that are read at once, because storage can be slow per block."""
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """Equal for files of equal contents in equal order, wherever they are, but for what lies between samples.
+    """A digest of the contents of files in this order, except for what lies between samples.
 
     Raises:
         OSError: one cannot be read.
@@ -51,20 +48,20 @@ def _digest(path: Path) -> bytes:
 
 
 def _evenly_spaced(size: int) -> Iterator[int]:
-    """Positions of blocks, the first and the last of a file among them."""
+    """Positions of blocks, including the first and the last of a file."""
     num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
     return ((size - BLOCK_BYTES) * number // (num_blocks - 1) for number in range(num_blocks))
 
 
 def _header(descriptor: int, size: int) -> bytes:
-    """Of safetensors, with the eight bytes of its length; of another format what a header would be in."""
+    """The header of a safetensors file with the eight bytes of its length; of other formats the beginning."""
     num_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     is_possible = num_bytes <= min(_MAX_HEADER_BYTES, size - 8)
     return os.pread(descriptor, 8 + num_bytes if is_possible else WHOLE_BYTES, 0)
 
 
 def _of_tensors(header: bytes) -> Iterator[int]:
-    """A position in the middle of each tensor: at its beginning an embedding has tokens that no training touches."""
+    """The middle of each tensor: an embedding begins with tokens that training does not change."""
     try:
         tensors = json.loads(header[8:])
         offsets = sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__")

@@ -1,20 +1,19 @@
-"""What a server can score: the bounds that every request is checked against before it reaches the engine."""
+"""The bounds of every request to a server, which are checked before the engine gets it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
 
 from vllm.config import ModelConfig
 
 from scoremode.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
 MAX_VALUES = {"base64": 2**26, "float": 2**23}
-"""Logprobs of an answer: 512 MiB with their token ids, as they come from the engine; floats become objects."""
+"""Logprobs in an answer. They take 512 MiB with their token ids; `float` makes an object of each."""
 
 MAX_SEQUENCE_VALUES = 2**24
-"""Logprobs of one sequence: 128 MiB with their token ids, which the device holds until the last one is there."""
+"""Logprobs of one sequence. They take 128 MiB with their token ids on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Limits:
     max_request_bytes: int
 
     @classmethod
-    def of(
+    def from_model(
         cls, model: ModelConfig, max_sequences: int = MAX_SEQUENCES, max_request_bytes: int = MAX_REQUEST_BYTES
     ) -> "Limits":
         """The bounds that the server's flags set."""
@@ -38,11 +37,7 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
-        """Refuse more sequences than a request may have, before any is made.
-
-        Raises:
-            RequestError: their number, and the bound.
-        """
+        """Refuse more sequences than a request may have."""
         num_sequences = num_prompts * (1 if num_continuations is None else num_continuations)
         if num_sequences > self.max_sequences:
             each = "" if num_continuations is None else f" with {num_continuations} continuations each"
@@ -53,11 +48,7 @@ class Limits:
             )
 
     def check_num_windows(self, num_windows: int, stride: int) -> None:
-        """Refuse a text with more windows than a request may have sequences, before any is cut.
-
-        Raises:
-            RequestError: their number, which may be one too high for each text, and the bound.
-        """
+        """Refuse more windows than a request may have sequences, before any is cut: they may be one fewer per text."""
         if num_windows > self.max_sequences:
             raise RequestError(
                 f"with stride {stride} there are {num_windows} windows, and a request may have at most "
@@ -66,11 +57,7 @@ class Limits:
             )
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`.
-
-        Raises:
-            RequestError: it is empty, too long, or has a token id outside the vocabulary.
-        """
+        """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`."""
         if not token_ids:
             raise RequestError(f"{name} is empty: there is no token to score", _field(name))
         if len(token_ids) > self.max_model_len:
@@ -80,11 +67,7 @@ class Limits:
         self.check_vocabulary(token_ids, name)
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse token ids that the model has no logit for.
-
-        Raises:
-            RequestError: the id and the size of the vocabulary.
-        """
+        """Refuse token ids outside the vocabulary."""
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -92,11 +75,7 @@ class Limits:
                 )
 
     def check_single_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse more single tokens than there are, or one that the model has no logit for.
-
-        Raises:
-            RequestError: their number or the id, and the size of the vocabulary.
-        """
+        """Refuse more tokens than the vocabulary has, or a token outside it."""
         if len(token_ids) > self.vocab_size:
             raise RequestError(
                 f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}", "token_ids"
@@ -105,53 +84,42 @@ class Limits:
             self.check_vocabulary(token_ids, "token_ids")
 
     def check_top_logprobs(self, top_logprobs: int) -> None:
-        """Refuse more alternatives than the server was started with.
-
-        Raises:
-            RequestError: the server's `--max-logprobs` is lower.
-        """
+        """Refuse more top tokens than `--max-logprobs` allows."""
         if top_logprobs > self.max_top_logprobs:
             raise RequestError(
-                f"top_logprobs is {top_logprobs}, but this server was started with --max-logprobs "
-                f"{self.max_top_logprobs}",
+                f"top_logprobs: {top_logprobs} exceeds this server's limit of {self.max_top_logprobs} (--max-logprobs)",
                 "top_logprobs",
             )
 
     def check_num_candidates(self, num_candidates: int) -> None:
-        """Refuse too many chosen tokens a position.
-
-        Raises:
-            RequestError: their number, and the bound.
-        """
+        """Refuse too many candidates per position."""
         if num_candidates > MAX_CANDIDATES:
             raise RequestError(
-                f"candidate_token_ids has {num_candidates} tokens for a position, and {MAX_CANDIDATES} are the most",
+                f"candidate_token_ids has {num_candidates} tokens for a position, and may have {MAX_CANDIDATES}",
                 "candidate_token_ids",
             )
 
     def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
-        """Refuse a request whose answer would have too many logprobs, for all sequences together or for one.
+        """Refuse a request whose answer would have too many logprobs, in all or for one sequence.
 
         Raises:
-            RequestError: their number, and the bound (413).
+            TooLargeError: it would.
         """
         most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
         if sum(of_sequences) > most:
-            raise RequestError(
-                f"all tokens, with the likeliest and the chosen ones, would make {sum(of_sequences)} logprobs, and an "
-                f"answer in {encoding_format} has at most {most}: send fewer prompts at a time",
+            raise TooLargeError(
+                f"the answer would have {sum(of_sequences)} logprobs with top tokens and candidates, and may have "
+                f"{most} in {encoding_format}: send fewer prompts per request",
                 "prompt",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
         if largest > MAX_SEQUENCE_VALUES:
-            raise RequestError(
-                f"a prompt's tokens, with the likeliest and the chosen ones, would make {largest} logprobs, and a "
-                f"prompt has at most {MAX_SEQUENCE_VALUES}: ask for fewer at each position",
+            raise TooLargeError(
+                f"a prompt would have {largest} logprobs with top tokens and candidates, and may have "
+                f"{MAX_SEQUENCE_VALUES}: request fewer per position",
                 "prompt",
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
 
 
 def _field(name: str) -> str:
-    """The field of the request that `name` is a part of."""
+    """The request's field of `name`, such as `prompt[1]`."""
     return name.partition("[")[0]

@@ -1,4 +1,4 @@
-"""What tells one served model from another."""
+"""The identity of the served model: a fingerprint of its files and settings."""
 
 import asyncio
 import importlib.metadata
@@ -16,20 +16,20 @@ from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.file_samples import digest_of
 from scoremode_server.scoring.model_size import cached_snapshot, model_folder, safetensors_files
 
-# vLLM writes what comes below its own name.
+# vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.model_identity")
 
 _CONFIG_FILES = (
     *("config.json", "params.json", "adapter_config.json"),
     *("hf_quant_config.json", "quant_config.json", "quantize_config.json", "quantization_config.json"),
 )
-"""Where vLLM looks for the configuration of a model, of an adapter and of a quantization."""
+"""Configurations of models, adapters and quantizations that vLLM reads."""
 _OTHER_WEIGHTS = {"pt": ["*.pt"], "npcache": ["*.bin"]}
-"""By `--load-format`, the files in the place of safetensors."""
+"""By `--load-format`, the files that replace safetensors."""
 _ANY_WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"]
-"""Of formats with another name: the first pattern that has files."""
+"""Of all other formats: the first pattern that has files."""
 _NOT_NEEDED = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
-"""What training leaves, and vLLM does not load."""
+"""Files of training that vLLM does not load."""
 
 
 _adapters: dict[str, tuple[Any, str]] = {}
@@ -37,7 +37,7 @@ _adapters: dict[str, tuple[Any, str]] = {}
 
 
 def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
-    """The identity of the model of a server, whose tokenizer may be None. Its files are read, which takes seconds."""
+    """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
     folder = model_folder(model, load)
@@ -55,18 +55,18 @@ def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
 
 
 async def with_adapter(fingerprint: str, lora: Any) -> str:
-    """The fingerprint of a model with an adapter, a `LoRARequest` or None; its files are read once, in a thread."""
+    """The fingerprint of a model with an adapter, a `LoRARequest` or None, whose files a thread reads once."""
     if lora is None:
         return fingerprint
     known = _adapters.get(lora.lora_name)
-    # An adapter that is loaded again has another request, which is equal to the first: it has the same name.
+    # An adapter that is loaded again has another request, which compares equal because it has the same name.
     if known is None or known[0] is not lora:
         known = _adapters[lora.lora_name] = lora, await asyncio.to_thread(_adapter_digest, lora.lora_path)
     return f"{fingerprint}+{known[1]}"
 
 
 def _adapter_digest(path: str) -> str:
-    """Of the contents of an adapter in a folder or in the hub's cache; of its path where they cannot be read."""
+    """A digest of an adapter's files in a folder or in the hub's cache, or of its path if they cannot be read."""
     folder = Path(path).expanduser()
     found = folder if folder.is_dir() else cached_snapshot(path, None, None)
     try:
@@ -95,7 +95,7 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path 
 
 
 def _weight_files(path: Path, folder: Path | None, load_format: str) -> list[Path]:
-    """Those that vLLM loads, by name: of a folder, or a GGUF file with the other parts of it."""
+    """The files that vLLM loads, by name: of a folder, or all parts of a GGUF file."""
     if path.is_file():
         parts = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name)
         return sorted(path.parent.glob(f"{escape(parts[1])}-*{parts[2]}")) if parts else [path]
@@ -114,17 +114,17 @@ def _config_files(folder: Path) -> list[Path]:
 
 
 def _overrides(overrides: Any) -> str:
-    """`--hf-overrides`; of a function, which has an address, its name."""
+    """`--hf-overrides`, or its name if it is a function."""
     return repr(overrides) if isinstance(overrides, dict) else str(getattr(overrides, "__qualname__", None))
 
 
 def _commit(folder: Path | None) -> str | None:
-    """Of a model in the hub's cache, where HF_HUB_OFFLINE has vLLM name its folder."""
+    """The commit of a model in the hub's cache."""
     return folder.name if folder is not None and folder.parent.name == "snapshots" else None
 
 
 def _sizes(folder: Path) -> list[Any]:
-    """What fingerprints of before see of a folder: names and sizes."""
+    """The names and sizes of a folder's files, which old fingerprints contain."""
     if not folder.is_dir():
         return []
     return sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors"))

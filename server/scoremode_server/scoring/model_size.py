@@ -1,5 +1,5 @@
-"""How large the served model is: the bytes of its weight files, and the number of its weights. Nothing is downloaded,
-and no weight is read."""
+"""The size of the served model: bytes of its weight files, and the number of weights. Downloads and reads no
+weights."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _OF_ALL_FILES = "*.safetensors"
 _OF_MISTRAL = "consolidated*.safetensors"
-"""Of a repository that has its weights twice, vLLM reads these unless it is told otherwise."""
+"""By default vLLM reads these if a repository has its weights twice."""
 _PATTERNS = {
     "hf": _OF_ALL_FILES,
     "safetensors": _OF_ALL_FILES,
@@ -42,22 +42,22 @@ def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
 
 
 def model_folder(model: ModelConfig, load: LoadConfig) -> Path | None:
-    """Where the files of a model are: its own folder, or the hub's cache; None where they are in no folder here."""
+    """The folder of a model, its own or in the hub's cache, if there is one."""
     path = Path(model.model)
     return path if path.is_dir() else cached_snapshot(model.model, model.revision, load.download_dir)
 
 
 def cached_snapshot(name: str, revision: str | None, cache: str | None) -> Path | None:
-    """The folder of a name on the hub in a cache; its own name is the commit."""
+    """The folder of a hub's model in a cache; the folder's name is the commit."""
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
     except (OSError, ValueError):
-        # No name on the hub, or weights that come from elsewhere.
+        # Not a model of the hub, or its weights come from elsewhere.
         return None
 
 
 def safetensors_files(folder: Path, load_format: str) -> list[Path]:
-    """By name, those that vLLM loads; none where it loads others."""
+    """The files that vLLM loads, by name; empty if it loads other formats."""
     names = {path.name for path in folder.glob(_OF_ALL_FILES)}
     if load_format == "auto":
         load_format = "mistral" if any(fnmatch(name, _OF_MISTRAL) for name in names) else "hf"
@@ -72,10 +72,8 @@ def safetensors_files(folder: Path, load_format: str) -> list[Path]:
 
 
 def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
-    """Weights of the model that transformers makes of a config, without memory for any of them.
-
-    None where transformers has no such model; what the repository brings as code is run only if it is trusted.
-    """
+    """The number of weights of the model that transformers makes of a config, without memory for them; None if
+    transformers has no such model. Runs a repository's code only if it is trusted."""
     try:
         config = copy.deepcopy(config)
         # A quantized checkpoint has the weights of the model that it was made from.
@@ -84,14 +82,14 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
         with torch.device("meta"):
             model = _make_model(config, trust_remote_code)
         return sum(int(parameter.numel()) for parameter in model.parameters())
-    # What a config may ask for, and what transformers then raises, is without end; a size is worth no failed start.
+    # Transformers may raise anything, and a server must start without this number.
     except Exception as error:
         _log.info("the number of weights is not known: %s", error)
         return None
 
 
 def _make_model(config: Any, trust_remote_code: bool) -> torch.nn.Module:
-    """The model of the architecture that a config names: to go by the config's class alone would be a guess."""
+    """The model of the architecture that a config names."""
     architecture = (config.architectures or ["no architecture"])[0]
     if hasattr(transformers, architecture):
         model: torch.nn.Module = getattr(transformers, architecture)(config)

@@ -1,7 +1,4 @@
-"""The served model recorded as a reference: its windows through the engine, until their files are on disk.
-
-Knows no HTTP. Workers write the files, and say when they have.
-"""
+"""Records the served model as a reference. The engine's workers write the files, and report when they have."""
 
 import asyncio
 import time
@@ -10,8 +7,6 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,34 +16,35 @@ from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
 from scoremode.protocol import CorpusInfo, is_old_fingerprint
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan
+from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.reference_windows import MarkedWindow, mark_window
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.text_windows import TextWindows
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.vllm_patches.window_params import call_workers
 
-# vLLM writes what comes below its own name.
+# vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.references")
 
 SECONDS_TO_WRITE = 120
-"""In which a window that the engine has computed must be on disk, and after all windows the LM head."""
+"""The time in which a computed window must be on disk, and after all windows the LM head."""
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedWindow:
+class WindowOnDisk:
     """A window that is on disk."""
 
     nlls: np.ndarray
     """[scored] float64, in nats."""
     ranks: np.ndarray | None
-    """[scored]; None of a window that was there before this request."""
+    """[scored]; None for a window that was on disk before this request."""
 
 
 class Recorder:
@@ -63,19 +59,18 @@ class Recorder:
         self._turns = turns
         self._files = files
         self._head_tickets: dict[str, str] = {}
-        """Of LM heads that workers write, by the identity of the reference."""
+        """Tickets of LM heads that workers write, by the reference's identity."""
         self._head: HeadFormat | None = None
         self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def begin(
-        self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None = None
-    ) -> StoredReference:
-        """The reference to record into: a new one, or one of the same model and text that is not complete.
+    async def begin(self, name: str, texts: TextWindows, corpus: CorpusInfo | None = None) -> StoredReference:
+        """The reference to record into: a new one, or an incomplete one of the same model and text.
 
         Raises:
-            RequestError: there is another of that name (409), or this model's logits are not what a reference can keep.
+            ConflictError: there is another reference of that name.
         """
-        # One at a time: two of one name would both find that it has no LM head.
+        text, plan = await asyncio.to_thread(_plan, texts)
+        # One at a time: two requests of one name would both find no LM head.
         lock = self._beginning.setdefault(name, asyncio.Lock())
         async with lock:
             return await self._begin(name, plan, text, corpus)
@@ -98,7 +93,7 @@ class Recorder:
         is_same_model = model.may_continue(of_disk.model)
         if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
             what = "text or other windows" if is_same_model else "model"
-            raise RequestError(f"there is a reference {name!r} already, of another {what}", "name", HTTPStatus.CONFLICT)
+            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
         if corpus is not None and of_disk.corpus is None:
             reference = await self._references.save(reference, {"corpus": corpus}, "name")
         _warn_of_another_server(reference, model)
@@ -109,23 +104,13 @@ class Recorder:
 
     async def _write_head(self, reference: StoredReference) -> None:
         """Have the LM head written while windows are recorded."""
-        await self._remove(reference, reference.head_path)
+        # A damaged file must not be taken for the new one.
+        await self._references.write(reference.name, partial(reference.head_path.unlink, missing_ok=True))
         ticket, identity = uuid.uuid4().hex, reference.manifest.identity
         failures = await call_workers(self._client, "scoremode_write_head", reference.name, identity, ticket)
         if failure := next(filter(None, failures), None):
             raise await self._worker_failed(reference, failure)
         self._head_tickets[identity] = ticket
-
-    async def _remove(self, reference: StoredReference, path: Path) -> None:
-        """Remove a damaged file: it must not pass for the one that is being written.
-
-        Raises:
-            RequestError: it cannot be removed.
-        """
-        try:
-            await self._references.in_thread(reference.name, partial(path.unlink, missing_ok=True), "name")
-        except OSError as error:
-            raise self._references.unwritable(reference.name, error) from None
 
     async def _served_head(self) -> HeadFormat:
         if self._head is None:
@@ -136,17 +121,16 @@ class Recorder:
             self._head = HeadFormat.model_validate(described)
         return self._head
 
-    async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[RecordedWindow, None]:
-        """Every window in order, once it is on disk. Those that were recorded before are read.
+    async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
+        """Every window in order, once it is on disk. Windows that were recorded before are read.
 
         Raises:
-            RequestError: a window could not be written, or see `Scorer.scores`.
             EngineOutputError: the engine computed no logprob, or NaN.
         """
         text = await self._references.text(reference)
         recorded = await self._references.in_thread(reference.name, reference.recorded, "name")
 
-        def windows() -> Iterator[Coroutine[Any, Any, RecordedWindow]]:
+        def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
             for index in range(len(text.windows)):
                 if index in recorded:
                     yield self._found(reference, index, text, settings)
@@ -154,41 +138,37 @@ class Recorder:
                     window = MarkedWindow(*mark_window("record", reference, text, index), settings)
                     yield self._recorded(reference, window)
 
-        # As many are written as are in the engine.
+        # As many windows are written as are in the engine.
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
             async for window in in_order:
                 yield window
 
     async def _found(
         self, reference: StoredReference, index: int, text: StoredText, settings: ScoreSettings
-    ) -> RecordedWindow:
-        """A window that has a file; it is recorded again where that is damaged."""
+    ) -> WindowOnDisk:
+        """A window that has a file. If the file is damaged, the window is recorded again."""
         try:
             _, logprobs = await self._references.in_thread(reference.name, partial(reference.read_shard, index), "name")
         except BrokenFileError as error:
-            # The file of another reference that has the name now is not ours to remove.
+            # Another reference may have the name now, whose files must stay.
             await self._references.current(reference, "name")
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
-            await self._remove(reference, reference.shard(index))
+            await self._references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
             window = MarkedWindow(*mark_window("record", reference, text, index), settings)
             return await self._recorded(reference, window)
-        return RecordedWindow(-json_logprobs(logprobs.numpy()), None)
+        return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
 
-    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> RecordedWindow:
+    async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
         _, columns, ranks = await self._engine.prompt_columns(window.request(window.mark))
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
-        # Until now its hidden states took memory.
+        # Until now its hidden states were in memory.
         window.done()
-        await self._turns.take()
-        return RecordedWindow(-json_logprobs(columns[:, 0]), ranks)
+        await self._turns.wait()
+        return WindowOnDisk(-json_logprobs(columns[:, 0]), ranks)
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
-        """Wait until a worker has written a window, or the LM head.
-
-        Raises:
-            RequestError: it could not, or has not in time.
-        """
+        """Wait until a worker has written a window or the LM head."""
         try:
             failure = await self._files.written(ticket, SECONDS_TO_WRITE)
         except TimeoutError:
@@ -198,38 +178,46 @@ class Recorder:
             raise await self._worker_failed(reference, failure)
 
     async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
-        """The error for what a worker could not write, unless it is that the reference is not there any more.
-
-        Raises:
-            RequestError: it is that.
-        """
+        """The error for a file that a worker could not write, or of a reference that was deleted."""
         await self._references.current(reference, "name")
         return self._references.unwritable(reference.name, failure)
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
-        """Keep the perplexity of a reference, once all windows are recorded.
-
-        Raises:
-            RequestError: the reference was deleted, or its LM head or manifest cannot be written.
-        """
+        """Store the perplexity of a reference, after all windows are recorded."""
         identity = reference.manifest.identity
         if ticket := self._head_tickets.get(identity):
             await self._written(reference, ticket, "the LM head")
-            # Unless it is written once more, for another request.
+            # Unless it is written again for another request.
             if self._head_tickets.get(identity) == ticket:
                 del self._head_tickets[identity]
-        result = await asyncio.to_thread(lambda: Result.of(perplexity(np.concatenate(nlls).tolist())))
+        result = await asyncio.to_thread(lambda: Result.from_perplexity(perplexity(np.concatenate(nlls).tolist())))
         await self._references.save(reference, {"result": result})
         await self._references.in_thread(reference.name, reference.remove_partial_files, "name")
 
 
+def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
+    """What a reference stores of the texts and their windows."""
+    text = StoredText.from_documents([(document.token_ids, document.windows) for document in texts.documents])
+    plan = TextPlan(
+        fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
+        method=texts.method,
+        context_length=texts.context_length,
+        stride=texts.stride,
+        num_tokens=len(text.token_ids),
+        num_windows=len(text.windows),
+        num_scored=sum(window.num_scored for window in texts.windows),
+        num_bytes=texts.num_bytes,
+        num_words=texts.num_words,
+    )
+    return text, plan
+
+
 def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:
-    """Log what forbids nothing, and may make a reference of two models, or of two kinds of kernels."""
+    """Log differences that are allowed, but may mix two models or two kinds of kernels in one reference."""
     recorded = reference.manifest.model
     if is_old_fingerprint(recorded.fingerprint):
         logger.warning(
-            "Reference %s was begun when fingerprints did not see the contents of weights: make sure that they are the "
-            "same",
+            "Reference %s has an old fingerprint, without the contents of weights: make sure that they are the same",
             reference.name,
         )
     if None not in (recorded.computed_by, model.computed_by) and recorded.computed_by != model.computed_by:

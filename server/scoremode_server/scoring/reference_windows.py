@@ -1,4 +1,4 @@
-"""Windows of a reference on their way through the engine: what its workers are told, and what they answer."""
+"""Windows of a reference as requests to the engine, and the workers' answers to them."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,8 +25,8 @@ def mark_window(
     num_top: int = 0,
     head_stamp: str = "",
 ) -> tuple[list[int], WindowMark]:
-    """The tokens of a window of a reference whose text is `text`, and its mark. A reference is known to workers by its
-    name and its identity, so that a copy is another, and its LM head by the state of the file as well."""
+    """The tokens of a window of a reference, and its mark. Workers tell references apart by name and identity, and LM
+    heads by the state of the file as well."""
     token_ids, first = text.window(index)
     mark = WindowMark(
         action=action,
@@ -45,8 +45,8 @@ def mark_window(
 
 @dataclass(frozen=True, slots=True)
 class MarkedWindow:
-    """A window's tokens, and the mark that tells the workers what to do with its hidden states. Its tokens count in the
-    queue from the moment it is made until `done`."""
+    """A window's tokens, and the mark that tells workers what to do with its hidden states. Its tokens count in the
+    queue until `done`."""
 
     token_ids: list[int]
     mark: WindowMark
@@ -56,18 +56,13 @@ class MarkedWindow:
         self.settings.queue.add(1, len(self.token_ids))
 
     def request(self, mark: WindowMark, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
-        """What the engine computes, with the mark under which its files are known to workers.
-
-        Args:
-            mark: the window's own, or one with another ticket.
-            gate: where it waits.
-            rank: the engine that computes it; any if None.
-        """
+        """The engine's request, with the window's mark or one with another ticket, at a gate, for the data-parallel
+        rank that has read its files; for any if None."""
         options = self.settings.options
         request = RowsRequest.score(
             self.token_ids,
             request_id=f"{self.settings.request_id}-{mark.index}",
-            # Hidden states of cached positions are not there, so that nobody would read what this leaves in the cache.
+            # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),
             use_cache=False,
             options=options if rank is None else {**options, "data_parallel_rank": rank},
@@ -80,10 +75,10 @@ class MarkedWindow:
         self.settings.queue.done(len(self.token_ids), 0)
 
     def check_rows(self, is_nan: np.ndarray) -> None:
-        """Make sure that there is a row [scored] for each target, and none that is NaN.
+        """Check that each target has a row [scored], and that none is NaN.
 
         Raises:
-            EngineOutputError: there is not; it names the first position that is NaN.
+            EngineOutputError: a row is missing, or NaN at a position, which the message names.
         """
         if len(is_nan) != self.mark.num_scored:
             raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
@@ -92,13 +87,13 @@ class MarkedWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedWindow:
+class WindowComparison:
     """The targets of a window: q is the served model's distribution, p the reference's.
 
     Attributes:
         index: of the window.
         positions: arrays over the targets.
-        top: token ids and logprobs [scored, k] of the k likeliest in q, the likeliest first.
+        top: token ids and logprobs [scored, k] of the top k in q.
         reference_top: in p.
     """
 
@@ -108,8 +103,8 @@ class ComparedWindow:
     reference_top: tuple[np.ndarray, np.ndarray]
 
     @classmethod
-    def of(cls, index: int, columns: Columns) -> "ComparedWindow":
-        """From what an engine worker returned; `vllm_patches.reference_windows` has the order of columns."""
+    def from_columns(cls, index: int, columns: Columns) -> "WindowComparison":
+        """From a worker's columns, whose order `vllm_patches.reference_windows` decides."""
         token_ids, logprobs, ranks = columns
         width = token_ids.shape[1] // 2
         served, reference = slice(1, width), slice(width + 1, 2 * width)

@@ -1,18 +1,14 @@
-"""References of a server: which there are, and what is told and kept of each.
-
-Knows no HTTP. Files are touched in threads.
-"""
+"""The references of a server. Threads read and write their files."""
 
 import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scoremode.protocol import Reference
-from scoremode_server.errors import RequestError
+from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
 from scoremode_server.references.directory import (
     NoReferenceError,
     ReferenceDirectory,
@@ -27,13 +23,13 @@ from scoremode_server.references.tensor_files import BrokenFileError
 T = TypeVar("T")
 
 SECONDS_TO_ANSWER = 120
-"""That the files of a reference may take for anything that is asked of them."""
+"""The time that a call may take that reads or writes files of a reference."""
 
 SECONDS_TO_LIST = 10
-"""In which a reference must answer to be in a list."""
+"""The time in which a reference's files must answer for it to be listed."""
 
 KEPT_OPEN = 8
-"""References whose tokens are kept in memory: a client asks for the windows of one by one, in requests of their own."""
+"""References whose tokens stay in memory: a client requests a reference's windows one by one."""
 
 
 class References:
@@ -49,10 +45,10 @@ class References:
         self.model = model
         self._threads = FileThreads()
         self._opened: OrderedDict[str, StoredReference] = OrderedDict()
-        """By name, those that were asked for last."""
+        """The most recently used ones, by name."""
 
     async def all(self) -> list[Reference]:
-        """Those whose files can be read."""
+        """All references whose files can be read."""
         names = await self.in_thread("", self.directory.names, None)
         described = await asyncio.gather(*map(self._listed, names))
         return [reference for reference in described if reference is not None]
@@ -65,32 +61,52 @@ class References:
             return None
 
     async def in_thread(self, name: str, call: Callable[[], T], param: str | None = "reference") -> T:
-        """What a call returns or raises that touches files of a reference. One that hangs holds up no other reference.
+        """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference.
 
         Raises:
-            RequestError: it hangs (503).
+            UnavailableError: the call hangs.
         """
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 return await asyncio.wrap_future(self._threads.submit(name, call))
         except TimeoutError:
             message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
-            raise RequestError(message, param, HTTPStatus.SERVICE_UNAVAILABLE) from None
+            raise UnavailableError(message, param) from None
 
-    async def open(self, name: str, param: str = "reference") -> StoredReference:
-        """The reference of a name, which is the request's field `param`.
+    async def read(self, name: str, call: Callable[[], T], param: str = "reference") -> T:
+        """`in_thread` for a call that reads a reference, whose name is the request's field `param`.
 
         Raises:
-            RequestError: there is none (404), or it is damaged (409).
+            NotServedError: there is none of that name.
+            ConflictError: it is damaged, or another one has its name now.
         """
         try:
-            reference = await self.in_thread(name, lambda: self.directory.open(name), param)
+            return await self.in_thread(name, call, param)
+        except ReplacedReferenceError:
+            self._opened.pop(name, None)
+            message = f"reference {name!r} was deleted meanwhile, and another has its name now"
+            raise ConflictError(message, param) from None
         except NoReferenceError as error:
             self._opened.pop(name, None)
-            raise RequestError(str(error), param, HTTPStatus.NOT_FOUND) from None
+            raise NotServedError(str(error), param) from None
         except BrokenFileError as error:
             raise self.broken(name, error, param) from None
-        # With the tokens that were read for it, as long as the manifest is the same.
+
+    async def write(self, name: str, call: Callable[[], T], param: str = "name") -> T:
+        """`read` for a call that writes files of a reference.
+
+        Raises:
+            StorageError: a file cannot be written.
+        """
+        try:
+            return await self.read(name, call, param)
+        except OSError as error:
+            raise self.unwritable(name, error) from None
+
+    async def open(self, name: str, param: str = "reference") -> StoredReference:
+        """The reference of a name."""
+        reference = await self.read(name, lambda: self.directory.open(name), param)
+        # With the tokens that were read for it, if the manifest is the same.
         reference = known if (known := self._opened.pop(name, None)) == reference else reference
         self._opened[name] = reference
         if len(self._opened) > KEPT_OPEN:
@@ -98,89 +114,41 @@ class References:
         return reference
 
     async def describe(self, name: str) -> Reference:
-        """What is told of the reference of a name.
-
-        Raises:
-            RequestError: as for `open`.
-        """
+        """What the API shows of a reference."""
         reference = await self.open(name, "name")
         return await self.in_thread(name, lambda: _describe(reference), "name")
 
     async def delete(self, name: str) -> None:
-        """Remove a reference.
-
-        Raises:
-            RequestError: there is none (404), or its folder cannot be changed.
-        """
-        try:
-            await self.in_thread(name, lambda: self.directory.delete(name), "name")
-        except NoReferenceError as error:
-            raise RequestError(str(error), "name", HTTPStatus.NOT_FOUND) from None
-        except OSError as error:
-            raise self.unwritable(name, error) from None
+        """Remove a reference."""
+        await self.write(name, lambda: self.directory.delete(name))
 
     async def save(
         self, reference: StoredReference, changes: dict[str, Any], param: str = "reference"
     ) -> StoredReference:
-        """Change the manifest that is on disk now.
-
-        Raises:
-            RequestError: the reference was deleted meanwhile, or its manifest cannot be written.
-        """
-        try:
-            return await self.in_thread(reference.name, lambda: self.directory.update(reference, changes), param)
-        except OSError as error:
-            raise self.unwritable(reference.name, error) from None
-        except (NoReferenceError, BrokenFileError) as error:
-            raise self._gone(reference.name, error, param) from None
+        """Change the manifest that is on disk now."""
+        return await self.write(reference.name, lambda: self.directory.update(reference, changes), param)
 
     async def current(self, reference: StoredReference, param: str = "reference") -> StoredReference:
-        """A reference as it is on disk now.
-
-        Raises:
-            RequestError: it was deleted meanwhile.
-        """
+        """A reference with its manifest on disk now."""
         name, identity = reference.name, reference.manifest.identity
-        try:
-            return await self.in_thread(name, lambda: self.directory.open_same(name, identity), param)
-        except (NoReferenceError, BrokenFileError) as error:
-            raise self._gone(name, error, param) from None
-
-    def _gone(self, name: str, error: NoReferenceError | BrokenFileError, param: str) -> RequestError:
-        if isinstance(error, BrokenFileError):
-            return self.broken(name, error, param)
-        self._opened.pop(name, None)
-        if isinstance(error, ReplacedReferenceError):
-            return RequestError(
-                f"reference {name!r} was deleted meanwhile, and another has its name now", param, HTTPStatus.CONFLICT
-            )
-        return RequestError(str(error), param, HTTPStatus.NOT_FOUND)
+        return await self.read(name, lambda: self.directory.open_same(name, identity), param)
 
     async def text(self, reference: StoredReference) -> StoredText:
-        """The tokens of a reference.
+        """The tokens of a reference."""
+        return await self.read(reference.name, lambda: reference.text)
 
-        Raises:
-            RequestError: they are damaged.
-        """
-        try:
-            return await self.in_thread(reference.name, lambda: reference.text)
-        except BrokenFileError as error:
-            raise self.broken(reference.name, error) from None
-
-    def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> RequestError:
-        """The error for a reference of which a file is damaged."""
+    def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> ConflictError:
+        """The error for a damaged file of a reference."""
         reason = self._without_folder(name, error)
-        return RequestError(f"reference {name!r} is damaged: {reason}", param, HTTPStatus.CONFLICT)
+        return ConflictError(f"reference {name!r} is damaged: {reason}", param)
 
-    def unwritable(self, name: str, failure: OSError | str) -> RequestError:
-        """The error for a reference of which a file cannot be written."""
+    def unwritable(self, name: str, failure: OSError | str) -> StorageError:
+        """The error for a file of a reference that cannot be written."""
         reason = self._without_folder(name, failure)
-        return RequestError(
-            f"reference {name!r} could not be written: {reason}", "name", HTTPStatus.INSUFFICIENT_STORAGE
-        )
+        return StorageError(f"reference {name!r} could not be written: {reason}", "name")
 
     def _without_folder(self, name: str, reason: object) -> str:
-        """What went wrong with a file of a reference: of paths from the root vLLM tells clients nothing."""
+        """A reason without the server's folder, whose path clients do not learn."""
         root = self.directory.root
         return str(reason).replace(f"{root / name}{os.sep}", "").replace(f"{root}{os.sep}", "")
 

@@ -1,4 +1,4 @@
-"""Scores token sequences on the engine. Knows neither text nor HTTP."""
+"""Scores token sequences on the engine. Knows no text and no HTTP."""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
-from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.utils import random_uuid
 
 from scoremode_server.prefix_cache.admission import RequestQueue
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.turns import Turns
@@ -20,7 +19,7 @@ from scoremode_server.vllm_patches.scored_windows import ScoredMark
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSettings:
-    """What the sequences of one HTTP request have in common."""
+    """Settings of all sequences of an HTTP request."""
 
     request_id: str
     queue: RequestQueue
@@ -28,8 +27,8 @@ class ScoreSettings:
     temperature: float = 1.0
     use_cache: bool = True
     cache_salt: str | None = None
-    makes_room: bool = True
-    """Whether rows are kept in the place of others."""
+    may_evict: bool = True
+    """Whether other rows may be evicted to store these."""
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`."""
@@ -37,19 +36,19 @@ class ScoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSequence:
-    """Tokens to score, and what is wanted of which positions."""
+    """Tokens to score, with the positions and candidates that are wanted."""
 
     token_ids: Sequence[int]
     first: int = 0
-    """Position from which on rows are wanted."""
+    """The position from which rows are wanted."""
     candidates: np.ndarray | None = None
     """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
     only_from_first: bool = False
-    """Whether rows before `first` are left out for certain; else they are computed, and kept for others."""
+    """Whether rows before `first` are always left out; else they are computed and stored for other requests."""
 
     @property
     def num_candidates(self) -> int:
-        """At each position."""
+        """Per position."""
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     @property
@@ -58,7 +57,7 @@ class ScoredSequence:
         return self.candidates is not None and self.candidates.ndim > 1
 
     def mark(self, settings: ScoreSettings) -> ScoredMark | None:
-        """What the engine's workers are told where this is more than prompt logprobs have."""
+        """The instructions for the engine's workers, if vLLM's prompt logprobs are not enough."""
         first, candidates = max(1, self.first), self.candidates
         if candidates is None and settings.temperature == 1.0 and not (self.only_from_first and first > 1):
             return None
@@ -81,52 +80,49 @@ class Scorer:
         self._engine = engine
         self._turns = turns
 
-    def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[Answer, None]:
-        """Score each sequence of at least one and at most `max_model_len` tokens of the vocabulary, from a position on.
-        The first token has no context, so no row. Sequences are taken as the engine can use them, and answers are in
-        their order. Closing the generator aborts what is in the engine.
+    def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[ScoredRows, None]:
+        """Score sequences of 1 to `max_model_len` tokens, in order. The first token has no context, so no row.
+        Sequences are taken when the engine can use them. Closing the generator aborts those in the engine.
 
         Raises:
-            EngineOutputError: the engine returned something that is not the score of a sequence.
-            RequestError: the engine has died, or the server stops.
+            EngineOutputError: the engine returned wrong or incomplete rows.
         """
         return settings.queue.in_order(
             self._score(index, sequence, settings) for index, sequence in enumerate(sequences)
         )
 
-    async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> Answer:
+    async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
         token_ids, mark = sequence.token_ids, sequence.mark(settings)
         if len(token_ids) == 1:
-            nothing = RequestOutput(settings.request_id, None, list(token_ids), None, [], finished=True)
-            answer = Answer(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), nothing)
             settings.queue.done(1, 0)
-        else:
-            # Keys and values that nobody may read again have a salt of their own.
-            salt = settings.cache_salt if settings.use_cache else random_uuid()
-            request = RowsRequest.score(
-                token_ids,
-                request_id=f"{settings.request_id}-{index}",
-                first=max(1, sequence.first),
-                top_logprobs=settings.top_logprobs,
-                use_cache=settings.use_cache,
-                cache_salt=salt,
-                # Rows with candidates of their own serve nobody but the same request again.
-                makes_room=settings.makes_room and not sequence.has_own_candidates,
-                owner=settings.owner,
-                options=settings.options,
-                queue=settings.queue,
-                mark=mark,
-            )
-            answer = await self._engine.rows(request)
-        await self._turns.take()
-        return answer
+            await self._turns.wait()
+            return ScoredRows(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), 0)
+        # Keys and values that no other request may read have a salt of their own.
+        salt = settings.cache_salt if settings.use_cache else random_uuid()
+        request = RowsRequest.score(
+            token_ids,
+            request_id=f"{settings.request_id}-{index}",
+            first=max(1, sequence.first),
+            top_logprobs=settings.top_logprobs,
+            use_cache=settings.use_cache,
+            cache_salt=salt,
+            # Only the same request again could use rows with these candidates.
+            may_evict=settings.may_evict and not sequence.has_own_candidates,
+            owner=settings.owner,
+            options=settings.options,
+            queue=settings.queue,
+            mark=mark,
+        )
+        result = await self._engine.rows(request)
+        await self._turns.wait()
+        return result
 
 
 def check_engine(config: VllmConfig) -> None:
     """Refuse an engine whose settings change what logprobs are.
 
     Raises:
-        ValueError: the setting, and what it would do.
+        ValueError: a setting does.
     """
     mode = config.model_config.logprobs_mode
     if mode != "raw_logprobs":

@@ -1,4 +1,4 @@
-"""Tokens as text, decoded once for each token of the vocabulary and never for a position."""
+"""The texts of tokens, decoded once per token of the vocabulary."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -11,14 +11,11 @@ from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from scoremode_server.vllm_patches.output_processor import INCOMPLETE, decode_within_character
 
 CONTEXT = 4
-"""Tokens that vLLM looks back for the start of a character; a prompt's first is never among them."""
+"""Tokens before a position in which vLLM looks for the start of a character, without a prompt's first token."""
 
 
 class TokenStrings:
-    """A table over the vocabulary: each token's text, alone, and that text as JSON.
-
-    `get_tokenizer` raises where the server runs without one.
-    """
+    """A table of each token's text alone, also as JSON. `get_tokenizer` raises if the server has no tokenizer."""
 
     def __init__(self, get_tokenizer: Callable[[], TokenizerLike]) -> None:
         self._get_tokenizer = get_tokenizer
@@ -28,60 +25,58 @@ class TokenStrings:
         self._completed = lru_cache(maxsize=2**16)(self._complete)
 
     def fill_vocabulary(self) -> None:
-        """Fill the whole table, which takes some 3 µs a token: at the start, no request waits for it."""
+        """Fill the whole table, which takes some 3 µs per token."""
         self.fill(self._get_tokenizer().get_vocab().values())
 
     def fill(self, token_ids: Iterable[int]) -> None:
-        """Make sure that the table has these tokens."""
+        """Add these tokens to the table."""
         wanted = set(token_ids)
         if wanted <= self._json.keys():
             return
-        # Not a difference of sets, which would walk through the whole table.
+        # A difference of sets would go through the whole table.
         missing = [token_id for token_id in wanted if token_id not in self._json]
         for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
             self._texts[token_id] = text
             self._json[token_id] = orjson.dumps(text).decode()
 
-    def of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, alone."""
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token alone."""
         self.fill(token_ids)
         return [self._texts[token_id] for token_id in token_ids]
 
     def json_of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, alone, as JSON."""
+        """The text of each token alone, as JSON."""
         self.fill(token_ids)
         return [self._json[token_id] for token_id in token_ids]
 
     def json_within(
         self, prompt: Sequence[int], start: int, ids: np.ndarray, places: Sequence[int]
     ) -> list[tuple[int, str]]:
-        """Of ids [rows, columns] that may stand at positions `start` and on of a prompt, each token at one of these
-        places, row after row, which ends within a character: its place, and what it completes with those before it, as
-        JSON, or nothing."""
+        """For ids [rows, columns] at positions from `start` of a prompt: the places of tokens that end within a
+        character, and as JSON the text that each completes with the tokens before it, which may be empty."""
         num_columns = ids.shape[1]
         contexts = {row: self._context(prompt, start + row) for row in {place // num_columns for place in places}}
-        # What follows a whole character completes none.
+        # After a complete character there is nothing to complete.
         return [
             (place, self._completed(token_id, context) if (context := contexts[place // num_columns]) else '""')
             for place, token_id in zip(places, ids.ravel()[places].tolist(), strict=True)
         ]
 
     def _context(self, prompt: Sequence[int], position: int) -> tuple[int, ...]:
-        """The tokens before a position that may be part of its character: none from before a text that ends with a
-        character."""
+        """The tokens before a position that may be part of its character."""
         context = prompt[max(1, position - CONTEXT) : position]
         for index in range(len(context), 0, -1):
-            (text,) = self.of(context[index - 1 : index])
+            (text,) = self.texts_of(context[index - 1 : index])
             if text and not text.endswith(INCOMPLETE):
                 return tuple(context[index:])
         return tuple(context)
 
     def first_of_a_prompt(self, token_id: int) -> str:
-        """Text as JSON of a prompt's first token, which vLLM decodes by itself, as a text would start with it."""
+        """The text as JSON of a prompt's first token, which vLLM decodes as the start of a text."""
         if token_id not in self._first:
             self._first[token_id] = orjson.dumps(self._get_tokenizer().decode(token_id)).decode()
         return self._first[token_id]
 
     def _complete(self, token_id: int, context: tuple[int, ...]) -> str:
-        """Text as JSON of a token that ends within a character."""
+        """The text as JSON of a token that ends within a character."""
         return orjson.dumps(decode_within_character(self._get_tokenizer(), token_id, context)).decode()

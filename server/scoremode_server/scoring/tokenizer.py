@@ -1,4 +1,4 @@
-"""Between text and token ids, with the tokenizer that the server was started with."""
+"""Encodes and decodes text with the server's tokenizer."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,27 +13,19 @@ from scoremode_server.scoring.token_strings import TokenStrings
 
 
 class Tokenizer:
-    """Encodes and decodes through vLLM's renderer, whose threads keep long texts off the event loop."""
+    """Encodes and decodes in the threads of vLLM's renderer."""
 
     def __init__(self, renderer: BaseRenderer) -> None:
         self._renderer = renderer
         self.strings = TokenStrings(self._tokenizer)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length.
-
-        Raises:
-            RequestError: the server has no tokenizer.
-        """
+        """Token ids of a text of any length."""
         (token_ids,) = await self.encode_all([text], add_special_tokens)
         return token_ids
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text.
-
-        Raises:
-            RequestError: the server has no tokenizer.
-        """
+        """Token ids of each text."""
         self._tokenizer()
         params = TokenizeParams(max_total_tokens=None, add_special_tokens=add_special_tokens)
         encoded = await self._renderer.tokenize_prompts_async([TextPrompt(prompt=text) for text in texts], params)
@@ -42,16 +34,15 @@ class Tokenizer:
     async def encode_continuations(
         self, context: str, continuations: Sequence[str], add_special_tokens: bool
     ) -> tuple[int, list[list[int]]]:
-        """(tokens of the context, token ids of the context with each continuation after it).
-
-        As lm-eval does it: white space that ends the context goes to the continuations, both are encoded as one text,
-        and what comes after as many tokens as the context has alone is the continuation.
+        """(number of tokens of the context, token ids of the context with each continuation), as in lm-eval: white
+        space at the context's end moves to the continuations, both are encoded as one text, and the continuation begins
+        after as many tokens as the context has alone.
         """
         stripped = context.rstrip()
         moved = context[len(stripped) :]
         texts = [stripped, *(stripped + moved + continuation for continuation in continuations)]
-        alone, *together = await self.encode_all(texts, add_special_tokens)
-        return len(alone), together
+        alone, *joined = await self.encode_all(texts, add_special_tokens)
+        return len(alone), joined
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -61,14 +52,10 @@ class Tokenizer:
         return str(decoded["prompt"])
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, alone.
-
-        Raises:
-            RequestError: the server has no tokenizer.
-        """
+        """The text of each token alone."""
         if self._renderer.tokenizer is None:
-            raise RequestError("this server runs without a tokenizer: it knows no token's text", "token_ids")
-        return self.strings.of(token_ids)
+            raise RequestError("this server has no tokenizer, so it knows no token's text", "token_ids")
+        return self.strings.texts_of(token_ids)
 
     def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
         """The tokenizer's BOS or EOS token."""
@@ -76,23 +63,19 @@ class Tokenizer:
         return token_id
 
     async def adds_bos(self) -> bool:
-        """Whether the tokenizer puts BOS before a text by itself."""
+        """Whether the tokenizer puts BOS before a text."""
         bos = self.special_token_id("bos")
         return bos is not None and (await self.encode("", add_special_tokens=True))[:1] == [bos]
 
     def _tokenizer(self) -> TokenizerLike:
         tokenizer = self._renderer.tokenizer
         if tokenizer is None:
-            raise RequestError("this server runs without a tokenizer: send token ids, not text", "prompt")
+            raise RequestError("this server has no tokenizer: send token ids, not text", "prompt")
         return tokenizer
 
 
 def as_prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
-    """OpenAI's four shapes of a prompt as a list of texts or token lists.
-
-    Raises:
-        RequestError: there is no prompt.
-    """
+    """OpenAI's four shapes of a prompt as a list of texts or token lists."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -14,13 +14,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from http import HTTPStatus
 from typing import Any, Literal
 
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.errors import EngineOutputError, RequestError, engine_has_died, stopping
+from scoremode_server.errors import EngineOutputError, RequestError, UnavailableError, engine_has_died, stopping
 from scoremode_server.prefix_cache.admission import Admission, Gate
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.vllm_patches.head_memory import FAILED
@@ -514,9 +513,8 @@ class WorkerFiles:
             file.settle(failure)
 
 
-def _late(what: str, reference: str) -> RequestError:
-    return RequestError(
+def _late(what: str, reference: str) -> UnavailableError:
+    return UnavailableError(
         f"reference {reference!r}: {what} was not read within {SECONDS_TO_READ} s; does its file system answer?",
         "reference",
-        HTTPStatus.SERVICE_UNAVAILABLE,
     )

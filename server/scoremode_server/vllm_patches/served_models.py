@@ -1,7 +1,6 @@
 """Which model or LoRA adapter a request names."""
 
 from dataclasses import dataclass
-from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.engine.serving import BaseServing
 from vllm.lora.request import LoRARequest
 
-from scoremode_server.errors import MAX_NAME, RequestError
+from scoremode_server.errors import MAX_NAME, NotServedError, RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,15 @@ class ServedModels(BaseServing):
         """The model of that name, or the served one.
 
         Raises:
-            RequestError: there is none (404).
+            RequestError: there is none, or an adapter cannot be loaded.
         """
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
             shorten_name(failure, name)
             # vLLM's message lists the names of the served model, and no adapters.
             adapters = f" Adapters: {', '.join(self.models.lora_requests)}." if self.models.lora_requests else ""
-            raise RequestError(f"{failure.error.message}{adapters}", "model", HTTPStatus(failure.error.code))
+            kind = NotServedError if failure.error.code == 404 else RequestError
+            raise kind(f"{failure.error.message}{adapters}", "model")
         lora = self._maybe_get_adapters(request)
         return ServedModel(self.models.model_name(lora), lora)
 

@@ -16,9 +16,9 @@ from scoremode_server.settings import ServerSettings
     ("num_in_flight", "num_engines", "expected"),
     [
         # A CPU, a GPU, eight replicas on GPUs.
-        (1, 1, EngineSize(tokens=2 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
-        (2, 1, EngineSize(tokens=3 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, kept_tokens=256)),
-        (2, 8, EngineSize(tokens=24 * 2048, sequences=16 * 8, max_scoring_tokens=128 * 9000, kept_tokens=2048)),
+        (1, 1, EngineSize(tokens=2 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, reserved_tokens=256)),
+        (2, 1, EngineSize(tokens=3 * 2048, sequences=2 * 8, max_scoring_tokens=16 * 9000, reserved_tokens=256)),
+        (2, 8, EngineSize(tokens=24 * 2048, sequences=16 * 8, max_scoring_tokens=128 * 9000, reserved_tokens=2048)),
     ],
 )
 def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight, num_engines, expected):

@@ -3,12 +3,10 @@
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scoremode_server.errors import RequestError
-from scoremode_server.json_fields import CONTINUATIONS, PROMPTS, TEXTS, read_anything, read_list, read_scalar, split
+from scoremode_server.json_fields import CONTINUATIONS, PROMPTS, TEXTS, read_anything, read_list, split
 
 token_ids = st.lists(st.integers())
 texts = st.lists(st.text())
@@ -27,28 +25,10 @@ def test_prompts_and_texts_of_any_form_are_what_json_says(prompt, several):
 def test_single_values_are_left_to_the_model():
     for value in (5, 1.5, True, "text"):
         assert read(value, TEXTS) == value
-    fields = split(b'{"a": [1, "\xff"], "b": {"c": 1e999}}')
-    assert read_scalar(fields["a"], "a") == []
-    assert read_scalar(fields["b"], "b") == read_list(fields["b"], "b", PROMPTS) == {}
+    assert read({"a": [1]}) == {"a": [1]}
 
 
 def test_brackets_and_commas_in_texts_are_not_counted():
     assert read(["[" * 200_000]) == ["[" * 200_000]
     text = "," * 600_000
     assert read_anything(split(json.dumps({"a": text}).encode())["a"], "a") == text
-
-
-@given(st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.integers(), st.lists), max_size=4), st.text())
-def test_half_a_surrogate_pair_is_found_in_its_field(before, text):
-    before.pop("the field", None)
-    body = json.dumps(before | {"the field": [[text, "HERE"]], "after": "\\"}).replace("HERE", r"x\udc00")
-    with pytest.raises(RequestError, match=r"\\udc00 is half of a surrogate pair") as raised:
-        split(body.encode())
-    assert raised.value.param == "the field"
-
-
-def test_an_escaped_backslash_starts_no_surrogate():
-    fields = split(rb'{"a": "\\ud800", "b": "\ud83d\ude00"}')
-    assert [read_scalar(fields[name], name) for name in fields] == [r"\ud800", "😀"]
-    with pytest.raises(RequestError, match="invalid character"):
-        split(rb'{"a": "\\ud800", "b": x}')

@@ -83,13 +83,13 @@ def test_rows_of_cached_positions_are_never_used():
     ids, logprobs = np.array([[2], [3], [4], [5]], np.int32), np.array([[garbage], [garbage], [-3], [-4]], np.float32)
     ranks = np.array([1, 1, 3, 4], np.int32)
     for first in (0, 2):
-        rows, num_lacking = read_rows(
+        rows, num_missing = read_rows(
             token_ids,
             5,
             1,
             output_of(prompt_logprobs(ids[first:], logprobs[first:], ranks[first:]), None, num_cached_tokens=2),
         )
-        assert num_lacking == 2
+        assert num_missing == 2
         assert rows.logprobs[2:, 0].tolist() == [-3, -4]
         assert rows.ranks[2:].tolist() == [3, 4]
 
@@ -109,7 +109,7 @@ def test_parts_of_a_prompt_are_joined():
 
 
 def test_rows_are_stored_bit_for_bit():
-    rows = Rows.of(np.array([[7, 8]]), np.array([[-0.0, -np.inf]], np.float32), np.array([200_000]))
+    rows = Rows.from_arrays(np.array([[7, 8]]), np.array([[-0.0, -np.inf]], np.float32), np.array([200_000]))
     again = Rows.from_bytes(rows.table.tobytes(), 2)
     assert (again.num_columns, len(again)) == (2, 1)
     assert again.token_ids.tolist() == [[7, 8]]
@@ -117,7 +117,7 @@ def test_rows_are_stored_bit_for_bit():
     assert again.ranks.tolist() == [200_000]
     assert (
         again.first_columns(1).table.tolist()
-        == Rows.of(np.array([[7]]), np.array([[-0.0]], np.float32), np.array([200_000])).table.tolist()
+        == Rows.from_arrays(np.array([[7]]), np.array([[-0.0]], np.float32), np.array([200_000])).table.tolist()
     )
 
 
@@ -135,6 +135,6 @@ def test_the_last_token_is_forced_and_never_fed():
 def test_a_single_token_has_no_params_and_a_score_of_nothing():
     with pytest.raises(ValueError, match="at least 2 tokens"):
         score_params([4])
-    nothing = SequenceScore.of([4], Rows.empty(0, 4))
+    nothing = SequenceScore.from_rows([4], Rows.empty(0, 4))
     assert np.isnan(nothing.logprobs).tolist() == [True]
     assert nothing.top_token_ids.shape == (1, 3)

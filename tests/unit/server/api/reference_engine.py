@@ -105,7 +105,7 @@ class ReferenceEngine(HeldEngine):
 
     def references(self, scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
         """The server's references."""
-        return ReferenceParts.of(self.directory.root, self, scoring, turns, self.identity)  # type: ignore[arg-type]
+        return ReferenceParts.from_folder(self.directory.root, self, scoring, turns, self.identity)  # type: ignore[arg-type]
 
     async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
         """Call a method of the worker."""

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from scoremode_server.api.event_stream import EventStream
-from scoremode_server.completions.generate import ROUTE
-from scoremode_server.prefix_cache.admission import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.generate import ROUTE
+from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app

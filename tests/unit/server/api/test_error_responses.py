@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scoremode_server.api.statuses import STATUSES
+from scoremode_server.errors import RequestError
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PAGE, PERPLEXITY, SCORE, page
 from tests.unit.server.api.light_app import client_of, light_app
 from tests.unit.server.api.reference_engine import ReferenceEngine
@@ -30,6 +32,10 @@ async def test_bad_input_names_its_field_and_the_server_still_answers(bad):
 
 def test_the_page_of_errors_has_all_of_them():
     assert PAGE.read_text() == page(), "stale: run `make errors`"
+
+
+def test_every_error_has_a_status():
+    assert {*STATUSES} == {RequestError, *RequestError.__subclasses__()}
 
 
 async def in_chunks(body: bytes) -> AsyncIterator[bytes]:

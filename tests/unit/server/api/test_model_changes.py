@@ -36,7 +36,7 @@ async def test_a_reference_with_an_old_fingerprint_resumes_with_a_warning(tmp_pa
     async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_NAMES) as client:
         assert await record(client) == before
         assert len(warnings) == 1
-        assert "fingerprints did not see the contents" in warnings[0]
+        assert "without the contents of weights" in warnings[0]
         floor = await client.post("/v1/kld", json={"reference": "base", "as_noise_floor": True})
         assert floor.status_code == 200
     async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_OTHER_NAMES) as client:

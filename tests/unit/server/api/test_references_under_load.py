@@ -221,7 +221,7 @@ async def test_damage_is_an_error_whatever_was_read_before(root: Path, name: str
         flip_a_bit(root / damaged / name)
         status, param, message = error_of(await kld(client, damaged))
         assert (status, param) == (409, "reference")
-        assert message == f"reference {damaged!r} is damaged: {name} was changed: its checksum is another"
+        assert message == f"reference {damaged!r} is damaged: {name} was changed: its checksum does not match"
         if of_copy:
             assert (await kld(client, "base")).status_code == 200
         flip_a_bit(root / damaged / name)

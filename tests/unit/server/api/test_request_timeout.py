@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from scoremode_server.api import kld
-from scoremode_server.prefix_cache import admission
+from scoremode_server.api import kld, requests
 from tests.bad_inputs import KLD, PERPLEXITY, REFERENCES
 from tests.unit.server.api.light_app import client_of, error_of, light_app
 from tests.unit.server.api.reference_engine import BODY, ReferenceEngine, record
@@ -47,7 +46,7 @@ def limited(engine: ReferenceEngine, monkeypatch: pytest.MonkeyPatch) -> Request
         return made
 
     monkeypatch.setattr(asyncio, "timeout", timeout)
-    monkeypatch.setattr(admission, "logger", request)
+    monkeypatch.setattr(requests, "logger", request)
     return request
 
 

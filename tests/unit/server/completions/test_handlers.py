@@ -10,9 +10,8 @@ from starlette.requests import Request
 from vllm.entrypoints.scale_out.token_in_token_out import api_router
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-from scoremode_server.api.generate import is_served
+from scoremode_server.api.generate import ROUTE, is_served
 from scoremode_server.completions import response_parts
-from scoremode_server.completions.generate import ROUTE
 from scoremode_server.prefix_cache.admission import EngineSize
 from tests.bad_inputs import COMPLETIONS
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app

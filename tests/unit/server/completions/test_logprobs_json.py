@@ -33,7 +33,7 @@ def rows(prompt: list[int], width: int) -> Rows:
         ids[row] = [actual, *rng.choice(np.arange(actual - 20, actual + 20) % 1024, width - 1, replace=False)]
         logprobs[row] = -rng.random(width) * 20
         ranks[row] = rng.integers(1, 1024)
-    return Rows.of(ids, logprobs, ranks)
+    return Rows.from_arrays(ids, logprobs, ranks)
 
 
 def written(writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int) -> list[bytes]:
@@ -46,7 +46,7 @@ def written(writer: LogprobsWriter, prompt: list[int], width: int, style: Style,
 @pytest.mark.parametrize(("kept_bytes", "piece_entries"), [(1 << 20, 16_384), (8000, 16_384), (1 << 20, 20)])
 def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch, kept_bytes, piece_entries):
     """Prompts that branch at random, in several styles and widths, with any number of blocks from the cache."""
-    monkeypatch.setattr(logprobs_json, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(logprobs_json, "STORED_BYTES", kept_bytes)
     monkeypatch.setattr(logprobs_json, "PIECE_ENTRIES", piece_entries)
     writer = LogprobsWriter(strings, SIZE)
     rng = random.Random(3)
@@ -60,8 +60,8 @@ def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch,
         answer = written(writer, prompt, width, style, num_blocks)
         assert answer == written(LogprobsWriter(strings, SIZE), prompt, width, style, 0)
         assert len(json.loads(answer[0])) == len(prompt)
-        assert sum(kept.num_bytes for kept in writer._kept.values()) <= kept_bytes
-    assert writer._kept
+        assert sum(kept.num_bytes for kept in writer._stored.values()) <= kept_bytes
+    assert writer._stored
 
 
 @pytest.mark.parametrize(("width", "num_written"), [(2, [49, 49, 9, 1]), (33, [49, 49, 49, 49])])
@@ -76,7 +76,7 @@ def test_common_prefixes_are_kept_unless_their_rows_are_wide(strings, monkeypatc
         prompt = [*range(5, 46), *[end] * 9]
         list(writer.prompt(prompt, rows(prompt, width), block_hashes(prompt[1:]), num_cached, STYLES[0]))
         assert sum(num_rows) == expected
-    assert bool(writer._kept) == (width < 33)
+    assert bool(writer._stored) == (width < 33)
 
 
 def test_two_rows_are_written_as_vllm_writes_them():
@@ -86,7 +86,7 @@ def test_two_rows_are_written_as_vllm_writes_them():
         json_of=lambda token_ids: [f'"{chr(97 + token_id)}"' for token_id in token_ids],
         first_of_a_prompt=lambda token_id: f'"{chr(97 + token_id)}"',
     )
-    of_two = Rows.of(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
+    of_two = Rows.from_arrays(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
     pieces = list(LogprobsWriter(letters, SIZE).prompt([5, 7, 6], of_two, [], 0, STYLES[0]))
     assert b"".join(prompt_logprobs(pieces)).decode() == (
         '[null,{"7":{"logprob":-1.5,"rank":40,"decoded_token":"h"},"9":{"logprob":-0.5,"rank":1,"decoded_token":"j"},'

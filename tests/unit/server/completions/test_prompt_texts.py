@@ -44,7 +44,7 @@ def test_a_long_run_of_bytes_is_decoded_as_the_tokenizer_does(byte_fallback_mode
 
 
 def test_a_common_prefix_is_decoded_once_unless_its_text_was_dropped(monkeypatch):
-    monkeypatch.setattr("scoremode_server.completions.prompt_texts.KEPT_CHARACTERS", 3 * 700)
+    monkeypatch.setattr("scoremode_server.completions.prompt_texts.STORED_CHARACTERS", 3 * 700)
     tokenizer = Mock()
     tokenizer.decode.side_effect = lambda token_ids: "".join(chr(97 + token_id) for token_id in token_ids)
     texts = PromptTexts(lambda: tokenizer, SIZE)
@@ -54,4 +54,4 @@ def test_a_common_prefix_is_decoded_once_unless_its_text_was_dropped(monkeypatch
     assert sum(len(call.args[0]) for call in tokenizer.decode.mock_calls) < 600
     for prefix in prefixes[1:]:
         texts.text(prefix, block_hashes(prefix))
-    assert (block_hashes(prefixes[0])[-1] in texts._kept, len(texts._kept)) == (False, 3)
+    assert (block_hashes(prefixes[0])[-1] in texts._stored, len(texts._stored)) == (False, 3)

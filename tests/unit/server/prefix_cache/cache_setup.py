@@ -17,7 +17,7 @@ from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, op
 from scoremode_server.errors import UnfinishedError
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import EngineSize
-from scoremode_server.prefix_cache.engine import Answer, ScoringEngine
+from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
 from scoremode_server.vllm_patches.output_processor import ScoringParams
@@ -104,7 +104,7 @@ class Setup:
         self.scoring = ScoringEngine(self.engine, self.store, Metrics(1 << 28, self.registry), self.size)
         self.writer = LogprobsWriter(Names(), self.store.block_size)
 
-    async def ask(self, ask: Ask) -> Answer:
+    async def ask(self, ask: Ask) -> EngineResult:
         """Ask, and compare every row of the answer with what it has to be."""
         self.num_asked += 1
         first_weights = self.engine.weights[ask.adapter]
@@ -112,17 +112,17 @@ class Setup:
         answer = await self.scoring.rows(ask.request(f"ask-{self.num_asked}"))
         weights = range(first_weights, self.engine.weights[ask.adapter] + 1)
         assert any(self.is_right(ask, answer, version) for version in weights), (ask, answer.num_cached_tokens)
-        assert 0 <= answer.num_cached_tokens == answer.output.num_cached_tokens < len(ask.fed)
+        assert 0 <= answer.num_cached_tokens < len(ask.fed)
         assert ask.scores or ask.first > 1 or self.written(ask, answer) == answer.rows.logprobs[:, 0].tolist()
         self.num_rows += through_cache * (len(ask.token_ids) - ask.first)
         return answer
 
-    def is_right(self, ask: Ask, answer: Answer, weights: int) -> bool:
+    def is_right(self, ask: Ask, answer: EngineResult, weights: int) -> bool:
         expected = expected_rows(ask.token_ids, ask.top + 1, adapter=ask.adapter, salt=ask.salt or "", weights=weights)
         got = answer.rows.token_ids, answer.rows.logprobs, answer.rows.ranks
         return all(np.array_equal(a, b[ask.first - 1 :]) for a, b in zip(got, expected, strict=True))
 
-    def written(self, ask: Ask, answer: Answer) -> list[float]:
+    def written(self, ask: Ask, answer: EngineResult) -> list[float]:
         """The logprobs of the prompt's tokens but the first, as JSON says them."""
         style = Style(ask.top, as_token_ids=False)
         pieces = self.writer.prompt(ask.fed, answer.rows, answer.block_hashes, answer.num_cached_blocks, style)
@@ -148,7 +148,7 @@ def setup(runner: str = "v2", max_bytes: int = ROOM, size: int = SIZE, **setting
     return Setup(FakeEngine(size, runner, **settings), RowStore(size, max_bytes))
 
 
-async def outcome(setup: Setup, ask: Ask) -> Answer | None:
+async def outcome(setup: Setup, ask: Ask) -> EngineResult | None:
     """The answer, or None where the engine lost the request or gave it up."""
     try:
         return await setup.ask(ask)

@@ -48,7 +48,7 @@ async def test_those_at_a_closed_gate_let_others_pass(admission: Admission):
     await asyncio.gather(second, return_exceptions=True)
     one.leave("elsewhere", 10, 0, other)
     assert admission.num_running == gate.num_running == other.num_running == 0
-    assert not admission._turns
+    assert not admission._waiting
 
 
 async def test_a_gate_that_never_opens_ends_those_who_wait(admission: Admission):
@@ -58,5 +58,5 @@ async def test_a_gate_that_never_opens_ends_those_who_wait(admission: Admission)
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(result) for result in results] == ["gone", "gone"]
     assert results[0] is not results[1]
-    assert not admission._turns
+    assert not admission._waiting
     assert admission.num_running == 0

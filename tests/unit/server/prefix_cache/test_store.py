@@ -14,7 +14,7 @@ ROOM = 1 << 20
 
 def block(value: int, num_columns: int = 1) -> bytes:
     ids = np.full((SIZE, num_columns), value)
-    return Rows.of(ids, -ids.astype(np.float32), ids[:, 0]).table.tobytes()
+    return Rows.from_arrays(ids, -ids.astype(np.float32), ids[:, 0]).table.tobytes()
 
 
 def cost(*blocks: bytes) -> int:
@@ -26,7 +26,7 @@ def test_rows_come_back_bit_for_bit_in_as_many_columns_as_requested():
     ids = np.arange(12).reshape(4, 3)
     logprobs = np.array([[-0.0, -1e-30, -np.inf]] * 4, np.float32) - ids.astype(np.float32)
     ranks = np.array([1, 200_000, 3, 4])
-    rows = Rows.of(ids, logprobs, ranks)
+    rows = Rows.from_arrays(ids, logprobs, ranks)
     hashes = [b"a", b"b"]
     blocks = store.split(hashes, rows)
     assert blocks == {b"a": rows[:2].table.tobytes(), b"b": rows[2:].table.tobytes()}
@@ -139,7 +139,7 @@ def test_blocks_that_may_not_evict_use_free_bytes_and_go_first():
     store = RowStore(SIZE, 3 * cost(block(0)))
     store.put(0, [b"a"], {b"a": block(0)})
     windows = {key: block(1) for key in (b"w", b"x", b"y")}
-    assert store.put(0, list(windows), windows, makes_room=False) == 0
+    assert store.put(0, list(windows), windows, may_evict=False) == 0
     assert set(store.get([b"a", b"w", b"x", b"y"], 1)) == {b"a", b"w", b"x"}
     assert store.put(0, [b"b", b"c"], {b"b": block(2), b"c": block(2)}) == 2
     assert set(store.get([b"a", b"w", b"x", b"b", b"c"], 1)) == {b"a", b"b", b"c"}

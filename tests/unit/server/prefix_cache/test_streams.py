@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.prefix_cache.store import ENTRY_BYTES
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, RUNNERS, Ask, Setup, outcome, setup
 
@@ -52,7 +52,7 @@ async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float
     chances = dict.fromkeys(("losses", "give_ups", "evictions", "preemptions"), trouble)
     made = setup(RUNNERS[seed % 2], max_bytes, size, seed=seed, latency=draws.choice([0, 3, 8]), **chances)
     known: list[list[int]] = []
-    pending: set[asyncio.Task[Answer | None]] = set()
+    pending: set[asyncio.Task[EngineResult | None]] = set()
 
     async def settle(num_left: int) -> None:
         nonlocal pending

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vllm.config.lora import LoRAConfig
 
-from scoremode_server.prefix_cache.engine import Answer
+from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, check_engine
 from scoremode_server.scoring.turns import Turns
 from tests.unit.server.prefix_cache.cache_setup import Setup, setup
@@ -18,9 +18,11 @@ from tests.unit.server.prefix_cache.fake_engine import expected_rows
 TOKENS = list(range(20))
 
 
-async def scored(made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any) -> Answer:
+async def scored(
+    made: Setup, tokens: list[int], turns: Turns | None = None, first: int = 0, **options: Any
+) -> ScoredRows:
     scorer = Scorer(made.scoring, turns or Turns())
-    async with made.scoring.admission.request("/v1/score", "id", 1, len(tokens)) as queue:
+    async with made.scoring.admission.request(1, len(tokens)) as queue:
         settings = ScoreSettings(request_id="id", queue=queue, **options)
         (answer,) = [answer async for answer in scorer.scores([ScoredSequence(tokens, first)], settings)]
     return answer
@@ -55,7 +57,7 @@ async def test_owners_and_salts_share_nothing():
 
 async def test_a_score_waits_for_its_turn():
     made, come = setup(latency=0), asyncio.Event()
-    scoring = asyncio.create_task(scored(made, TOKENS, SimpleNamespace(take=come.wait)))
+    scoring = asyncio.create_task(scored(made, TOKENS, SimpleNamespace(wait=come.wait)))
     for _ in range(60):
         await asyncio.sleep(0)
     assert (made.engine.num_requests, made.engine.num_running, scoring.done()) == (1, 0, False)
@@ -67,7 +69,7 @@ async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served(
     turns, went, loop_turn = Turns(at_once=3), [], 0
 
     async def answer(number: int) -> None:
-        await turns.take()
+        await turns.wait()
         went.append((number, loop_turn))
 
     tasks = [asyncio.create_task(answer(number)) for number in range(20)]

@@ -219,7 +219,7 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
         "is_contended": False,
     }
     files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
-    async with AsyncExitStack() as stack, admission.request("/v1/kld", "one", 1, 8) as queue:
+    async with AsyncExitStack() as stack, admission.request(1, 8) as queue:
         at_gate = asyncio.create_task(queue.enter("one", 8, 0, (await loaded(files, stack, mark("base"))).gate))
         unread = asyncio.create_task(loaded(files, stack, mark("base", 1)))
         unwritten = asyncio.create_task(files.written("ticket", 1000))

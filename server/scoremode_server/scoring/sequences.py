@@ -1,4 +1,4 @@
-"""Which token sequences a request to `/v1/score` asks for: prompts, or continuations of them."""
+"""The token sequences of a request to `/v1/score`: prompts, or continuations of them."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -15,8 +15,7 @@ from scoremode_server.scoring.tokenizer import Tokenizer, as_prompts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSequence(ScoredSequence):
-    """A sequence to score, and its place in the request. Its `first` is `logprobs_from`, or where the continuation
-    starts; a text's first token has no logprob."""
+    """A sequence to score, and its place in the request. `first` is `logprobs_from` or the continuation's start."""
 
     prompt_index: int
     continuation_index: int | None = None
@@ -30,12 +29,7 @@ class RequestedSequence(ScoredSequence):
 
 
 async def read_sequences(request: ScoreRequest, tokenizer: Tokenizer, limits: Limits) -> list[RequestedSequence]:
-    """The sequences that a request asks for, prompts outermost.
-
-    Raises:
-        RequestError: there is no prompt or continuation, an empty one, or too many; or positions or candidates that do
-            not fit them.
-    """
+    """The sequences of a request, in the order of its prompts."""
     prompts = as_prompts(request.prompt)
     limits.check_num_sequences(len(prompts), None if request.continuations is None else len(request.continuations))
     sequences = await _sequences(prompts, request, tokenizer)
@@ -74,7 +68,7 @@ async def _sequences(
 
 
 def _firsts(request: ScoreRequest, num_prompts: int) -> list[int]:
-    """The position from which on each prompt's logprobs are wanted."""
+    """The position from which each prompt's logprobs are wanted."""
     each = request.logprobs_from
     firsts = each if isinstance(each, list) else [each] * num_prompts
     if len(firsts) != num_prompts:
@@ -120,14 +114,14 @@ def _with_own(sequence: RequestedSequence, lists: Any, limits: Limits) -> Reques
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
-    """Candidates as int32, one or more a position."""
+    """Candidates as int32, one or more per position."""
     try:
         table = np.array(lists, np.int32)
     except (ValueError, OverflowError):
         table = np.empty(0, np.int32)
     if table.ndim != num_dimensions or table.size == 0:
         raise RequestError(
-            "candidate_token_ids must be one or more token ids, as many at each position", "candidate_token_ids"
+            "candidate_token_ids must be one or more token ids, the same number at each position", "candidate_token_ids"
         )
     limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")
     return table

@@ -1,0 +1,158 @@
+"""The windows of a request's texts, and sums over them."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import fsum
+
+import numpy as np
+
+from scoremode.metrics import count_words, exp
+from scoremode.protocol import PerplexityRequest, PerplexityWindow, ServerInfo
+from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode_server.errors import RequestError
+from scoremode_server.scoring.limits import Limits
+from scoremode_server.scoring.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDocument:
+    """The tokens of one text, its windows, and the text itself: None where the request has only token ids."""
+
+    token_ids: list[int]
+    text: str | None
+    windows: list[Window] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TextWindows:
+    """All windows of a request's documents, which share no context."""
+
+    method: Method
+    context_length: int
+    stride: int
+    documents: list[TextDocument]
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        """The tokens of each window, and the position of its first target among them."""
+        for document in self.documents:
+            for window in document.windows:
+                yield window.token_ids(document.token_ids), window.first_scored
+
+    @property
+    def windows(self) -> list[Window]:
+        """Of all documents."""
+        return [window for document in self.documents for window in document.windows]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all documents."""
+        return sum(len(document.token_ids) for document in self.documents)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Of the UTF-8 of all texts; None where there are only token ids."""
+        return sum(len(document.text.encode()) for document in self.documents if document.text) or None
+
+    @property
+    def num_words(self) -> int | None:
+        """Of all texts; None where there are only token ids."""
+        return sum(count_words(document.text) for document in self.documents if document.text) or None
+
+
+class RunningPerplexity:
+    """Sums over the windows so far.
+
+    Attributes:
+        nlls: of the targets [num_scored] of each window, float64 in nats.
+    """
+
+    def __init__(self, num_windows: int) -> None:
+        self.nlls: list[np.ndarray] = []
+        self._num_windows = num_windows
+        self._nll_sum = 0.0
+        self._num_scored = 0
+
+    def add(self, nlls: np.ndarray) -> PerplexityWindow:
+        """What to report of the next window, whose targets have these NLLs [num_scored] in nats."""
+        nll_sum = fsum(nlls)
+        self.nlls.append(nlls)
+        self._nll_sum += nll_sum
+        self._num_scored += len(nlls)
+        return PerplexityWindow(
+            index=len(self.nlls) - 1,
+            num_windows=self._num_windows,
+            num_scored=len(nlls),
+            nll_sum=nll_sum,
+            perplexity=exp(self._nll_sum / self._num_scored),
+            total_scored=self._num_scored,
+        )
+
+
+async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Limits, info: ServerInfo) -> TextWindows:
+    """Tokenize the texts of a request, and cut their windows."""
+    field_name = "prompt" if request.texts is None else "texts"
+    try:
+        context_length = resolve_context_length(request.method, request.context_length, limits.max_model_len)
+        stride = resolve_stride(request.method, context_length, request.stride)
+        documents = await _documents(request, tokenizer, info)
+        for document in documents:
+            if document.token_ids:
+                limits.check_vocabulary(document.token_ids, field_name)
+        documents = await _truncated(documents, request, tokenizer, info)
+        limits.check_num_windows(sum(len(document.token_ids) // stride + 1 for document in documents), stride)
+        # In a thread: a long text with a short stride has tens of thousands of windows.
+        texts = await asyncio.to_thread(_cut, request.method, context_length, stride, documents, info)
+    except WindowError as error:
+        raise RequestError(str(error), error.field) from None
+    if not texts.windows:
+        raise RequestError(
+            f"no token can be scored: {field_name} has {texts.num_tokens} tokens, too few for method "
+            f"{request.method!r} with context_length {context_length}",
+            field_name,
+        )
+    return texts
+
+
+async def _documents(request: PerplexityRequest, tokenizer: Tokenizer, info: ServerInfo) -> list[TextDocument]:
+    if (request.prompt is None) == (request.texts is None):
+        raise RequestError("give either prompt, one text, or texts, several", "prompt")
+    if isinstance(request.prompt, list):
+        return [TextDocument(request.prompt, None)]
+    texts = [request.prompt] if request.prompt is not None else request.texts or []
+    encoded = await tokenizer.encode_all(texts, request.adds_special_tokens) if texts else []
+    return [TextDocument(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
+
+
+async def _truncated(
+    documents: list[TextDocument], request: PerplexityRequest, tokenizer: Tokenizer, info: ServerInfo
+) -> list[TextDocument]:
+    """The first `max_tokens` tokens of all documents together, each document with the text of its tokens."""
+    if request.max_tokens is None:
+        return documents
+    max_tokens, truncated = request.max_tokens, []
+    for document in documents:
+        token_ids, text = document.token_ids[:max_tokens], document.text
+        max_tokens -= len(token_ids)
+        if len(token_ids) < len(document.token_ids) and text is not None:
+            special = request.adds_special_tokens and token_ids[:1] == [info.chunk_token_id]
+            text = await tokenizer.decode(token_ids[special:]) if token_ids else ""
+        truncated.append(TextDocument(token_ids, text))
+    return truncated
+
+
+def _cut(
+    method: Method, context_length: int, stride: int, documents: list[TextDocument], info: ServerInfo
+) -> TextWindows:
+    def cut(document: TextDocument) -> TextDocument:
+        windows = cut_windows(
+            len(document.token_ids),
+            method,
+            context_length,
+            stride,
+            prefix_token_id=info.prefix_token_id,
+            bos_token_id=info.chunk_token_id,
+        )
+        return replace(document, windows=windows)
+
+    return TextWindows(method, context_length, stride, list(map(cut, documents)))
