@@ -178,7 +178,9 @@ class DocumentScorer:
 
     async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
         try:
-            tokens = await self._pool.ask(document.text, self._ask_for_tokens)
+            tokens = await self._pool.ask(
+                document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
+            )
         except _RefusalError as error:
             return self._leave_out(error)
         return await self._score_tokens(tokens, document.num_bytes) if tokens else Unscored("the text has no token")
@@ -204,7 +206,9 @@ class DocumentScorer:
             return await _in_halves(score, windows)
         sequences = [window.token_ids(tokens) for window in windows]
         try:
-            answers = await self._pool.ask(sequences, self._ask_for_sequences)
+            answers = await self._pool.ask(
+                sequences, lambda client, sequences: _answer(client, client.score(sequences), len(sequences))
+            )
         except _TooMuchError:
             self._most_windows = min(self._most_windows, len(windows) // 2)
             return await _in_halves(score, windows)
@@ -226,12 +230,6 @@ class DocumentScorer:
         if len(scores) != len(texts):
             raise ResponseError(f"the server gave {len(scores)} scores for {len(texts)} texts")
         return scores
-
-    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Score]:
-        return await _answer(client, client.score(sequences), len(sequences))
-
-    async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
-        return await _answer(client, client.tokenize(text, add_special_tokens=False), 1)
 
 
 class _RefusalError(ScoremodeError):
