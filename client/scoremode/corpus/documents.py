@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,11 +167,16 @@ class DocumentScorer:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
             return await _in_halves(self._score_texts, documents)
-        return await joined(map(self._take, documents, answers))
+        too_long = [len(answer.token_ids) > self.context_length for answer in answers]
+        pairs = list(zip(documents, answers, strict=True))
+        # A task for each of the others would take longer than to read them.
+        again = (
+            self._score_tokens(answer.token_ids, document.num_bytes) for document, answer in compress(pairs, too_long)
+        )
+        cut = iter(await joined(again))
+        return [next(cut) if is_long else self._scored(*pair) for pair, is_long in zip(pairs, too_long, strict=True)]
 
-    async def _take(self, document: Document, answer: Score) -> Scored | Unscored:
-        if len(answer.token_ids) > self.context_length:
-            return await self._score_tokens(answer.token_ids, document.num_bytes)
+    def _scored(self, document: Document, answer: Score) -> Scored:
         if answer.num_scored != len(answer.token_ids):
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
         kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
