@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,9 +28,9 @@ Options = dict[str, dict[str, Any]]
 """Names, and what `argparse.add_argument` takes for each."""
 
 
-def _at_least(least: int) -> Any:
-    def number(text: str) -> int:
-        if (value := int(text)) < least:
+def _at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not (value := convert(text)) >= least:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return value
 
@@ -44,12 +44,6 @@ def _names(text: str) -> list[str]:
 def _seconds(text: str) -> float:
     if not (value := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value
-
-
-def _seconds_or_zero(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
 
 
@@ -90,7 +84,7 @@ def _server(url_help: str) -> Options:
         "--retry-for": _option(
             "how long each request waits for a server that is down or busy; default: "
             f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet",
-            type=_seconds_or_zero,
+            type=_at_least(0, float),
             metavar="SECONDS",
         ),
     }

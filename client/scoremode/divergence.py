@@ -168,11 +168,10 @@ async def measure_kld(
             reference is refused or was replaced meanwhile, or the journal cannot be written. Windows in flight are
             cancelled.
     """
-    clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
     pool = await Pool.connect(clients, concurrency)
-    reference = await _common_reference(clients, name)
+    reference = await _common_reference(pool.clients, name)
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
-    plan = KldPlan(pool.info, clients[0].model or pool.info.model, reference, num_top)
+    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top)
     run = await measure(plan, pool, start_journal, on_progress)
     return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
 

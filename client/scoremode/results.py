@@ -21,8 +21,7 @@ _SCORE_RESPONSE = TypeAdapter(ScoreResponse)
 _LOWEST = np.float32(LOWEST_LOGPROB)
 
 
-# Not frozen: a request may have hundreds of texts, and setting frozen fields takes as long as decoding their values.
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Score:
     """One scored text, or one continuation. Lists and arrays run over `token_ids`; log-probabilities are in nats."""
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -166,11 +167,16 @@ class DocumentScorer:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
             return await _in_halves(self._score_texts, documents)
-        return await joined(map(self._take, documents, answers))
+        too_long = [len(answer.token_ids) > self.context_length for answer in answers]
+        pairs = list(zip(documents, answers, strict=True))
+        # A task for each of the others would take longer than to read them.
+        again = (
+            self._score_tokens(answer.token_ids, document.num_bytes) for document, answer in compress(pairs, too_long)
+        )
+        cut = iter(await joined(again))
+        return [next(cut) if is_long else self._scored(*pair) for pair, is_long in zip(pairs, too_long, strict=True)]
 
-    async def _take(self, document: Document, answer: Score) -> Scored | Unscored:
-        if len(answer.token_ids) > self.context_length:
-            return await self._score_tokens(answer.token_ids, document.num_bytes)
+    def _scored(self, document: Document, answer: Score) -> Scored:
         if answer.num_scored != len(answer.token_ids):
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
         kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
@@ -178,7 +184,9 @@ class DocumentScorer:
 
     async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
         try:
-            tokens = await self._pool.ask(document.text, self._ask_for_tokens)
+            tokens = await self._pool.ask(
+                document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
+            )
         except _RefusalError as error:
             return self._leave_out(error)
         return await self._score_tokens(tokens, document.num_bytes) if tokens else Unscored("the text has no token")
@@ -204,7 +212,9 @@ class DocumentScorer:
             return await _in_halves(score, windows)
         sequences = [window.token_ids(tokens) for window in windows]
         try:
-            answers = await self._pool.ask(sequences, self._ask_for_sequences)
+            answers = await self._pool.ask(
+                sequences, lambda client, sequences: _answer(client, client.score(sequences), len(sequences))
+            )
         except _TooMuchError:
             self._most_windows = min(self._most_windows, len(windows) // 2)
             return await _in_halves(score, windows)
@@ -226,12 +236,6 @@ class DocumentScorer:
         if len(scores) != len(texts):
             raise ResponseError(f"the server gave {len(scores)} scores for {len(texts)} texts")
         return scores
-
-    async def _ask_for_sequences(self, client: AsyncScoreClient, sequences: list[list[int]]) -> list[Score]:
-        return await _answer(client, client.score(sequences), len(sequences))
-
-    async def _ask_for_tokens(self, client: AsyncScoreClient, text: str) -> list[int]:
-        return await _answer(client, client.tokenize(text, add_special_tokens=False), 1)
 
 
 class _RefusalError(ScoremodeError):
