@@ -122,8 +122,8 @@ _DATASET: Options = {
 }
 _WINDOWS: Options = {
     "--preset": _option(
-        "join the rows of the text and cut windows as a tool does whose figures are published, for figures that are "
-        "comparable with them: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf",
+        "join the rows of the text and cut windows the way a published tool does, for figures that are comparable with "
+        "its own: llama.cpp, exl3, gptq (these not checked against the tools), lm-eval, hf",
         choices=PRESETS,
     ),
     "--method": _option(f"default: {DEFAULT_METHOD}", choices=METHODS),
@@ -200,7 +200,8 @@ _COMMANDS = {
         {
             "": {
                 "runs": _option(
-                    "finished runs on the same text and windows, the base first",
+                    "finished runs on the same text and windows, the base first; one run of `ppl-client kld` is "
+                    "compared with its reference",
                     type=Path,
                     nargs="*",
                     metavar="RUN.json",
@@ -381,7 +382,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return "--num-samples needs --dataset"
     for name in ("method", "stride", "max_tokens", "num_samples"):
         if "preset" in given and name in given:
-            return f"--{name.replace('_', '-')} does not work with --preset, which sets it"
+            why = "which sets it" if name in ("method", "stride") else "whose tool measures the whole text"
+            return f"--{name.replace('_', '-')} does not work with --preset, {why}"
     if "resume" in given and "output" not in given:
         return "--resume needs --output: the journal is next to it"
     if options.command == "record" and len(options.urls) > 1:
@@ -397,8 +399,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
 
 def _compare_contradiction(options: argparse.Namespace) -> str | None:
     runs, tasks = options.runs, options.tasks or []
-    if len(runs) < 2 and not tasks:
-        return "give two runs or more, or --tasks"
+    if not runs and not tasks:
+        return "give finished runs, or --tasks"
     if len({path.resolve() for path in runs}) < len(runs):
         return "a run is named twice"
     if options.labels is not None:

@@ -21,6 +21,8 @@ Floats = NDArray[np.float64]
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 """ExLlamaV3's."""
 NUM_MOST_DIVERGENT = 20
+MOST_FLOORS = 1000
+"""Times the noise floor: a divergence that is larger is shown as more than that."""
 _TAIL_DIVISOR = 100
 
 
@@ -78,6 +80,11 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
     # Infinities are expected, and what cannot be computed with them is None in the end.
     with np.errstate(invalid="ignore", over="ignore"):
         return _statistics(positions, np.asarray(window_sizes), first_window)
+
+
+def times_the_floor(multiple: float) -> str:
+    """A divergence as a multiple of the noise floor, in words."""
+    return f"more than {MOST_FLOORS:,} times" if multiple > MOST_FLOORS else f"{multiple:,.1f} times"
 
 
 def standard_error(values: Floats) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from scoremode._printable import printable, two_columns
 from scoremode.divergence import KldMeasurement
-from scoremode.kld import POSITION_DTYPES
+from scoremode.kld import POSITION_DTYPES, times_the_floor
 from scoremode.presets import comparable_with
 from scoremode.protocol import ConfidenceBucket, KldFigures, KldStatistics, Reference
 from scoremode.recording import Recording
@@ -217,7 +217,7 @@ def _noise_floor(measurement: KldMeasurement) -> str:
     if floor is None:
         return "not measured (ppl-client kld --floor, on a server of the base model)"
     said = f"mean KLD {floor.mean:.3g} of the base beside itself, 99.0% {floor.p99:.3g}"
-    return said if multiple is None else f"{said}; this is {multiple:,.1f} times the floor"
+    return said if multiple is None else f"{said}; this is {times_the_floor(multiple)} the floor"
 
 
 def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:

@@ -59,7 +59,7 @@ def comparable_with(corpus: CorpusInfo | None, context_length: int) -> str:
     """Whose published figures a measurement may be put next to, as the end of a sentence."""
     tool = None if corpus is None or corpus.preset is None else _TOOLS.get(corpus.preset)
     if tool is None:
-        return "comparable with nobody's published figures (no --preset)"
+        return "not comparable with published figures (no --preset)"
     checked = "" if tool.is_checked else " (not checked against the tool)"
     return f"comparable with {tool.publishes.format(context_length)} on this text{checked}"
 

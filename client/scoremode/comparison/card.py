@@ -1,58 +1,61 @@
-"""A comparison as the table that people publish of quantized models, with where its figures are from, and as the
-`model-index` of a Hugging Face model card."""
+"""A comparison as a Hugging Face model card: its `model-index`, the table that people publish of quantized models, and
+where the figures are from."""
 
 import math
 import os
+import re
 import shlex
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import yaml
 
 from scoremode._printable import printable
-from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.compare import ppl_change
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, RunFigures
 from scoremode.comparison.pairing import model_name
-from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.corpora import HUB_ALIASES
-from scoremode.kld import standard_error
-from scoremode.metrics import exp
 from scoremode.presets import comparable_with
-from scoremode.protocol import Reference
+from scoremode.report import weights_in_words
 from scoremode.windows import STRIDED_METHODS
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")
 _NAME_LENGTH = 24
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _MANY_DIGITS, _MOST_DIGITS = 4, 6
 """After the point: with more than many an error has one digit, with more than most a figure has an exponent."""
 
 
 def card(comparison: Comparison) -> str:
-    """Markdown: the table, a line of provenance, and YAML. What is not known is empty.
+    """Markdown that can be saved as README.md: YAML, the table, and a line of provenance. What is not known is empty.
 
     Changes of perplexity are those from the reference where the first run is of another model than the reference, and
-    from the first run else.
+    from the first run otherwise.
     """
     rows: list[tuple[str, ...]] = [_HEADER, ("---", *["---:"] * (len(_HEADER) - 1))]
-    if (base := _base_reference(comparison)) is not None:
+    if (base := comparison.base_reference) is not None:
         perplexity = _number(base.perplexity, base.perplexity_stderr)
         rows.append((_name(base.name), "", "", perplexity, *[""] * (len(_HEADER) - 4)))
     rows += [_row(comparison, figures) for figures in comparison.runs]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    index = yaml.safe_dump(_model_index(comparison), sort_keys=False, allow_unicode=True, width=1000)
-    return f"{table}\n\n{_provenance(comparison)}\n\n```yaml\n{index}```\n"
+    metadata = yaml.safe_dump(_metadata(comparison), sort_keys=False, allow_unicode=True, width=1000)
+    warnings = [escaped(printable(each)) for each in computed_differently([each.run for each in comparison.runs])]
+    return f"---\n{metadata}---\n\n" + "\n\n".join([table, _provenance(comparison), *warnings]) + "\n"
 
 
 def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
     run = figures.run
+    is_same = figures.kld is not None and figures.kld.value < NEGLIGIBLE_KLD
     return (
         _name(run.label),
         "" if run.gib is None else f"{run.gib:.2f}",
         "" if run.bits_per_weight is None else f"{run.bits_per_weight:.2f}",
         _with_error(figures.perplexity),
-        _with_error(_ppl_change(comparison, run), 100, "+"),
-        _with_error(figures.kld),
-        _number(figures.kld_p999, None),
+        _with_error(ppl_change(comparison, run), 100, "+"),
+        "0" if is_same else _with_error(figures.kld),
+        "0" if is_same else _number(figures.kld_p999, None),
         "" if figures.delta_p_rms is None else f"{100 * figures.delta_p_rms.value:.2f}",
         "" if figures.same_top_p is None else f"{100 * figures.same_top_p.value:.2f}",
     )
@@ -68,24 +71,6 @@ def _name(label: str) -> str:
         num_last = length * 3 // 5
         name = escaped(f"{label[: length - 1 - num_last]}…{label[-num_last:]}")
     return name
-
-
-def _base_reference(comparison: Comparison) -> Reference | None:
-    """The reference, where it is the base: the first run is of another model."""
-    reference = comparison.base.reference
-    return None if reference is None or reference.fingerprint == comparison.base.server.fingerprint else reference
-
-
-def _ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
-    """Of the perplexity, as a share of the base's."""
-    base = comparison.base
-    base_nlls = base.nlls if _base_reference(comparison) is None else base.reference_nlls
-    if base_nlls is None or base_nlls is run.nlls:
-        return None
-    with np.errstate(invalid="ignore"):
-        difference = run.nlls - base_nlls
-        ratio = exp(float(difference.mean()))
-        return Figure(ratio - 1, ratio * standard_error(difference), None, None)
 
 
 def _value(figure: Figure | None, scale: float = 1) -> float | None:
@@ -116,12 +101,13 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 
 def _provenance(comparison: Comparison) -> str:
     """Where the figures are from, in one line."""
-    base, reference = comparison.base, _base_reference(comparison)
+    base, reference = comparison.base, comparison.base_reference
     label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
     revision = (reference or base.server).revision
     model = model_name(model) + (f"@{revision[:8]}" if revision else "")
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
+        *_weights(comparison),
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}",
         f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
@@ -135,6 +121,14 @@ def _provenance(comparison: Comparison) -> str:
     return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
 
 
+def _weights(comparison: Comparison) -> Iterator[str]:
+    """Quantization and dtype of each model."""
+    if (reference := comparison.base_reference) is not None:
+        yield f"{reference.name}: {reference.quantization or 'not quantized'}, {reference.dtype}"
+    for figures in comparison.runs:
+        yield f"{figures.run.label}: {weights_in_words(figures.run.server)}"
+
+
 def _command(comparison: Comparison) -> str:
     """What prints the card again where the runs are."""
     runs = [figures.run for figures in comparison.runs]
@@ -144,11 +138,13 @@ def _command(comparison: Comparison) -> str:
     return printable(shlex.join(["ppl-client", "compare", *names, *labels, "--card"]))
 
 
-def _model_index(comparison: Comparison) -> dict[str, Any]:
-    """What huggingface.co reads from the head of a model card: a model for every run but the base."""
-    is_base = _base_reference(comparison) is None and len(comparison.runs) > 1
+def _metadata(comparison: Comparison) -> dict[str, Any]:
+    """What huggingface.co reads from the head of a model card: the base if it is on the hub, and every other run."""
+    is_base = comparison.base_reference is None and len(comparison.runs) > 1
+    base = (comparison.base_reference or comparison.base).model
+    known = {"base_model": base, "base_model_relation": "quantized"} if _HUB_NAME.fullmatch(base) else {}
     runs = comparison.runs[is_base:]
-    return {"model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
+    return {**known, "model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
 
 
 def _result(comparison: Comparison, figures: RunFigures) -> dict[str, Any]:
@@ -164,7 +160,7 @@ def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]
     run = figures.run
     values = {
         f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),
-        "change of perplexity, %": ("perplexity_change", _value(_ppl_change(comparison, run), 100)),
+        "change of perplexity, %": ("perplexity_change", _value(ppl_change(comparison, run), 100)),
         "mean KL divergence, nats": ("kl_divergence", _value(figures.kld)),
         "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999),
         "RMS Δp, %": ("rms_delta_p", _value(figures.delta_p_rms, 100)),

@@ -137,6 +137,17 @@ class _Sample:
         return Figure(value, _finite(standard_error(values)), *self.resamples.interval(value, resampled))
 
 
+def ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
+    """Of the perplexity, as a share of the base's; None for the base itself."""
+    base_nlls = comparison.base.nlls if comparison.base_reference is None else comparison.base.reference_nlls
+    if base_nlls is None or base_nlls is run.nlls:
+        return None
+    with np.errstate(invalid="ignore"):
+        difference = run.nlls - base_nlls
+        ratio = exp(float(difference.mean()))
+        return Figure(ratio - 1, ratio * standard_error(difference), None, None)
+
+
 def _series(run: RunFile) -> dict[str, Floats]:
     """What means are taken of."""
     series = {"nll": run.nlls}

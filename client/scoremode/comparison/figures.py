@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scoremode.comparison.run_file import RunFile
-from scoremode.protocol import CorpusInfo
+from scoremode.protocol import CorpusInfo, Reference
 
 Verdict = Literal["better", "worse", "no difference shown"]
+
+NEGLIGIBLE_KLD = 1e-9
+"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,12 @@ class Comparison:
     def pairs_with_base(self) -> list[PairFigures]:
         """Every other run, compared with the first."""
         return [pair for pair in self.pairs if pair.first is self.base]
+
+    @property
+    def base_reference(self) -> Reference | None:
+        """The reference, where it is the base: the first run is of another model."""
+        reference = self.base.reference
+        return None if reference is None or reference.fingerprint == self.base.server.fingerprint else reference
 
     @property
     def corpus(self) -> CorpusInfo | None:

@@ -11,9 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, token_plots
-from scoremode.comparison.figures import Comparison, Figure
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.tables import measured_by
+from scoremode.kld import MOST_FLOORS
 
 _THEMES = {"light": LIGHT, "dark": DARK}
 CAPTIONS_FILE = "captions.md"
@@ -99,7 +101,7 @@ def _perplexity(comparison: Comparison) -> Plot | None:
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size)}. {_not_drawn('it is infinite', infinite)}".rstrip(),
+        f"Perplexity{_front(size, points)}. {_not_drawn('it is infinite', infinite)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
@@ -116,8 +118,8 @@ def _perplexity_ratio(comparison: Comparison) -> Plot | None:
     return Plot(
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
-        f"ln of the perplexity over that of {base}, token by token{_front(size)}. At 0 a run is as good as {base}, and "
-        f"0.01 is 1 % more. {_not_drawn('it is infinite', infinite)}".rstrip(),
+        f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
+        f"as {base}, and 0.01 is 1 % more. {_not_drawn('it is infinite', infinite)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
@@ -128,14 +130,14 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
     if not points:
         return None
     size, _ = size_plots.size_axis(comparison)
-    floor = noise_floor(comparison)
+    floor = _drawn_floor(comparison)
     names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
     return Plot(
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
-        f"Mean KL divergence from the reference, {', '.join(names)}{_front(size)}. "
-        f"{_not_drawn('it is exactly 0 at every token', _without_kld(comparison))}"
-        f"{_not_drawn('it is infinite', infinite)}{_floor(floor)}",
+        f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
+        f"{_not_drawn('it does not diverge', _without_kld(comparison))}"
+        f"{_not_drawn('it is infinite', infinite)}{_floor(noise_floor(comparison))}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
@@ -144,14 +146,14 @@ def _kld_distribution(comparison: Comparison) -> Plot | None:
     runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
     if not runs:
         return None
-    floor = noise_floor(comparison)
+    floor = _drawn_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
     unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
     return Plot(
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
-        f"{_without_curve(comparison)}{_floor(floor)}",
+        f"{_without_curve(comparison)}{_floor(noise_floor(comparison))}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
@@ -190,40 +192,52 @@ def noise_floor(comparison: Comparison) -> float | None:
     return floors.pop() if len(floors) == 1 else None
 
 
+def _drawn_floor(comparison: Comparison) -> float | None:
+    """The noise floor, unless it is so far below all runs that an axis with both would show neither."""
+    floor = noise_floor(comparison)
+    lowest = min(
+        (float(run.kld.mean()) for _, run in _runs_with_kld(comparison) if run.kld is not None and _diverges(run)),
+        default=0,
+    )
+    return None if floor is None or MOST_FLOORS * floor < lowest else floor
+
+
 def _runs_with_kld(comparison: Comparison) -> token_plots.Numbered:
     return [(index, figures.run) for index, figures in enumerate(comparison.runs) if figures.run.kld is not None]
 
 
 def _diverges(run: RunFile) -> bool:
-    """Whether any KL divergence of the run is a number above 0, which is what a log axis can show."""
-    return run.kld is not None and bool(((run.kld > 0) & np.isfinite(run.kld)).any())
+    """Whether the run has KL divergences that a log axis can show: finite ones that are not negligible."""
+    return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
 
 
 def _without_kld(comparison: Comparison) -> list[RunFile]:
-    return [run for _, run in _runs_with_kld(comparison) if run.kld is not None and not run.kld.any()]
+    return [run for _, run in _runs_with_kld(comparison) if run.kld is not None and run.kld.mean() < NEGLIGIBLE_KLD]
 
 
 def _without_curve(comparison: Comparison) -> str:
     """What the plots of single tokens leave out."""
     zero = _without_kld(comparison)
     infinite = [run for _, run in _runs_with_kld(comparison) if not _diverges(run) and run not in zero]
-    return _not_drawn("it is exactly 0 at every token", zero) + _not_drawn("it is infinite or exactly 0", infinite)
+    return _not_drawn("it does not diverge", zero) + _not_drawn("it is infinite or 0", infinite)
 
 
 def _not_drawn(reason: str, runs: Sequence[RunFile]) -> str:
     return f"Not drawn, because {reason}: {', '.join(run.label for run in runs)}. " if runs else ""
 
 
-def _front(size: str | None) -> str:
+def _front(size: str | None, points: Sequence[size_plots.Point]) -> str:
     if size is None:
         return " of each run"
+    if len(points) < size_plots.MIN_FRONT:
+        return f" against {size}"
     return f" against {size}; no run is at once smaller and better than one on the Pareto front"
 
 
 def _floor(floor: float | None) -> str:
     if floor is None:
         return "The noise floor is not known."
-    return f"The noise floor, the mean of the reference's model beside itself, is {floor:.3g} nats."
+    return f"The noise floor, the mean of the reference's model against itself, is {floor:.3g} nats."
 
 
 def common_caption(comparison: Comparison) -> str:
@@ -235,11 +249,11 @@ def common_caption(comparison: Comparison) -> str:
 
 
 def measured(comparison: Comparison) -> str:
-    """Corpus, method, tokens and versions; a reference does not say where its text came from."""
+    """Corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its text is from."""
     run = comparison.base
     corpus = ", ".join(comparison.corpus_names) or f"text {run.text_identity[:12]}"
-    versions = "; ".join(dict.fromkeys(figures.run.versions for figures in comparison.runs))
+    dtypes = ", ".join(dict.fromkeys(figures.run.server.dtype for figures in comparison.runs))
     return (
         f"Corpus: {corpus}. Method: {run.method}, context {run.context_length:,}, stride {run.stride:,}. "
-        f"{run.num_scored:,} tokens scored in {run.num_windows:,} windows. {versions}."
+        f"{run.num_scored:,} tokens scored in {run.num_windows:,} windows. {dtypes}; {measured_by(comparison)}."
     )

@@ -29,7 +29,7 @@ MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
 _MAX_NAMED = 8
 """Runs in the title."""
-_VERDICTS = "It is better or worse only where the whole 95 % interval is."
+_VERDICTS = "A run is called so only where its whole 95 % interval lies on one side."
 _KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
 
 
@@ -69,6 +69,7 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
     columns, rows = run_table(comparison)
     runs = [figures.run for figures in comparison.runs]
     warnings = computed_differently(runs)
+    reference = comparison.base_reference
     return {
         "title": _title(runs),
         "measured": measured(comparison),
@@ -83,7 +84,7 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
         "errors": f"± takes tokens as independent. {_interval_note(comparison)}",
         "effects": effects(comparison),
         "warnings": warnings,
-        "base": comparison.base.label,
+        "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
         "matrices": pair_matrices(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
@@ -139,7 +140,17 @@ def _command(comparison: Comparison) -> str:
     labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
     return printable(
-        shlex.join(["ppl-client", "compare", *(os.path.relpath(path, folder) for path in paths), *labels, *settings])
+        shlex.join(
+            [
+                "ppl-client",
+                "compare",
+                *(os.path.relpath(path, folder) for path in paths),
+                *labels,
+                *settings,
+                "--html",
+                "report.html",
+            ]
+        )
     )
 
 

@@ -11,6 +11,7 @@ from scoremode.comparison.packing import Packed, pack_fixed, pack_floats, pack_i
 from scoremode.comparison.passages import Passages, cut_passages, kept_passages
 from scoremode.comparison.run_file import RunFile
 from scoremode.results import NUM_TOP, TopTokens
+from scoremode.windows import EXHAUSTIVE_METHODS
 
 Series = dict[str, Any]
 _SHARE_OF_TOPS = 0.06
@@ -54,6 +55,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
         },
+        "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
         "num_kept": int(passages.size[kept].sum()),
         "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[passages.positions(kept)])),
         "vocabulary": {

@@ -4,7 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scoremode.comparison.figures import Comparison, Figure, PairFigures, Verdict
+from scoremode.comparison.compare import ppl_change
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, PairFigures, Verdict
+from scoremode.kld import MOST_FLOORS
 
 NOT_KNOWN = "-"
 _MAX_DECIMALS = 8
@@ -72,7 +74,7 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
         "max KL": [plain(figures.kld_max) for figures in runs],
         "RMS Δp": _column([figures.delta_p_rms for figures in runs], 100, "%"),
         "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
-        "times the floor": [plain(figures.kld_over_noise_floor, 1) for figures in runs],
+        "times the floor": [floors(figures.kld_over_noise_floor) for figures in runs],
     }
     used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
     labels = [Cell(figures.run.label) for figures in runs]
@@ -93,9 +95,13 @@ def effects(comparison: Comparison) -> list[Effect]:
     found = []
     for figures in comparison.runs:
         pair, label = pairs.get(figures.run.label), figures.run.label
-        if pair is None:
+        if pair is not None:
+            parts = [Cell(f"{_percent_more(pair.ppl_ratio)} PPL", mark=_mark(pair.verdict))]
+        elif not comparison.pairs and (change := ppl_change(comparison, figures.run)) is not None:
+            shown = with_errors(change, scale=100, sign="+")
+            parts = [Cell(" ".join((shown.text, *shown.errors, "% PPL")))]
+        else:
             continue
-        parts = [Cell(f"{_percent_more(pair.ppl_ratio)} PPL", mark=_mark(pair.verdict))]
         if figures.kld is not None:
             parts.append(Cell(f"KLD {plain(figures.kld.value).text}"))
         if figures.same_top_p is not None:
@@ -121,14 +127,21 @@ def pair_matrices(comparison: Comparison) -> list[Matrix]:
     """Perplexity ratios, and differences of mean KL divergence where there are any; none of one run alone."""
     if not comparison.pairs:
         return []
-    by_ratio = Matrix("Perplexity of the run over that of the other", *_matrix(comparison, _ratio_cell))
-    if all(pair.kld_difference is None for pair in comparison.pairs):
+    everyone = [figures.run.label for figures in comparison.runs]
+    by_ratio = Matrix("Perplexity of the run over that of the other", *_matrix(comparison, everyone, _ratio_cell))
+    # That a model diverges more than the reference's own is no finding.
+    diverging = [
+        figures.run.label for figures in comparison.runs if figures.kld is None or figures.kld.value >= NEGLIGIBLE_KLD
+    ]
+    if len(diverging) < 2 or all(pair.kld_difference is None for pair in comparison.pairs):
         return [by_ratio]
-    return [by_ratio, Matrix("Mean KL divergence of the run less that of the other", *_matrix(comparison, _kld_cell))]
+    by_kld = _matrix(comparison, diverging, _kld_cell)
+    return [by_ratio, Matrix("Mean KL divergence of the run less that of the other", *by_kld)]
 
 
-def _matrix(comparison: Comparison, cell: Callable[[PairFigures, bool], Cell]) -> tuple[list[str], list[list[Cell]]]:
-    labels = [figures.run.label for figures in comparison.runs]
+def _matrix(
+    comparison: Comparison, labels: list[str], cell: Callable[[PairFigures, bool], Cell]
+) -> tuple[list[str], list[list[Cell]]]:
     cells = {(pair.second.label, pair.first.label): cell(pair, False) for pair in comparison.pairs}
     cells |= {(pair.first.label, pair.second.label): cell(pair, True) for pair in comparison.pairs}
     return labels, [[cells.get((row, column), Cell("")) for column in labels] for row in labels]
@@ -179,6 +192,11 @@ def plain(value: float | None, digits: int | None = None) -> Cell:
     return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
 
 
+def floors(multiple: float | None) -> Cell:
+    """A divergence as a multiple of the noise floor."""
+    return Cell(f"> {MOST_FLOORS:,}", multiple) if multiple and multiple > MOST_FLOORS else plain(multiple, 1)
+
+
 def with_errors(
     figure: Figure | None, digits: int | None = None, *, scale: float = 1, unit: str = "", sign: str = ""
 ) -> Cell:
@@ -188,6 +206,8 @@ def with_errors(
     """
     if figure is None or math.isnan(figure.value):
         return Cell(NOT_KNOWN)
+    if abs(figure.value) < NEGLIGIBLE_KLD and figure.stderr is not None and figure.stderr < NEGLIGIBLE_KLD:
+        return Cell("0", figure.value)
     digits = _digits(figure, scale) if digits is None else digits
     errors = []
     if figure.stderr is not None:

@@ -15,6 +15,8 @@ from scoremode.comparison.figures import Comparison, Figure, RunFigures
 from scoremode.comparison.plot_style import HEIGHT, Labels, Theme, add_tip, legend, line_box, marker, new_axes
 from scoremode.comparison.plot_style import plain_log_axis as log_axis
 
+MIN_FRONT = 3
+"""Runs; fewer need no line to be told apart."""
 _LOG_RATIO = 8.0
 """Values that lie farther apart than this share a log axis."""
 _LOG_SIZE_RATIO = 2.0
@@ -74,7 +76,6 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
     axes.set_xlabel(size)
     axes.set_ylabel(value)
     axes.margins(y=0.12)
-    front = pareto_front(all_points)
     for point in all_points:
         _draw_point(axes, point, point.size or 0, theme, size)
     if floor:
@@ -83,6 +84,20 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
         axes.set_ylim(bottom=0)
     # From edge to edge, so that a front of one run is a line too.
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    line = _draw_front(axes, all_points, theme) if len(all_points) >= MIN_FRONT else []
+    legend(drawing, axes, theme)
+    # Labels keep clear of points in pixels, so the layout has to be final.
+    drawing.draw_without_rendering()
+    labels = Labels(axes, theme)
+    labels.keep_clear(_taken(axes, all_points, line, floor))
+    for point in all_points:
+        labels.put(point.size or 0, point.value, point.label, theme.run(point.index))
+    return drawing
+
+
+def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> list[tuple[float, float]]:
+    """Returns the corners of the line."""
+    front = pareto_front(all_points)
     line = [
         (front[0].size or 0, axes.get_ylim()[1]),
         *((point.size or 0, point.value) for point in front),
@@ -97,14 +112,7 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
         zorder=1,
         label="Pareto front",
     )
-    legend(drawing, axes, theme)
-    # Labels keep clear of points in pixels, so the layout has to be final.
-    drawing.draw_without_rendering()
-    labels = Labels(axes, theme)
-    labels.keep_clear(_taken(axes, all_points, line, floor))
-    for point in all_points:
-        labels.put(point.size or 0, point.value, point.label, theme.run(point.index))
-    return drawing
+    return line
 
 
 def pareto_front(all_points: Sequence[Point]) -> list[Point]:

@@ -1,9 +1,10 @@
 """A comparison in a few sentences, and what computed its runs besides their weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from scoremode.comparison.figures import Comparison, RunFigures, Verdict
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile
+from scoremode.kld import times_the_floor
 from scoremode.protocol import ComputedBy
 
 _OPPOSITE: dict[Verdict, Verdict] = {
@@ -17,17 +18,22 @@ def summary(comparison: Comparison) -> list[str]:
     """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
     floor, and which GPUs and kernels differ."""
     labels = [figures.run.label for figures in comparison.runs]
+    # That a model diverges more than the reference's own is no finding.
+    compared = [
+        figures.run.label
+        for figures in comparison.runs
+        if figures.kld is not None and figures.kld.value >= NEGLIGIBLE_KLD
+    ]
     by_nll = {(pair.second.label, pair.first.label): pair.verdict for pair in comparison.pairs}
     by_kld = {
         (pair.second.label, pair.first.label): pair.kld_verdict
         for pair in comparison.pairs
-        if pair.kld_verdict is not None
+        if pair.kld_verdict is not None and {pair.first.label, pair.second.label} <= set(compared)
     }
     with_base = _compared_with_base(comparison)
     others = {pair: verdict for pair, verdict in by_nll.items() if pair not in with_base}
     sentences = [*with_base.values(), *_order("perplexity", labels, others)]
     if by_kld:
-        compared = [figures.run.label for figures in comparison.runs if figures.kld is not None]
         sentences += _order("mean KL divergence", compared, by_kld)
     sentences += _noise_floor(comparison.runs)
     sentences += computed_differently([figures.run for figures in comparison.runs])
@@ -77,7 +83,7 @@ def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
         if figures.kld_over_noise_floor is not None and not figures.run.as_noise_floor
     ]
     below = [label for label, multiple in multiples if multiple <= 1]
-    above = [f"{label} is {multiple:,.1f} times" for label, multiple in multiples if multiple > 1]
+    above = [f"{label} is {times_the_floor(multiple)}" for label, multiple in multiples if multiple > 1]
     sentences = []
     if below:
         sentences.append(
@@ -127,7 +133,12 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
 
     Kernels are those of a quantization: they are compared among equal ones.
     """
-    parts = []
+    dtypes: dict[str, dict[str, None]] = {}
+    for run in runs:
+        dtypes.setdefault(run.server.dtype, {})[run.label] = None
+        if run.reference is not None:
+            dtypes.setdefault(run.reference.dtype, {})[f"reference {run.reference.name}"] = None
+    parts = [_differing("dtype", dtypes)] if len(dtypes) > 1 else []
     for name, words in _IN_WORDS.items():
         if name in _WITHOUT_INFLUENCE:
             continue
@@ -136,11 +147,7 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
             if (value := getattr(computed_by, name)) is not None:
                 alike = found.setdefault(quantization if name == "kernels" else None, {})
                 alike.setdefault(_value(value), {})[label] = None
-        parts += [
-            f"{words}: " + ", ".join(f"{value} ({', '.join(labels)})" for value, labels in values.items())
-            for values in found.values()
-            if len(values) > 1
-        ]
+        parts += [_differing(words, values) for values in found.values() if len(values) > 1]
     if not parts:
         return []
     return [f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}."]
@@ -155,6 +162,10 @@ def _all_computed(runs: Sequence[RunFile]) -> Iterator[tuple[str, str | None, Co
         reference = run.reference
         if reference is not None and reference.computed_by is not None:
             yield f"reference {reference.name}", reference.quantization, reference.computed_by
+
+
+def _differing(words: str, labels: Mapping[str, Iterable[str]]) -> str:
+    return f"{words}: " + ", ".join(f"{value} ({', '.join(of_value)})" for value, of_value in labels.items())
 
 
 def _value(value: object) -> str:

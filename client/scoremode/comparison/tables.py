@@ -3,11 +3,12 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Generic, TypeVar
 
+from scoremode.comparison.compare import ppl_change
 from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
-from scoremode.comparison.report_tables import Cell, plain, with_errors
+from scoremode.comparison.report_tables import Cell, floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.presets import comparable_with
@@ -104,7 +105,14 @@ def measured_by(comparison: Comparison) -> str:
 
 
 def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
+    base = comparison.base.label
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
+    change = ppl_change(comparison, comparison.base)
+    if not comparison.pairs and change is not None and comparison.base_reference is not None:
+        base, ratios = (
+            f"the reference {comparison.base_reference.name}",
+            {base: replace(change, value=1 + change.value)},
+        )
     label: TextColumn[RunFigures] = TextColumn("run", lambda row: row.run.label, right=False)
     weights: list[TextColumn[RunFigures]] = [
         TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
@@ -114,12 +122,12 @@ def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
     ]
     perplexity: list[TextColumn[RunFigures]] = [
         TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
-        TextColumn(f"over that of {comparison.base.label}", lambda row: _figure(ratios.get(row.run.label), 4)),
+        TextColumn(f"over that of {base}", lambda row: _figure(ratios.get(row.run.label), 4)),
     ]
     kld: list[TextColumn[RunFigures]] = [
         TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
         TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-        TextColumn("times the floor", lambda row: _number(row.kld_over_noise_floor, 1)),
+        TextColumn("times the floor", lambda row: floors(row.kld_over_noise_floor).text),
     ]
     tail: list[TextColumn[RunFigures]] = [
         TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),

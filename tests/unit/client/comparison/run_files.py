@@ -56,7 +56,7 @@ def write_perplexity_run(path: Path, nlls, *, window_sizes=WINDOW_SIZES, text=TE
 def made_up_reference(window_sizes=WINDOW_SIZES, noise_floor: float | None = None, **changes) -> Reference:
     names = {"name": "base", "model": "bytes", "fingerprint": "of the model", "text_fingerprint": "of the text"}
     floor = noise_floor and NoiseFloor(mean=noise_floor, p99=1.0, max=1.0, num_scored=sum(window_sizes), created=1)
-    fields = {**names, "context_length": 128, "stride": 100, "noise_floor": floor}
+    fields = {**names, "dtype": "float32", "context_length": 128, "stride": 100, "noise_floor": floor}
     return made_up_runs.made_up_reference(window_sizes, **{**fields, **changes})
 
 

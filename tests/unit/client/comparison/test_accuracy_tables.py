@@ -171,7 +171,7 @@ def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("one.json", "give two runs or more, or --tasks"),
+        ("", "give finished runs, or --tasks"),
         ("--tasks a=x", "--tasks needs a folder for the base and one per other model"),
         ("--tasks x y", "--tasks has 2 folders for 0 runs: give names to them (NAME=DIR)"),
         ("--tasks a=x b=y --card", "--card needs runs"),

@@ -22,7 +22,8 @@ SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": G
 
 def read(markdown):
     """The cells of the table by rows, and the paragraph after it, as they are shown."""
-    tokens = MarkdownIt("commonmark").enable("table").parse(markdown)
+    text = markdown.split("\n---\n")[1]
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
     *cells, line = ["".join(part.content for part in each.children) for each in tokens if each.type == "inline"]
     return [cells[start : start + len(HEADER)] for start in range(0, len(cells), len(HEADER))], line
 
@@ -72,7 +73,8 @@ def test_without_a_run_of_the_base_it_is_the_reference(made):
     changes = [100 * math.expm1((run.nlls - run.reference_nlls).mean()) for run in (int4, int3)]
     assert [float(row[4].split(" ± ")[0]) for row in rows] == pytest.approx(changes, rel=0.02)
     assert line == (
-        f"Base bf16 (base@01234567); wikitext wikitext-2-raw-v1 test, sha256 {int4.corpus.sha256[:12]}; sliding, "
+        "Base bf16 (base@01234567); bf16: not quantized, float32; int4: not quantized, float32; "
+        f"int3: not quantized, float32; wikitext wikitext-2-raw-v1 test, sha256 {int4.corpus.sha256[:12]}; sliding, "
         "context length 128; stride 100; 3,000 tokens; "
         "comparable with llama-perplexity -c 128 on this text (not checked against the tool); "
         f"scoremode 9.9.9, vLLM 0.32.0; 2 x NVIDIA H200; {int4.finished[:10]}; "
@@ -102,12 +104,12 @@ def test_rows_are_short_whatever_the_names_and_figures(tmp_path, name, shown):
         kld_run(tmp_path, "d", np.where(nlls > 9, np.inf, nlls), np.where(kld > 90, np.inf, kld), server=huge),
     ]
     text = card(compare([*runs[:3], replace(runs[3], label=name)], num_resamples=100))
-    assert max(map(len, text.split("\n\n")[0].splitlines())) < 130
+    assert max(map(len, text.split("\n\n")[1].splitlines())) < 130
     assert read(text)[0][4][:6] == [shown, "512.00", "16.00", "∞", "∞", "∞"]
 
 
 def test_the_hub_reads_the_yaml(made):
-    index = yaml.safe_load(card(compare(made, num_resamples=100)).split("```yaml\n")[1].split("```")[0])
+    index = yaml.safe_load(card(compare(made, num_resamples=100)).split("---\n")[1])
     assert [model["name"] for model in index["model-index"]] == ["int4", "int3"]
     found = {result.metric_type: result for result in model_index_to_eval_results(index["model-index"][:1])[1]}
     kld = found["kl_divergence"]

@@ -35,8 +35,7 @@ def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
     lines = text.splitlines()
     assert lines[:5] == [
         "3,000 tokens of text, sha256 e4fcc6171e2a.",
-        "30 windows: sliding, context length 128, stride 100; "
-        "comparable with nobody's published figures (no --preset).",
+        "30 windows: sliding, context length 128, stride 100; not comparable with published figures (no --preset).",
         f"scoremode 9.9.9, vLLM 0.32.0; {comparison.base.finished[:10]}.",
         "± takes tokens as independent. [95 % interval] does not:",
         f"500 resamples, {comparison.blocks}, seed 0.",

@@ -46,6 +46,11 @@ def test_runs_on_other_gpus_are_named_in_every_table_and_the_report(tmp_path):
     assert "device NVIDIA H200; number of devices 8; model runner v2; attention FLASH_ATTN 3; kernels Linear" in html
 
 
+def test_other_dtypes_are_named(tmp_path):
+    one, two = (run_of(tmp_path, name, None, dtype=name) for name in ("float32", "bfloat16"))
+    assert sentence(one, two).endswith("differences. dtype: float32 (float32), bfloat16 (bfloat16).")
+
+
 def test_runs_that_were_computed_alike_or_do_not_say_are_not_named(tmp_path):
     assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "two", A100))
     assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "old", None))

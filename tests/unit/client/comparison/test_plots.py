@@ -111,9 +111,11 @@ def test_the_pareto_front_has_what_no_run_beats_in_both():
 
 
 def test_a_front_of_one_run_is_a_line():
-    """From the top to the run, and from it to the right."""
-    point = Point(0, "only", 4, 2.0, 1.0, 3.0)
-    axes = size_plots.draw([point, Point(1, "worse", 8, 5.0, 5.0, 5.0)], "size", "value", None, LIGHT).axes[0]
+    """From the top to the run, and from it to the right. Two runs have none."""
+    points = [Point(0, "only", 4, 2.0, 1.0, 3.0), *(Point(at, "worse", 8, 5.0, 5.0, 5.0) for at in (1, 2))]
+    axes = size_plots.draw(points[:2], "size", "value", None, LIGHT).axes[0]
+    assert "Pareto front" not in [line.get_label() for line in axes.lines]
+    axes = size_plots.draw(points, "size", "value", None, LIGHT).axes[0]
     line = next(line for line in axes.lines if line.get_label() == "Pareto front")
     assert np.array_equal(line.get_xydata(), [[4, axes.get_ylim()[1]], [4, 2], [axes.get_xlim()[1], 2]])
 
@@ -174,9 +176,9 @@ def test_a_plot_without_data_is_left_out(comparison):
     assert [plot.name for plot in plots(replace(without_kld, runs=without_kld.runs[:1], pairs=[]))] == ["perplexity"]
 
 
-ZERO = "Not drawn, because it is exactly 0 at every token: "
+ZERO = "Not drawn, because it does not diverge: "
 INFINITE = "Not drawn, because it is infinite: RTN-3bit."
-MIXED = "Not drawn, because it is infinite or exactly 0: RTN-3bit."
+MIXED = "Not drawn, because it is infinite or 0: RTN-3bit."
 BEYOND = "3 infinite values lie beyond the right edge."
 
 

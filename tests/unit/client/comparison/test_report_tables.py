@@ -62,7 +62,7 @@ def test_each_pair_is_in_the_matrix_both_ways_round(comparison):
         (Figure(20.4267, 0.114, 20.23, 20.6442), "20.43", ("± 0.11", "[20.23, 20.64]")),
         (Figure(1234.5, 56.7, None, None), "1,234", ("± 57",)),
         (Figure(0.5, None, None, None), "0.500", ()),
-        (Figure(0.0, 0.0, 0.0, 0.0), "0", ("± 0", "[0, 0]")),
+        (Figure(1.1e-12, 2e-13, -1e-12, 2e-12), "0", ()),
     ],
 )
 def test_a_figure_has_the_digits_that_its_error_leaves(figure, text, errors):
