@@ -56,7 +56,7 @@ def stopping() -> UnavailableError:
 
 
 class EngineOutputError(RuntimeError):
-    """The engine returned something that is not the score of what was asked. Reported as 500, never as a number."""
+    """The engine returned wrong or incomplete rows: status 500. Whatever reads its output may raise this."""
 
 
 class UnfinishedError(EngineOutputError):

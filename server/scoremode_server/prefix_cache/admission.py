@@ -161,11 +161,7 @@ class Admission:
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
-        """Let this task work on a request that is not accepted yet, such as tokenize it, until the server stops.
-
-        Raises:
-            UnavailableError: the server stops.
-        """
+        """Let this task work on a request that is not accepted yet, such as tokenize it, until the server stops."""
         if self.is_stopped:
             raise stopping()
         task = asyncio.current_task()

@@ -50,11 +50,7 @@ class CachedRequest:
         return self._generation == self._store.generation
 
     async def run(self) -> EnginePass:
-        """A pass with every row that the request needs.
-
-        Raises:
-            EngineOutputError: the engine left out a row without using its prefix cache.
-        """
+        """A pass with every row that the request needs."""
         self._found = self._store.get(self._block_hashes, self._request.num_columns)
         earlier = self._in_flight.register(self._registered, self._found)
         try:

@@ -77,11 +77,7 @@ class Comparer:
     async def compare(
         self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
     ) -> AsyncGenerator[WindowComparison, None]:
-        """Score the windows of a reference with the served model, in the order of `indices`.
-
-        Raises:
-            EngineOutputError: the engine computed no logprob, or NaN.
-        """
+        """Score the windows of a reference with the served model, in the order of `indices`."""
         text = await self._references.text(reference)
         stamp = await self._references.in_thread(reference.name, reference.head_stamp)
 

@@ -100,11 +100,7 @@ class Limits:
             )
 
     def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
-        """Refuse a request whose answer would have too many logprobs, in all or for one sequence.
-
-        Raises:
-            TooLargeError: it would.
-        """
+        """Refuse a request whose answer would have too many logprobs, in all or for one sequence."""
         most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
         if sum(of_sequences) > most:
             raise TooLargeError(

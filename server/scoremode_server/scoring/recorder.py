@@ -122,11 +122,7 @@ class Recorder:
         return self._head
 
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
-        """Every window in order, once it is on disk. Windows that were recorded before are read.
-
-        Raises:
-            EngineOutputError: the engine computed no logprob, or NaN.
-        """
+        """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self._references.text(reference)
         recorded = await self._references.in_thread(reference.name, reference.recorded, "name")
 
