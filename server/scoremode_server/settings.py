@@ -37,7 +37,6 @@ _ALLOWED_BY_DEFAULT = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `scoremode serve`."""
     group = parser.add_argument_group("Scoremode")
     group.add_argument(
         "--score-cache-bytes",
@@ -199,7 +198,6 @@ def allow_plugin() -> None:
 
 
 def positive(text: str) -> int:
-    """A positive integer."""
     if int(text) < 1:
         raise ValueError(f"not a positive number: {text!r}")
     return int(text)

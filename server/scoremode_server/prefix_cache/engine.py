@@ -68,7 +68,6 @@ class ScoringEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
         return self._store.block_size
 
     async def rows(self, request: RowsRequest) -> EngineResult:

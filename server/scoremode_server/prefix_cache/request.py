@@ -148,7 +148,6 @@ class CachedRequest:
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
     def _fill(self, run: EnginePass) -> None:
-        """Fill in the rows that the engine did not compute."""
         needed = self._needed(run)
         if needed:
             blocks = [self._found[self._block_hashes[block]] for block in needed]

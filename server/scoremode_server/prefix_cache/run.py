@@ -137,12 +137,10 @@ class RowsRequest:
 
     @property
     def num_columns(self) -> int:
-        """Of its rows."""
         return self.mark.num_columns if self.mark else int(self.params.prompt_logprobs) + 1
 
     @property
     def first_row(self) -> int:
-        """The row of the token at `first`."""
         return self.first - 1
 
 

@@ -71,11 +71,9 @@ class StoredReference:
         return StoredText(tensors["token_ids"].numpy(), tensors["windows"].numpy())
 
     def shard(self, index: int) -> Path:
-        """The file of a window."""
         return self.path / "windows" / f"{index:06}.safetensors"
 
     def recorded(self) -> set[int]:
-        """The windows that have a file."""
         names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
         return {int(name[1]) for name in names if name}
 
@@ -95,7 +93,6 @@ class StoredReference:
 
     @property
     def head_path(self) -> Path:
-        """The file of the LM head."""
         return self.path / "lm_head.safetensors"
 
     def head_stamp(self) -> str:
@@ -111,7 +108,6 @@ class StoredReference:
         return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Write the LM head."""
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         write_tensors(self.head_path, tensors, self.about("LM head"))
 
@@ -220,8 +216,6 @@ class StoredText:
 
 
 class ReferenceDirectory:
-    """All references of a server."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
 

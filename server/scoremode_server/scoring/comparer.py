@@ -24,8 +24,6 @@ from scoremode_server.vllm_patches.window_params import call_workers
 
 @dataclass(slots=True)
 class Comparer:
-    """Compares the served model with references."""
-
     references: References
     client: EngineClient
     engine: ScoringEngine

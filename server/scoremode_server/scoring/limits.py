@@ -37,7 +37,6 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
-        """Refuse more sequences than a request may have."""
         num_sequences = num_prompts * (1 if num_continuations is None else num_continuations)
         if num_sequences > self.max_sequences:
             each = "" if num_continuations is None else f" with {num_continuations} continuations each"
@@ -67,7 +66,6 @@ class Limits:
         self.check_vocabulary(token_ids, name)
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse token ids outside the vocabulary."""
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -92,7 +90,6 @@ class Limits:
             )
 
     def check_num_candidates(self, num_candidates: int) -> None:
-        """Refuse too many candidates per position."""
         if num_candidates > MAX_CANDIDATES:
             raise RequestError(
                 f"candidate_token_ids has {num_candidates} tokens for a position, and may have {MAX_CANDIDATES}",

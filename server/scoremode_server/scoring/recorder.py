@@ -49,8 +49,6 @@ class WindowOnDisk:
 
 @dataclass(slots=True)
 class Recorder:
-    """Records the served model."""
-
     references: References
     client: EngineClient
     engine: ScoringEngine

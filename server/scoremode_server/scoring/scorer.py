@@ -48,12 +48,10 @@ class ScoredSequence:
 
     @property
     def num_candidates(self) -> int:
-        """Per position."""
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     @property
     def has_own_candidates(self) -> bool:
-        """Whether positions have candidates of their own."""
         return self.candidates is not None and self.candidates.ndim > 1
 
     def mark(self, settings: ScoreSettings) -> ScoredMark | None:
