@@ -30,7 +30,7 @@ class EncodingError(RequestError):
 
 
 class BusyError(RequestError):
-    """Other requests take all of the room."""
+    """Other requests use all of the capacity."""
 
 
 class UnavailableError(RequestError):
