@@ -92,7 +92,7 @@ class Limits:
     def check_num_candidates(self, num_candidates: int) -> None:
         if num_candidates > MAX_CANDIDATES:
             raise RequestError(
-                f"candidate_token_ids has {num_candidates} tokens for a position, and may have {MAX_CANDIDATES}",
+                f"candidate_token_ids has {num_candidates} tokens for a position, of at most {MAX_CANDIDATES}",
                 "candidate_token_ids",
             )
 
@@ -102,12 +102,12 @@ class Limits:
         if sum(of_sequences) > most:
             raise TooLargeError(
                 f"the answer would have {sum(of_sequences)} logprobs with top tokens and candidates, and may have "
-                f"{most} in {encoding_format}: send fewer prompts per request",
+                f"at most {most} in {encoding_format}: send fewer prompts per request",
                 "prompt",
             )
         if largest > MAX_SEQUENCE_VALUES:
             raise TooLargeError(
-                f"a prompt would have {largest} logprobs with top tokens and candidates, and may have "
+                f"a prompt would have {largest} logprobs with top tokens and candidates, and may have at most "
                 f"{MAX_SEQUENCE_VALUES}: request fewer per position",
                 "prompt",
             )
