@@ -110,7 +110,6 @@ def keep_tensors_off_the_heap() -> None:
 
 
 def main() -> None:
-    """Entry point `scoremode`."""
     match sys.argv[1:]:
         case ["serve", first, *others]:
             serve([first, *others])

@@ -30,7 +30,7 @@ class EncodingError(RequestError):
 
 
 class BusyError(RequestError):
-    """Other requests take all of the room."""
+    """Other requests use all of the capacity."""
 
 
 class UnavailableError(RequestError):
@@ -56,7 +56,7 @@ def stopping() -> UnavailableError:
 
 
 class EngineOutputError(RuntimeError):
-    """The engine returned something that is not the score of what was asked. Reported as 500, never as a number."""
+    """The engine returned wrong or incomplete rows: status 500. Whatever reads its output may raise this."""
 
 
 class UnfinishedError(EngineOutputError):

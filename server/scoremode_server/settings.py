@@ -37,7 +37,6 @@ _ALLOWED_BY_DEFAULT = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `scoremode serve`."""
     group = parser.add_argument_group("Scoremode")
     group.add_argument(
         "--score-cache-bytes",
@@ -199,22 +198,13 @@ def allow_plugin() -> None:
 
 
 def positive(text: str) -> int:
-    """A positive integer.
-
-    Raises:
-        ValueError: the text is something else.
-    """
     if int(text) < 1:
         raise ValueError(f"not a positive number: {text!r}")
     return int(text)
 
 
 def number_of_bytes(text: str) -> int:
-    """The bytes of a number with an optional K, M or G (powers of 1,024).
-
-    Raises:
-        ValueError: the text is something else.
-    """
+    """The bytes of a number with an optional K, M or G (powers of 1,024)."""
     size = re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())
     if size is None:
         raise ValueError(f"not a number of bytes: {text!r}")

@@ -144,7 +144,6 @@ async def _result(job: KldJob, positions: list[KldPositions], state: ScoremodeSt
 
 
 def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
-    """One window as JSON."""
     encoded = request.encoding_format == "base64"
     content: dict[str, Any] = {"object": "kld.window", "index": window.index, "num_scored": len(window.positions)}
     for name, dtype in POSITION_DTYPES.items():

@@ -32,7 +32,7 @@ def references_of(state: ScoremodeState) -> ReferenceParts:
         NotServedError: the server has no folder for them.
     """
     if state.references is None:
-        raise NotServedError("this server keeps no references: start it with --reference-dir DIR", None)
+        raise NotServedError("this server has no folder for references: start it with --reference-dir DIR", None)
     return state.references
 
 

@@ -37,7 +37,6 @@ def dump(content: Any) -> bytes:
 
 
 def as_base64(values: np.ndarray) -> str:
-    """The bytes of an array."""
     return base64.b64encode(values.tobytes()).decode("ascii")
 
 

@@ -128,14 +128,9 @@ class _EngineThatScores:
             owner=self._owner,
             options=options,
         )
-        self.result = await self._scored(asked, request_id)
-        yield without_rows(self.result)
-
-    async def _scored(self, asked: RowsRequest, request_id: str) -> EngineResult:
-        num_tokens = len(asked.token_ids)
         try:
-            async with self._accept(request_id, 1, num_tokens) as queue:
-                return await self._engine.rows(replace(asked, queue=queue))
+            async with self._accept(request_id, 1, len(asked.token_ids)) as queue:
+                self.result = await self._engine.rows(replace(asked, queue=queue))
         except UnfinishedError as error:
             self._stock._raise_if_error(error.finish_reason, request_id)
             raise
@@ -143,3 +138,4 @@ class _EngineThatScores:
             # Other routes name the field `prompt`.
             error.param = error.param and "token_ids"
             raise
+        yield without_rows(self.result)

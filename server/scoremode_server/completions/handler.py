@@ -223,7 +223,6 @@ class ScoringCompletions:
                 yield logprobs_json.prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
-        """The sampled token."""
         assert style.num_top is not None
         columns = read_columns(completion.logprobs, style.num_top + 1)
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():

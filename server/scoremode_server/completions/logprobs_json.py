@@ -118,7 +118,9 @@ class LogprobsWriter:
         start = num_found
         for end in _ends(num_found, min(num_cached_blocks, len(keys)), len(keys), most_blocks):
             written = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style)
-            self._store(keys[end - 1], StoredPiece(written, before))
+            piece = StoredPiece(written, before)
+            if piece.num_bytes <= self._stored.maxsize:
+                self._stored[keys[end - 1]] = piece
             before, start = keys[end - 1], end
             yield written
         for first in range(start * self._block_size, len(rows), most_rows):
@@ -146,10 +148,6 @@ class LogprobsWriter:
             if key is None:
                 return pieces[::-1], num_found
         return [], 0
-
-    def _store(self, key: Key, piece: StoredPiece) -> None:
-        if piece.num_bytes <= self._stored.maxsize:
-            self._stored[key] = piece
 
     def _write(self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style) -> Written:
         """The rows from `start` to `end`, at least one. An actual token among the top k appears once, with its rank

@@ -42,7 +42,8 @@ class PromptTexts:
         end = num_blocks * self._block_size
         if num_stored < num_blocks:
             prefix = self._extended(prefix, token_ids[:end], num_stored * self._block_size)
-            self._store(block_hashes[-1], prefix)
+            if len(prefix) + _ENTRY_CHARACTERS <= self._stored.maxsize:
+                self._stored[block_hashes[-1]] = prefix
         return self._extended(prefix, token_ids, end)
 
     def _extended(self, text: str, token_ids: Sequence[int], start: int) -> str:
@@ -60,7 +61,3 @@ class PromptTexts:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._get_tokenizer().decode(list(token_ids)) if token_ids else ""
-
-    def _store(self, block_hash: bytes, text: str) -> None:
-        if len(text) + _ENTRY_CHARACTERS <= self._stored.maxsize:
-            self._stored[block_hash] = text

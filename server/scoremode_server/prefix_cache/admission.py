@@ -52,12 +52,10 @@ class Gate:
         self._on_idle = on_idle
 
     def open(self) -> None:
-        """Let sequences in from now on."""
         self.is_open = True
         self._admission.admit_waiting()
 
     def close(self) -> None:
-        """Let no more in."""
         self.is_open = False
 
     def count(self, num_running: int) -> None:
@@ -161,11 +159,7 @@ class Admission:
 
     @contextmanager
     def until_stopped(self) -> Iterator[None]:
-        """Let this task work on a request that is not accepted yet, such as tokenize it, until the server stops.
-
-        Raises:
-            UnavailableError: the server stops.
-        """
+        """Let this task work on a request that is not accepted yet, such as tokenize it, until the server stops."""
         if self.is_stopped:
             raise stopping()
         task = asyncio.current_task()
@@ -223,7 +217,6 @@ class Admission:
                 first.admitted.set_result(None)
 
     def refuse(self, gate: Gate, error: Callable[[], Exception]) -> None:
-        """End all sequences that wait at a gate with an error."""
         for line in self._waiting.values():
             for each in line:
                 if each.gate is gate and not each.admitted.done():
@@ -231,7 +224,6 @@ class Admission:
         self.admit_waiting()
 
     def show(self) -> None:
-        """Report the counts."""
         self._show(self.num_sequences, self.num_running)
 
     async def drain(self, seconds: float) -> None:
@@ -372,6 +364,5 @@ class RequestQueue:
         self.running.add(request_id)
 
     def leave(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:
-        """A sequence has left the engine."""
         self.running.remove(request_id)
         self._admission.leave(self, num_tokens - num_known, gate)

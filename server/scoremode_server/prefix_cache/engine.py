@@ -68,15 +68,10 @@ class ScoringEngine:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
         return self._store.block_size
 
     async def rows(self, request: RowsRequest) -> EngineResult:
-        """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted.
-
-        Raises:
-            EngineOutputError: the engine left out a row.
-        """
+        """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted."""
         arrival = time.monotonic()
         token_ids = self._cacheable(request)
         result = await (self._uncached(request) if token_ids is None else self._cached(request, token_ids))
@@ -86,11 +81,7 @@ class ScoringEngine:
         return result
 
     async def prompt_columns(self, request: RowsRequest) -> Columns:
-        """The engine's columns for a window of a reference, unchecked and without the cache. The caller calls `done`.
-
-        Raises:
-            EngineOutputError: the engine ended the request early, or without columns.
-        """
+        """The engine's columns for a window of a reference, not checked or cached. The caller calls `done`."""
         arrival = time.monotonic()
         output = await in_engine(self._engine, request)
         columns = read_prompt_columns(output)

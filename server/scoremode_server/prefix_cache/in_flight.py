@@ -26,7 +26,6 @@ class InFlightRequests:
         self._by_hash: dict[bytes, InFlightRequest] = {}
 
     def __len__(self) -> int:
-        """Blocks that are being computed."""
         return len(self._by_hash)
 
     def register(self, request: InFlightRequest, found: Collection[bytes] = ()) -> dict[bytes, InFlightRequest]:

@@ -50,11 +50,7 @@ class CachedRequest:
         return self._generation == self._store.generation
 
     async def run(self) -> EnginePass:
-        """A pass with every row that the request needs.
-
-        Raises:
-            EngineOutputError: the engine left out a row without using its prefix cache.
-        """
+        """A pass with every row that the request needs."""
         self._found = self._store.get(self._block_hashes, self._request.num_columns)
         earlier = self._in_flight.register(self._registered, self._found)
         try:
@@ -152,7 +148,6 @@ class CachedRequest:
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
     def _fill(self, run: EnginePass) -> None:
-        """Fill in the rows that the engine did not compute."""
         needed = self._needed(run)
         if needed:
             blocks = [self._found[self._block_hashes[block]] for block in needed]

@@ -137,12 +137,10 @@ class RowsRequest:
 
     @property
     def num_columns(self) -> int:
-        """Of its rows."""
         return self.mark.num_columns if self.mark else int(self.params.prompt_logprobs) + 1
 
     @property
     def first_row(self) -> int:
-        """The row of the token at `first`."""
         return self.first - 1
 
 
@@ -162,11 +160,7 @@ class EnginePass:
         return self.output.num_cached_tokens or 0
 
     def check(self, first_row: int) -> None:
-        """Check that no row from `first_row` on is missing.
-
-        Raises:
-            EngineOutputError: one is missing.
-        """
+        """Check that no row from `first_row` on is missing."""
         if self.first > first_row:
             raise missing_row(self.first)
 
@@ -183,7 +177,6 @@ async def run_engine(
     aborted. Of its tokens, `num_known` are probably in the prefix cache.
 
     Raises:
-        EngineOutputError: the engine ended the request early.
         UnavailableError: the engine has died, or the server stops.
     """
     output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)

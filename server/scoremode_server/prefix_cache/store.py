@@ -32,7 +32,6 @@ class RowStore:
         self._num_changes = 0
 
     def __len__(self) -> int:
-        """Number of blocks."""
         return len(self._blocks)
 
     @property

@@ -71,20 +71,14 @@ class StoredReference:
         return StoredText(tensors["token_ids"].numpy(), tensors["windows"].numpy())
 
     def shard(self, index: int) -> Path:
-        """The file of a window."""
         return self.path / "windows" / f"{index:06}.safetensors"
 
     def recorded(self) -> set[int]:
-        """The windows that have a file."""
         names = (_SHARD.fullmatch(path.name) for path in (self.path / "windows").glob("*"))
         return {int(name[1]) for name in names if name}
 
     def write_shard(self, index: int, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
-        """Write a window: [scored, hidden] in the served dtype, and [scored] float32.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a window: [scored, hidden] in the served dtype, and [scored] float32."""
         tensors = {"hidden_states": hidden_states, "logprobs": logprobs}
         write_tensors(self.shard(index), tensors, self.about(f"window {index}"))
 
@@ -99,7 +93,6 @@ class StoredReference:
 
     @property
     def head_path(self) -> Path:
-        """The file of the LM head."""
         return self.path / "lm_head.safetensors"
 
     def head_stamp(self) -> str:
@@ -115,11 +108,6 @@ class StoredReference:
         return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Write the LM head.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         write_tensors(self.head_path, tensors, self.about("LM head"))
 
@@ -133,11 +121,7 @@ class StoredReference:
         return tensors["weight"], tensors.get("bias")
 
     def save(self, manifest: Manifest) -> "StoredReference":
-        """The reference with a new manifest, which is written.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """The reference with a new manifest, which is written."""
         path = self.path / _MANIFEST
         partial = partial_path(path)
         try:
@@ -232,8 +216,6 @@ class StoredText:
 
 
 class ReferenceDirectory:
-    """All references of a server."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -281,7 +263,6 @@ class ReferenceDirectory:
         Raises:
             NoReferenceError: the reference was deleted, or another has its name.
             BrokenFileError: its manifest cannot be read.
-            OSError: it cannot be written.
         """
         with _locked(reference.path):
             current = self.open_same(reference.name, reference.manifest.identity)
@@ -293,7 +274,6 @@ class ReferenceDirectory:
         Raises:
             NoReferenceError: the name is not valid.
             FileExistsError: there is one of that name.
-            OSError: it cannot be written.
         """
         # Written elsewhere and moved, so that there is never a reference without a manifest.
         path = self._path(name)
@@ -318,7 +298,6 @@ class ReferenceDirectory:
 
         Raises:
             NoReferenceError: there is none.
-            OSError: it cannot be removed.
         """
         path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
         try:

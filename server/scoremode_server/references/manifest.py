@@ -71,8 +71,6 @@ class HeadFormat(BaseModel):
 
 
 class TextPlan(BaseModel):
-    """The text and its windows."""
-
     model_config = ConfigDict(frozen=True)
 
     fingerprint: str

@@ -25,11 +25,7 @@ class BrokenFileError(Exception):
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> None:
     """Write a safetensors file completely or not at all: tensors on the CPU, contiguous, of one of `DTYPES`, and a
-    description of them.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    description of them."""
     partial = partial_path(path)
     try:
         save_file(dict(tensors), partial, {_KEY: _metadata(tensors, about)})
@@ -50,7 +46,7 @@ def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.
     """The tensors of a file that `write_tensors` wrote.
 
     Raises:
-        BrokenFileError: it is missing, cut short, changed, or about something else.
+        BrokenFileError: it is missing, cut short, changed, or has another description.
     """
     try:
         # Not mapped into memory: if another host cuts the file short or removes it, the process would end.

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,14 @@ from scoremode_server.vllm_patches.reference_windows import WindowMark
 from scoremode_server.vllm_patches.window_params import call_workers
 
 
+@dataclass(slots=True)
 class Comparer:
-    """Compares the served model with references."""
-
-    def __init__(
-        self, references: References, client: EngineClient, engine: ScoringEngine, turns: Turns, files: WorkerFiles
-    ) -> None:
-        self._references = references
-        self._client = client
-        self._engine = engine
-        self._turns = turns
-        self._files = files
-        self._head_bytes: int | None = None
+    references: References
+    client: EngineClient
+    engine: ScoringEngine
+    turns: Turns
+    files: WorkerFiles
+    _head_bytes: int | None = None
 
     async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
         """Refuse a reference that the served model cannot be compared with."""
@@ -45,11 +42,11 @@ class Comparer:
                 f"model one of {vocab_size}",
                 "reference",
             )
-        if manifest.model.tokenizer_fingerprint != self._references.model.tokenizer_fingerprint:
+        if manifest.model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
             raise RequestError(f"reference {reference.name!r} was made with another tokenizer", "reference")
-        text = await self._references.text(reference)
+        text = await self.references.text(reference)
         if len(text.windows) != manifest.text.num_windows:
-            raise self._references.broken(
+            raise self.references.broken(
                 reference.name, BrokenFileError(f"{len(text.windows)} of {manifest.text.num_windows} windows are there")
             )
         longest = int(text.num_tokens.max())
@@ -70,20 +67,16 @@ class Comparer:
     async def _reserved_bytes(self) -> int:
         """Bytes of the largest LM head that fits, which stays the same. Workers answer between two steps."""
         if self._head_bytes is None:
-            answers = await call_workers(self._client, "scoremode_head_bytes")
+            answers = await call_workers(self.client, "scoremode_head_bytes")
             self._head_bytes = min(answer for answer in answers if answer is not None)
         return self._head_bytes
 
     async def compare(
         self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
     ) -> AsyncGenerator[WindowComparison, None]:
-        """Score the windows of a reference with the served model, in the order of `indices`.
-
-        Raises:
-            EngineOutputError: the engine computed no logprob, or NaN.
-        """
-        text = await self._references.text(reference)
-        stamp = await self._references.in_thread(reference.name, reference.head_stamp)
+        """Score the windows of a reference with the served model, in the order of `indices`."""
+        text = await self.references.text(reference)
+        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
         def mark(index: int) -> tuple[list[int], WindowMark]:
             return mark_window("compare", reference, text, index, num_top, stamp)
@@ -101,20 +94,20 @@ class Comparer:
             async for window in compared:
                 yield window
         # Fail if the reference was deleted meanwhile.
-        await self._references.current(reference)
+        await self.references.current(reference)
 
     async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> WindowComparison:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
-            async with self._files.loaded(window.mark, head, len(window.token_ids), rank, ahead) as loaded:
+            async with self.files.loaded(window.mark, head, len(window.token_ids), rank, ahead) as loaded:
                 request = window.request(loaded.mark, loaded.gate, loaded.rank)
-                columns = await self._engine.prompt_columns(request)
+                columns = await self.engine.prompt_columns(request)
         except UnreadableFileError as error:
-            await self._references.current(reference)
-            raise self._references.broken(reference.name, BrokenFileError(str(error))) from None
+            await self.references.current(reference)
+            raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
         window.done()
         # Infinite divergences are numbers.
         window.check_rows(np.any(np.isnan(columns[1]), axis=1))
-        await self._turns.wait()
+        await self.turns.wait()
         return WindowComparison.from_columns(window.mark.index, columns)

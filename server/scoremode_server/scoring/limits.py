@@ -37,7 +37,6 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
-        """Refuse more sequences than a request may have."""
         num_sequences = num_prompts * (1 if num_continuations is None else num_continuations)
         if num_sequences > self.max_sequences:
             each = "" if num_continuations is None else f" with {num_continuations} continuations each"
@@ -67,7 +66,6 @@ class Limits:
         self.check_vocabulary(token_ids, name)
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse token ids outside the vocabulary."""
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(
@@ -92,29 +90,24 @@ class Limits:
             )
 
     def check_num_candidates(self, num_candidates: int) -> None:
-        """Refuse too many candidates per position."""
         if num_candidates > MAX_CANDIDATES:
             raise RequestError(
-                f"candidate_token_ids has {num_candidates} tokens for a position, and may have {MAX_CANDIDATES}",
+                f"candidate_token_ids has {num_candidates} tokens for a position, of at most {MAX_CANDIDATES}",
                 "candidate_token_ids",
             )
 
     def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
-        """Refuse a request whose answer would have too many logprobs, in all or for one sequence.
-
-        Raises:
-            TooLargeError: it would.
-        """
+        """Refuse a request whose answer would have too many logprobs, in all or for one sequence."""
         most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
         if sum(of_sequences) > most:
             raise TooLargeError(
                 f"the answer would have {sum(of_sequences)} logprobs with top tokens and candidates, and may have "
-                f"{most} in {encoding_format}: send fewer prompts per request",
+                f"at most {most} in {encoding_format}: send fewer prompts per request",
                 "prompt",
             )
         if largest > MAX_SEQUENCE_VALUES:
             raise TooLargeError(
-                f"a prompt would have {largest} logprobs with top tokens and candidates, and may have "
+                f"a prompt would have {largest} logprobs with top tokens and candidates, and may have at most "
                 f"{MAX_SEQUENCE_VALUES}: request fewer per position",
                 "prompt",
             )

@@ -119,7 +119,6 @@ def _overrides(overrides: Any) -> str:
 
 
 def _commit(folder: Path | None) -> str | None:
-    """The commit of a model in the hub's cache."""
     return folder.name if folder is not None and folder.parent.name == "snapshots" else None
 
 

@@ -89,7 +89,6 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
 
 
 def _make_model(config: Any, trust_remote_code: bool) -> torch.nn.Module:
-    """The model of the architecture that a config names."""
     architecture = (config.architectures or ["no architecture"])[0]
     if hasattr(transformers, architecture):
         model: torch.nn.Module = getattr(transformers, architecture)(config)

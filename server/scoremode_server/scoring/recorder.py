@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,21 +47,17 @@ class WindowOnDisk:
     """[scored]; None for a window that was on disk before this request."""
 
 
+@dataclass(slots=True)
 class Recorder:
-    """Records the served model."""
-
-    def __init__(
-        self, references: References, client: EngineClient, engine: ScoringEngine, turns: Turns, files: WorkerFiles
-    ) -> None:
-        self._references = references
-        self._client = client
-        self._engine = engine
-        self._turns = turns
-        self._files = files
-        self._head_tickets: dict[str, str] = {}
-        """Tickets of LM heads that workers write, by the reference's identity."""
-        self._head: HeadFormat | None = None
-        self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+    references: References
+    client: EngineClient
+    engine: ScoringEngine
+    turns: Turns
+    files: WorkerFiles
+    _head_tickets: dict[str, str] = field(default_factory=dict)
+    """Tickets of LM heads that workers write, by the reference's identity."""
+    _head: HeadFormat | None = None
+    _beginning: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def begin(self, name: str, texts: TextWindows, corpus: CorpusInfo | None = None) -> StoredReference:
         """The reference to record into: a new one, or an incomplete one of the same model and text.
@@ -77,44 +73,44 @@ class Recorder:
 
     async def _begin(self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None) -> StoredReference:
         head = await self._served_head()
-        model = self._references.model
+        model = self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
         )
         try:
-            reference = await self._references.in_thread(
-                name, partial(self._references.directory.create, name, new, text), "name"
+            reference = await self.references.in_thread(
+                name, partial(self.references.directory.create, name, new, text), "name"
             )
         except FileExistsError:
-            reference = await self._references.open(name, "name")
+            reference = await self.references.open(name, "name")
         except OSError as error:
-            raise self._references.unwritable(name, error) from None
+            raise self.references.unwritable(name, error) from None
         of_disk = reference.manifest
         is_same_model = model.may_continue(of_disk.model)
         if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
             what = "text or other windows" if is_same_model else "model"
             raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
         if corpus is not None and of_disk.corpus is None:
-            reference = await self._references.save(reference, {"corpus": corpus}, "name")
+            reference = await self.references.save(reference, {"corpus": corpus}, "name")
         _warn_of_another_server(reference, model)
-        if of_disk.head is not None and await self._references.in_thread(name, partial(_has_head, reference), "name"):
+        if of_disk.head is not None and await self.references.in_thread(name, partial(_has_head, reference), "name"):
             return reference
         await self._write_head(reference)
-        return await self._references.save(reference, {"head": head}, "name")
+        return await self.references.save(reference, {"head": head}, "name")
 
     async def _write_head(self, reference: StoredReference) -> None:
         """Have the LM head written while windows are recorded."""
         # A damaged file must not be taken for the new one.
-        await self._references.write(reference.name, partial(reference.head_path.unlink, missing_ok=True))
+        await self.references.write(reference.name, partial(reference.head_path.unlink, missing_ok=True))
         ticket, identity = uuid.uuid4().hex, reference.manifest.identity
-        failures = await call_workers(self._client, "scoremode_write_head", reference.name, identity, ticket)
+        failures = await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
         if failure := next(filter(None, failures), None):
             raise await self._worker_failed(reference, failure)
         self._head_tickets[identity] = ticket
 
     async def _served_head(self) -> HeadFormat:
         if self._head is None:
-            answers = await call_workers(self._client, "scoremode_describe_head")
+            answers = await call_workers(self.client, "scoremode_describe_head")
             described = next((each for each in answers if isinstance(each, dict)), None)
             if described is None:
                 raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
@@ -122,13 +118,9 @@ class Recorder:
         return self._head
 
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
-        """Every window in order, once it is on disk. Windows that were recorded before are read.
-
-        Raises:
-            EngineOutputError: the engine computed no logprob, or NaN.
-        """
-        text = await self._references.text(reference)
-        recorded = await self._references.in_thread(reference.name, reference.recorded, "name")
+        """Every window in order, once it is on disk. Windows that were recorded before are read."""
+        text = await self.references.text(reference)
+        recorded = await self.references.in_thread(reference.name, reference.recorded, "name")
 
         def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
             for index in range(len(text.windows)):
@@ -148,39 +140,39 @@ class Recorder:
     ) -> WindowOnDisk:
         """A window that has a file. If the file is damaged, the window is recorded again."""
         try:
-            _, logprobs = await self._references.in_thread(reference.name, partial(reference.read_shard, index), "name")
+            _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index), "name")
         except BrokenFileError as error:
             # Another reference may have the name now, whose files must stay.
-            await self._references.current(reference, "name")
+            await self.references.current(reference, "name")
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
-            await self._references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
+            await self.references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
             window = MarkedWindow(*mark_window("record", reference, text, index), settings)
             return await self._recorded(reference, window)
         return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
-        _, columns, ranks = await self._engine.prompt_columns(window.request(window.mark))
+        _, columns, ranks = await self.engine.prompt_columns(window.request(window.mark))
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
         window.done()
-        await self._turns.wait()
+        await self.turns.wait()
         return WindowOnDisk(-json_logprobs(columns[:, 0]), ranks)
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window or the LM head."""
         try:
-            failure = await self._files.written(ticket, SECONDS_TO_WRITE)
+            failure = await self.files.written(ticket, SECONDS_TO_WRITE)
         except TimeoutError:
             failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
-            raise self._references.unwritable(reference.name, failure) from None
+            raise self.references.unwritable(reference.name, failure) from None
         if failure is not None:
             raise await self._worker_failed(reference, failure)
 
     async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
         """The error for a file that a worker could not write, or of a reference that was deleted."""
-        await self._references.current(reference, "name")
-        return self._references.unwritable(reference.name, failure)
+        await self.references.current(reference, "name")
+        return self.references.unwritable(reference.name, failure)
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Store the perplexity of a reference, after all windows are recorded."""
@@ -191,8 +183,8 @@ class Recorder:
             if self._head_tickets.get(identity) == ticket:
                 del self._head_tickets[identity]
         result = await asyncio.to_thread(lambda: Result.from_perplexity(perplexity(np.concatenate(nlls).tolist())))
-        await self._references.save(reference, {"result": result})
-        await self._references.in_thread(reference.name, reference.remove_partial_files, "name")
+        await self.references.save(reference, {"result": result})
+        await self.references.in_thread(reference.name, reference.remove_partial_files, "name")
 
 
 def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:

@@ -75,11 +75,7 @@ class MarkedWindow:
         self.settings.queue.done(len(self.token_ids), 0)
 
     def check_rows(self, is_nan: np.ndarray) -> None:
-        """Check that each target has a row [scored], and that none is NaN.
-
-        Raises:
-            EngineOutputError: a row is missing, or NaN at a position, which the message names.
-        """
+        """Check that each target has a row [scored], and that none is NaN."""
         if len(is_nan) != self.mark.num_scored:
             raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
         if is_nan.any():

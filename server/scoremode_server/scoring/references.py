@@ -104,7 +104,6 @@ class References:
             raise self.unwritable(name, error) from None
 
     async def open(self, name: str, param: str = "reference") -> StoredReference:
-        """The reference of a name."""
         reference = await self.read(name, lambda: self.directory.open(name), param)
         # With the tokens that were read for it, if the manifest is the same.
         reference = known if (known := self._opened.pop(name, None)) == reference else reference
@@ -119,7 +118,6 @@ class References:
         return await self.in_thread(name, lambda: _describe(reference), "name")
 
     async def delete(self, name: str) -> None:
-        """Remove a reference."""
         await self.write(name, lambda: self.directory.delete(name))
 
     async def save(
@@ -134,7 +132,6 @@ class References:
         return await self.read(name, lambda: self.directory.open_same(name, identity), param)
 
     async def text(self, reference: StoredReference) -> StoredText:
-        """The tokens of a reference."""
         return await self.read(reference.name, lambda: reference.text)
 
     def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> ConflictError:

@@ -48,12 +48,10 @@ class ScoredSequence:
 
     @property
     def num_candidates(self) -> int:
-        """Per position."""
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     @property
     def has_own_candidates(self) -> bool:
-        """Whether positions have candidates of their own."""
         return self.candidates is not None and self.candidates.ndim > 1
 
     def mark(self, settings: ScoreSettings) -> ScoredMark | None:
@@ -82,11 +80,7 @@ class Scorer:
 
     def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[ScoredRows, None]:
         """Score sequences of 1 to `max_model_len` tokens, in order. The first token has no context, so no row.
-        Sequences are taken when the engine can use them. Closing the generator aborts those in the engine.
-
-        Raises:
-            EngineOutputError: the engine returned wrong or incomplete rows.
-        """
+        Sequences are taken when the engine can use them. Closing the generator aborts those in the engine."""
         return settings.queue.in_order(
             self._score(index, sequence, settings) for index, sequence in enumerate(sequences)
         )

@@ -41,12 +41,10 @@ class TextWindows:
 
     @property
     def windows(self) -> list[Window]:
-        """Of all documents."""
         return [window for document in self.documents for window in document.windows]
 
     @property
     def num_tokens(self) -> int:
-        """Of all documents."""
         return sum(len(document.token_ids) for document in self.documents)
 
     @property

@@ -29,7 +29,6 @@ class TokenStrings:
         self.fill(self._get_tokenizer().get_vocab().values())
 
     def fill(self, token_ids: Iterable[int]) -> None:
-        """Add these tokens to the table."""
         wanted = set(token_ids)
         if wanted <= self._json.keys():
             return
@@ -45,7 +44,6 @@ class TokenStrings:
         return [self._texts[token_id] for token_id in token_ids]
 
     def json_of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token alone, as JSON."""
         self.fill(token_ids)
         return [self._json[token_id] for token_id in token_ids]
 

@@ -25,7 +25,6 @@ class Tokenizer:
         return token_ids
 
     async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text."""
         self._tokenizer()
         params = TokenizeParams(max_total_tokens=None, add_special_tokens=add_special_tokens)
         encoded = await self._renderer.tokenize_prompts_async([TextPrompt(prompt=text) for text in texts], params)
@@ -52,13 +51,11 @@ class Tokenizer:
         return str(decoded["prompt"])
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token alone."""
         if self._renderer.tokenizer is None:
             raise RequestError("this server has no tokenizer, so it knows no token's text", "token_ids")
         return self.strings.texts_of(token_ids)
 
     def special_token_id(self, name: Literal["bos", "eos"]) -> int | None:
-        """The tokenizer's BOS or EOS token."""
         token_id: int | None = getattr(self._renderer.tokenizer, f"{name}_token_id", None)
         return token_id
 

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.types import Message
 
 from scoremode_server.api.authentication import OPEN_PATHS, Authentication, configured_keys
-from scoremode_server.api.request_ids import RequestIds
+from scoremode_server.api.middleware import RequestIds
 from tests.unit.server.api.light_app import ask
 
 ODD_PATHS = (

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from scoremode_server.api.authentication import OPEN_PATHS, Authentication
-from scoremode_server.api.request_ids import RequestIds
+from scoremode_server.api.middleware import RequestIds
 from tests.unit.server.api.light_app import ask
 from write_openapi import app_without_engine
 

@@ -1,6 +1,7 @@
 """`/v1/references`: resuming, refusing, listing, deleting, and races, on an engine with real windows and files."""
 
 import asyncio
+import json
 import math
 import os
 from collections.abc import AsyncIterator
@@ -13,10 +14,11 @@ import pytest
 
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
-from tests.bad_inputs import KLD, REFERENCES
+from scoremode_server.references.manifest import _checksum
+from tests.bad_inputs import KLD, REFERENCES, SCORE
 from tests.unit.server.api.light_app import client_of, error_of, events, light_app
 from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
-from tests.unit.server.references.reference_setup import files, full_disk
+from tests.unit.server.references.reference_setup import files, full_disk, no_file_longer_than
 
 BASE = f"{REFERENCES}/base"
 STREAM = {**BODY, "stream": True}
@@ -171,3 +173,62 @@ async def test_a_reference_may_be_deleted_while_it_is_recorded(engine, client):
     await record(client, prompt=TOKENS[10:])
     assert (await recording).status_code in (404, 409, 507)
     assert engine.directory.open("base").manifest.text.num_tokens == len(TOKENS) - 10
+
+
+CORPUS = {"name": "wikitext", "config": "raw", "split": "test", "num_rows": 4358, "sha256": "ab" * 32, "preset": "hf"}
+
+
+async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(tmp_path):
+    engine = ReferenceEngine(tmp_path)
+    async with client_of(light_app(engine)) as client:
+        assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS
+        assert (await record(client, corpus={**CORPUS, "name": "other"}))["corpus"] == CORPUS
+        path = engine.directory.open("base").path / "manifest.json"
+        fields = json.loads(path.read_text())
+        del fields["corpus"], fields["checksum"]
+        path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
+        assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
+        assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "now that it is said"
+        unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
+    assert error_of(unhashed) == (400, "corpus", "corpus.sha256 is required")
+
+
+async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(tmp_path):
+    engine = ReferenceEngine(tmp_path)
+    async with client_of(light_app(engine)) as client:
+        *windows, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "return_ranks": True}))
+        *without, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "name": "other"}))
+    assert len(windows) == NUM_WINDOWS
+    for index, window in enumerate(windows):
+        assert window["logprobs"] == engine.directory.open("base").read_shard(index)[1].tolist()
+        assert len(window["ranks"]) == window["num_scored"]
+        assert all(rank >= 1 for rank in window["ranks"])
+    assert not any({"logprobs", "ranks"} & window.keys() for window in without)
+
+
+# Tokens have 692 bytes, and are written first; manifests have some 850, and the LM head 32 KB.
+@pytest.mark.parametrize(("num_bytes", "status_of_floor"), [(650, 507), (16_384, 200)])
+async def test_a_full_folder_is_told_and_the_rest_goes_on(tmp_path: Path, num_bytes: int, status_of_floor: int):
+    async with client_of(light_app(ReferenceEngine(tmp_path))) as client:
+        whole = await record(client, name="whole")
+        with no_file_longer_than(num_bytes):
+            status, param, message = error_of(await client.post(REFERENCES, json=BODY))
+            assert (status, param, "File too large" in message) == (507, "name", True)
+            assert str(tmp_path) not in message
+            assert not [name for name in files(tmp_path) if "/." in f"/{name}"]
+            assert (await client.get(f"{REFERENCES}/whole")).json() == whole
+            for route, body in ((SCORE, {"prompt": [5, 6]}), (KLD, {"reference": "whole"})):
+                assert (await client.post(route, json=body)).status_code == 200
+            floor = await client.post(KLD, json={"reference": "whole", "as_noise_floor": True})
+            assert floor.status_code == status_of_floor
+        assert (await record(client))["complete"]
+
+
+async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
+    """Not even by root."""
+    async with client_of(light_app(ReferenceEngine(Path("/proc/self/fdinfo")))) as client:
+        status, param, message = error_of(await client.post(REFERENCES, json=BODY))
+        assert (status, param) == (507, "name")
+        assert message.startswith("reference 'base' could not be written: ")
+        assert "/proc" not in message
+        assert (await client.get(REFERENCES)).json()["data"] == []

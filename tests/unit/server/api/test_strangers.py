@@ -98,3 +98,12 @@ async def test_vllms_route_of_token_ids_repeats_no_long_name_of_a_model(random_m
         answer = await client.post(ROUTE, json=body)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].startswith(SHORT_NAME)
+
+
+async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():
+    app = light_app()
+    app.state.scoremode.models.models.lora_requests = {"an-adapter": None}
+    async with client_of(app) as client:
+        response = await client.post("/v1/score", json={"model": "foo", "prompt": [5, 6]})
+    message = "The model `foo` does not exist. Valid aliases: m. Adapters: an-adapter."
+    assert error_of(response) == (404, "model", message)
