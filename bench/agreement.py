@@ -10,7 +10,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from scoremode import ScoreClient
-from scoremode.corpora import load_corpus
+from scoremode.runs.corpora import load_corpus
 
 Windows = Sequence[Sequence[int]]
 Logprobs = Sequence[np.ndarray]

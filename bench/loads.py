@@ -220,7 +220,7 @@ def draw_kld(source: Source, count: int, seed: str) -> Drawn:
 
 def piece_of(name: str, count: int, seed: str) -> str:
     """A part of a text, repeated if it is too short, that has `count` windows."""
-    from scoremode.corpora import load_corpus
+    from scoremode.runs.corpora import load_corpus
 
     text = load_corpus(name).text
     size = CHARACTERS_PER_TOKEN * (WINDOW + count * STRIDE)

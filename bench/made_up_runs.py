@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode import kld_report
-from scoremode._output import Output
-from scoremode.divergence import KldMeasurement
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.protocol import NoiseFloor, Reference, ServerInfo
 from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
+from scoremode.runs import kld_report
+from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.output import Output
+from scoremode.wire.protocol import NoiseFloor, Reference, ServerInfo
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6

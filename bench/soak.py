@@ -35,8 +35,8 @@ from tables import table
 from transformers import AutoTokenizer
 
 from scoremode import AsyncScoreClient, ScoremodeError
-from scoremode.protocol import PerplexityWindow
 from scoremode.windows import cut_windows
+from scoremode.wire.protocol import PerplexityWindow
 
 sys.path.append(str(Path(__file__).parents[1]))
 

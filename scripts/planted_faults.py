@@ -45,22 +45,22 @@ CLIENT_FAULTS = {
         ("Window(end - context_length - 1, end, reached)", "Window(reached - 1, end, reached)"),
         ("self.first_target - self.start + (self.head is not None)", "self.first_target - self.start"),
     ],
-    "_retries.py < test_retries.py": [
+    "wire/retries.py < test_retries.py": [
         ("self._num_failures > self._retries.max_retries", "self._num_failures >= self._retries.max_retries"),
         ("max(0.0, (when - datetime.now(UTC)).total_seconds())", "(when - datetime.now(UTC)).total_seconds()"),
         ("if is_over or (asked_wait is not None and asked_wait > longest):", "if is_over:"),
         ("(self.grace, self.first_contact, self.retry_for)", "(self.grace, self.first_contact)"),
         ("error, RETRIED_ERRORS) or not can_restart", "error, RETRIED_ERRORS)"),
     ],
-    "pool.py < test_pool.py": [
+    "runs/pool.py < test_pool.py": [
         ("client.address, error)\n        self._set_retries()", "client.address, error)"),
         ("if server not in self._servers:\n                c", "if not self._servers:\n                c"),
     ],
-    "journal.py < test_journal.py": [
+    "runs/journal.py < test_journal.py": [
         ("self._file.truncate(size)", "self._file.seek(size)"),
         ('raise ValueError("a window twice")', "return"),
     ],
-    "plan.py < test_journal.py test_divergence.py": [('            "model": self.model,\n', "")],
+    "runs/plan.py < test_journal.py test_divergence.py": [('            "model": self.model,\n', "")],
     "kld.py < test_kld.py test_divergence.py": [
         ("(values - values.mean()).mean() / (len(values) - 1)", "(values - values.mean()).mean() / len(values)"),
         ("np.square(sums).sum() * len(sizes) / (len(sizes) - 1)", "np.square(sums).sum()"),

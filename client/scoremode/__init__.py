@@ -12,7 +12,6 @@ Importing it needs neither torch nor vLLM.
 from scoremode._version import __version__
 from scoremode.client import AsyncScoreClient, ScoreClient
 from scoremode.corpus import CorpusProgress, score_corpus
-from scoremode.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.errors import (
     APIStatusError,
     AuthenticationError,
@@ -29,10 +28,18 @@ from scoremode.errors import (
 )
 from scoremode.kld import KldPositions
 from scoremode.metrics import perplexity
-from scoremode.protocol import KldStatistics, NoiseFloor, PerplexityResponse, PerplexityWindow, Reference, ServerInfo
-from scoremode.recording import Recording, record_reference
 from scoremode.results import KldResult, KldWindowValues, Score
+from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
+from scoremode.runs.recording import Recording, record_reference
 from scoremode.windows import METHODS, Method, Window, cut_windows
+from scoremode.wire.protocol import (
+    KldStatistics,
+    NoiseFloor,
+    PerplexityResponse,
+    PerplexityWindow,
+    Reference,
+    ServerInfo,
+)
 
 __all__ = [
     "METHODS",

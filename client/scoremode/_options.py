@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from scoremode import corpora
 from scoremode._version import __version__
 from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
-from scoremode.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
-from scoremode.presets import PRESETS, window_settings
 from scoremode.results import NUM_TOP
+from scoremode.runs import corpora
+from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
+from scoremode.runs.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
 
 DEFAULT_URL = "http://localhost:8000"

@@ -19,7 +19,7 @@ from rich.progress import Progress as ProgressBar
 
 from scoremode._printable import printable
 from scoremode.corpus import CorpusProgress, OnCorpusProgress
-from scoremode.run import OnProgress, Progress
+from scoremode.runs.run import OnProgress, Progress
 
 
 class _LinesOnStderr(logging.Handler):

@@ -7,19 +7,19 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TypeVar
 
-from scoremode import kld_report, report
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
-from scoremode._output import Output
 from scoremode._printable import printable
 from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
-from scoremode.corpora import Corpus, load_corpus
 from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
-from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import ScoremodeError
-from scoremode.evaluate import evaluate
-from scoremode.recording import record_reference
+from scoremode.runs import kld_report, report
+from scoremode.runs.corpora import Corpus, load_corpus
+from scoremode.runs.divergence import measure_kld, measure_noise_floor
+from scoremode.runs.evaluate import evaluate
+from scoremode.runs.output import Output
+from scoremode.runs.recording import record_reference
 from scoremode.windows import WindowError, WindowSettings
 
 OnStep = TypeVar("OnStep")

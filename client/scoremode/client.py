@@ -1,7 +1,7 @@
 """`ScoreClient` and `AsyncScoreClient`: Scoremode's HTTP API from Python, over httpx.
 
-Each method is written once, as the request that it makes. How answers are read is in `_calls`, what is tried again in
-`_retries`.
+Each method is written once, as the request that it makes. How answers are read is in `wire.calls`, what is tried
+again in `wire.retries`.
 """
 
 import asyncio
@@ -16,11 +16,12 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel
 
-from scoremode._calls import Answer, Call, EventKind, EventReader, call, stream
-from scoremode._retries import Attempts, Retries
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
-from scoremode.protocol import (
+from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_result, parse_scores
+from scoremode.windows import WindowSettings
+from scoremode.wire.calls import Answer, Call, EventKind, EventReader, call, stream
+from scoremode.wire.protocol import (
     Candidates,
     Continuations,
     CorpusInfo,
@@ -33,8 +34,7 @@ from scoremode.protocol import (
     ServerInfo,
     Text,
 )
-from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_result, parse_scores
-from scoremode.windows import WindowSettings
+from scoremode.wire.retries import Attempts, Retries
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"
 DEFAULT_TIMEOUT = 600.0

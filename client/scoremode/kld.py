@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.metrics import exp
-from scoremode.protocol import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
+from scoremode.wire.protocol import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
 
 Floats = NDArray[np.float64]
 

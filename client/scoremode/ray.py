@@ -31,9 +31,9 @@ from scoremode.corpus.documents import (
     cut_into_requests,
 )
 from scoremode.errors import ScoremodeError
-from scoremode.plan import differences, identity
-from scoremode.pool import Pool
-from scoremode.protocol import ServerInfo
+from scoremode.runs.plan import differences, identity
+from scoremode.runs.pool import Pool
+from scoremode.wire.protocol import ServerInfo
 
 ERROR = "error"
 _LONGEST_LOOK = 5.0

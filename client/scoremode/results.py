@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from scoremode._arrays import TopLogprobs, decode_array, decode_top_logprobs
-from scoremode._calls import EventKind, EventReader
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.protocol import LOWEST_LOGPROB, KldResponse, KldStatistics, KldWindow, ScoreResponse, ScoreResult
+from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs
+from scoremode.wire.calls import EventKind, EventReader
+from scoremode.wire.protocol import LOWEST_LOGPROB, KldResponse, KldStatistics, KldWindow, ScoreResponse, ScoreResult
 
 _SCORE_RESPONSE = TypeAdapter(ScoreResponse)
 _LOWEST = np.float32(LOWEST_LOGPROB)

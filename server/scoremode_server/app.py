@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
-from scoremode.protocol import ServerInfo
+from scoremode.wire.protocol import ServerInfo
 from scoremode_server.completions.generate import ScoringGenerate
 from scoremode_server.completions.handler import ScoringCompletions
 from scoremode_server.completions.logprobs_json import LogprobsWriter

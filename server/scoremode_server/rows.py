@@ -7,7 +7,7 @@ import numpy as np
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 
-from scoremode.protocol import LOWEST_LOGPROB
+from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 
 NO_RANK = 0

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lm_eval_tasks
-from scoremode.presets import comparable_with
-from scoremode.protocol import CorpusInfo
+from scoremode.runs.presets import comparable_with
+from scoremode.wire.protocol import CorpusInfo
 from tests import oracle
 from tests.command_line import ppl_client
 

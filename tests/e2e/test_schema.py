@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from scoremode.protocol import KldResponse, PerplexityResponse, Reference
+from scoremode.wire.protocol import KldResponse, PerplexityResponse, Reference
 from write_openapi import OPENAPI, text
 
 POSTS = ("/v1/score", "/v1/perplexity", "/v1/references", "/v1/kld", "/v1/tokens")

@@ -1,7 +1,7 @@
 """What a server says of its model and of what computes."""
 
 from scoremode import ScoreClient
-from scoremode.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy
 
 
 def test_a_server_without_references_knows_its_kernels(int8_server: str):

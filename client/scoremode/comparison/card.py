@@ -16,9 +16,9 @@ from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, Run
 from scoremode.comparison.pairing import model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
-from scoremode.corpora import HUB_ALIASES
-from scoremode.presets import comparable_with
-from scoremode.report import weights_in_words
+from scoremode.runs.corpora import HUB_ALIASES
+from scoremode.runs.presets import comparable_with
+from scoremode.runs.report import weights_in_words
 from scoremode.windows import STRIDED_METHODS
 
 _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %")

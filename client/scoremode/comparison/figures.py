@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scoremode.comparison.run_file import RunFile
-from scoremode.protocol import CorpusInfo, Reference
+from scoremode.wire.protocol import CorpusInfo, Reference
 
 Verdict = Literal["better", "worse", "no difference shown"]
 

@@ -13,14 +13,14 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from scoremode._output import ARRAYS_SUFFIX
 from scoremode._printable import printable
 from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
-from scoremode.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
-from scoremode.report import RECORD_VERSION
 from scoremode.results import TOP_DTYPES, TopTokens
+from scoremode.runs.output import ARRAYS_SUFFIX
+from scoremode.runs.report import RECORD_VERSION
 from scoremode.windows import Method
+from scoremode.wire.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
 
 
 class _Arrays(BaseModel):

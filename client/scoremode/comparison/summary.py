@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
-from scoremode.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy
 
 _OPPOSITE: dict[Verdict, Verdict] = {
     "better": "worse",

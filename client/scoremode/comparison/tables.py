@@ -11,8 +11,8 @@ from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFig
 from scoremode.comparison.report_tables import Cell, floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
-from scoremode.presets import comparable_with
-from scoremode.report import weights_in_words
+from scoremode.runs.presets import comparable_with
+from scoremode.runs.report import weights_in_words
 
 Row = TypeVar("Row")
 

@@ -7,7 +7,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
 from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, find_inputs
 from scoremode.errors import ScoremodeError
-from scoremode.pool import Pool
+from scoremode.runs.pool import Pool
 
 __all__ = ["CorpusProgress", "OnCorpusProgress", "score_corpus"]
 

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode._retries import INTERNAL_ERROR, TIMED_OUT
 from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import APIStatusError, ResponseError, ScoremodeError
 from scoremode.metrics import bits_per_byte, exp
-from scoremode.pool import Pool, Result
 from scoremode.results import Score
+from scoremode.runs.pool import Pool, Result
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
+from scoremode.wire.retries import INTERNAL_ERROR, TIMED_OUT
 
 _log = logging.getLogger(__name__)
 

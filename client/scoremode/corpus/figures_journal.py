@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from scoremode.errors import OutputError
-from scoremode.journal import AppendedFile, check_same_run, open_locked
+from scoremode.runs.journal import AppendedFile, check_same_run, open_locked
 
 HEADER_KEY = b"scoremode"
 

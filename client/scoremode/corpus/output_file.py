@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scoremode._output import sync_folder
 from scoremode.corpus.figures_journal import HEADER_KEY, FiguresJournal
 from scoremode.errors import OutputError
-from scoremode.journal import check_same_run
+from scoremode.runs.journal import check_same_run
+from scoremode.runs.output import sync_folder
 
 _ROW_GROUP_BYTES = 64 << 20
 _ROW_GROUP_ROWS = 65_536

@@ -22,7 +22,7 @@ from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import Rows, open_rows
 from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress, checksum_of
 from scoremode.errors import OutputError, ScoremodeError
-from scoremode.pool import Pool
+from scoremode.runs.pool import Pool
 
 _PIECES_PER_PLACE = 4
 """Between reader and writer, for each request in flight: one that takes long should not hold up the others."""

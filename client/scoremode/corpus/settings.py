@@ -8,8 +8,8 @@ from pathlib import Path
 from scoremode._printable import two_columns
 from scoremode.errors import CorpusError
 from scoremode.metrics import exp
-from scoremode.plan import server_header
-from scoremode.protocol import ServerInfo
+from scoremode.runs.plan import server_header
+from scoremode.wire.protocol import ServerInfo
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
 

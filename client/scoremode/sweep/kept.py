@@ -10,11 +10,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from scoremode._output import ARRAYS_SUFFIX, JOURNAL_SUFFIX
-from scoremode.corpora import Corpus
-from scoremode.plan import identity
-from scoremode.protocol import ServerInfo
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.output import ARRAYS_SUFFIX, JOURNAL_SUFFIX
+from scoremode.runs.plan import identity
 from scoremode.sweep.plan import ModelEntry, SweepPlan
+from scoremode.wire.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pydantic import (
 )
 
 from scoremode.client import server_root
-from scoremode.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus
 from scoremode.errors import ScoremodeError
+from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus
 from scoremode.windows import Method
 
 DEFAULT_COMMAND = ["scoremode", "serve"]

@@ -10,21 +10,20 @@ from typing import Any, Literal
 import httpx
 from numpy.typing import NDArray
 
-from scoremode import kld_report, report
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS
-from scoremode._output import Output
 from scoremode._progress import progress_bar
 from scoremode.client import AsyncScoreClient
-from scoremode.corpora import Corpus
-from scoremode.divergence import measure_kld, measure_noise_floor
 from scoremode.errors import NotFoundError, OutputError, ScoremodeError
-from scoremode.evaluate import evaluate
-from scoremode.journal import Journal, Measurement
-from scoremode.plan import WindowNlls
-from scoremode.protocol import PerplexityWindow
-from scoremode.recording import record_reference
 from scoremode.results import NUM_TOP
-from scoremode.run import OnProgress
+from scoremode.runs import kld_report, report
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.divergence import measure_kld, measure_noise_floor
+from scoremode.runs.evaluate import evaluate
+from scoremode.runs.journal import Journal, Measurement
+from scoremode.runs.output import Output
+from scoremode.runs.plan import WindowNlls
+from scoremode.runs.recording import record_reference
+from scoremode.runs.run import OnProgress
 from scoremode.sweep.kept import (
     FIELD,
     Marks,
@@ -40,6 +39,7 @@ from scoremode.sweep.kept import (
 from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
 from scoremode.windows import WindowError, WindowSettings
+from scoremode.wire.protocol import PerplexityWindow
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
-from scoremode.protocol import ScoreRequest, ScoreResponse, ServerInfo
+from scoremode.wire.protocol import ScoreRequest, ScoreResponse, ServerInfo
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import accepted, owner_of, scoremode_state

@@ -4,7 +4,7 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from scoremode.protocol import TokensRequest, TokensResponse
+from scoremode.wire.protocol import TokensRequest, TokensResponse
 from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import scoremode_state
 from scoremode_server.api.responses import json_response

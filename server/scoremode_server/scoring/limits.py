@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm.config import ModelConfig
 
-from scoremode.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
+from scoremode.wire.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from scoremode.protocol import ScoreRequest
+from scoremode.wire.protocol import ScoreRequest
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import ScoredSequence

@@ -8,8 +8,8 @@ from math import fsum
 import numpy as np
 
 from scoremode.metrics import count_words, exp
-from scoremode.protocol import PerplexityRequest, PerplexityWindow, ServerInfo
 from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow, ServerInfo
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from scoremode.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy
 from scoremode_server.vllm_patches.window_params import call_workers
 
 # vLLM shows only the messages of loggers below its own.

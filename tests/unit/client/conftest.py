@@ -7,7 +7,8 @@ import time
 import httpx
 import pytest
 
-from scoremode import AsyncScoreClient, ScoreClient, _retries
+from scoremode import AsyncScoreClient, ScoreClient
+from scoremode.wire import retries as _retries
 
 
 @pytest.fixture(autouse=True)

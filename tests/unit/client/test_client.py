@@ -22,7 +22,7 @@ from fake_server import (
 )
 
 import scoremode
-from scoremode.protocol import PerplexityRequest, ScoreRequest
+from scoremode.wire.protocol import PerplexityRequest, ScoreRequest
 
 
 def streaming(*items):

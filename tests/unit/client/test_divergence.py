@@ -17,11 +17,11 @@ from scoremode import (
     TransportError,
     results,
 )
-from scoremode.corpora import Corpus
-from scoremode.divergence import measure_kld, measure_noise_floor
-from scoremode.journal import open_journal
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.recording import record_reference
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.divergence import measure_kld, measure_noise_floor
+from scoremode.runs.journal import open_journal
+from scoremode.runs.recording import record_reference
 from scoremode.windows import METHODS
 
 TEXT = "The quick brown fox jumps over the lazy dog"

@@ -15,9 +15,9 @@ from fake_server import (
 )
 
 from scoremode import ResponseError, ServerError
-from scoremode.corpora import Corpus
-from scoremode.evaluate import evaluate
 from scoremode.metrics import TextMetrics
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.evaluate import evaluate
 from scoremode.windows import METHODS, WindowError, cut_windows
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."

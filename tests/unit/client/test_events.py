@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scoremode._calls import EventParser
+from scoremode.wire.calls import EventParser
 
 
 def parse(*chunks: bytes) -> list[bytes]:

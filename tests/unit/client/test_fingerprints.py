@@ -8,13 +8,13 @@ import pytest
 from fake_server import INFO, FakeServer, serve
 
 from scoremode import AsyncScoreClient, OutputError, ServerInfo
-from scoremode.corpora import Corpus
 from scoremode.errors import ServersDifferError
-from scoremode.journal import open_journal
-from scoremode.plan import Plan, WindowNlls
-from scoremode.pool import Pool
-from scoremode.protocol import ComputedBy
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.journal import open_journal
+from scoremode.runs.plan import Plan, WindowNlls
+from scoremode.runs.pool import Pool
 from scoremode.windows import cut_windows
+from scoremode.wire.protocol import ComputedBy
 
 A100, H200 = ComputedBy(device="A100", kernels=["k"]), ComputedBy(device="H200", kernels=["k"])
 OLD, NEW = "0" * 32, "v2-" + "0" * 32

@@ -9,10 +9,10 @@ import pytest
 from fake_server import INFO
 
 from scoremode import OutputError, ServerInfo
-from scoremode._output import Output
-from scoremode.corpora import Corpus
-from scoremode.journal import Journal, count_windows, open_journal
-from scoremode.plan import Plan, WindowNlls
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.journal import Journal, count_windows, open_journal
+from scoremode.runs.output import Output
+from scoremode.runs.plan import Plan, WindowNlls
 from scoremode.windows import cut_windows
 
 SETTINGS = {"method": "disjoint", "context_length": 4, "stride": 4, "max_tokens": None, "add_special_tokens": True}

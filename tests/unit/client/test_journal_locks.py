@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scoremode import OutputError
-from scoremode._output import Output
-from scoremode.journal import open_locked
+from scoremode.runs.journal import open_locked
+from scoremode.runs.output import Output
 
 
 @pytest.fixture

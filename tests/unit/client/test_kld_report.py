@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from fake_server import INFO, StoredReference
 
-from scoremode.divergence import KldMeasurement
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.kld_report import as_json, as_text
-from scoremode.protocol import ComputedBy, CorpusInfo, NoiseFloor, Reference, ServerInfo
-from scoremode.token_texts import DivergentToken
+from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.kld_report import as_json, as_text
+from scoremode.runs.token_texts import DivergentToken
+from scoremode.wire.protocol import ComputedBy, CorpusInfo, NoiseFloor, Reference, ServerInfo
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
 SHOWN = {"dtype": "bfloat16", "context_length": 2048, "stride": 2048, "num_tokens": 4096, "num_scored": 4}

@@ -7,7 +7,7 @@ import pytest
 from fake_server import FakeServer, changed, serve
 
 from scoremode.cli import main
-from scoremode.journal import Journal
+from scoremode.runs.journal import Journal
 
 # No window of it is like another.
 TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!"

@@ -7,9 +7,9 @@ import pytest
 from fake_server import FakeServer, Outcomes, client_of, error, ok, score_response
 
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
-from scoremode.corpora import Corpus
-from scoremode.evaluate import evaluate
-from scoremode.pool import GRACE, MAX_CONCURRENCY, Pool
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.evaluate import evaluate
+from scoremode.runs.pool import GRACE, MAX_CONCURRENCY, Pool
 
 CORPUS = Corpus("fox", "The quick brown fox jumps over the lazy dog, and on it goes. " * 4, "made up", 1)
 SETTINGS = {"context_length": 8, "stride": 4}

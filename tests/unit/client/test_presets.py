@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fake_server import FakeServer, error, serve
 
-from scoremode import presets
 from scoremode.cli import main
 from scoremode.comparison import load_run
-from scoremode.corpora import load_corpus
+from scoremode.runs import presets
+from scoremode.runs.corpora import load_corpus
 from scoremode.windows import cut_windows
 from tests.texts import WIKITEXT
 

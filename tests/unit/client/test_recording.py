@@ -5,8 +5,8 @@ import pytest
 from fake_server import BOS, CutShort, FakeServer, client_of, events
 
 from scoremode import BadRequestError, TransportError
-from scoremode.corpora import Corpus
-from scoremode.recording import record_reference
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.recording import record_reference
 
 TEXT = "The quick brown fox jumps over the lazy dog"
 CORPUS = Corpus("fox", TEXT, "made up", 1)

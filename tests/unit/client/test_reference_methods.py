@@ -8,7 +8,7 @@ import pytest
 from fake_server import FINGERPRINT, FakeServer, Outcomes, changed, encoded, error
 
 from scoremode import NotFoundError, ResponseError
-from scoremode.protocol import KldRequest, ReferenceRequest
+from scoremode.wire.protocol import KldRequest, ReferenceRequest
 
 TEXT = "Hello, world"
 SETTINGS = {"method": "disjoint", "context_length": 4}

@@ -8,7 +8,7 @@ import pytest
 from fake_server import INFO, CutShort, Outcomes, error, events, result_event, window_event
 
 from scoremode import APIStatusError, NotFoundError, RateLimitError, ScoreClient, ServerError, TransportError
-from scoremode._retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS, Attempts, Retries
+from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS, Attempts, Retries
 
 OK = httpx.Response(200, json=INFO)
 DOWN = httpx.ConnectError("refused")
@@ -150,7 +150,7 @@ def test_a_wait_beyond_retry_for_is_refused(call, waits, clock):
 @pytest.fixture
 def lines(caplog):
     caplog.set_level("INFO", logger="scoremode")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "scoremode._retries"]
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "scoremode.wire.retries"]
 
 
 def test_the_log_shows_when_waiting_begins_and_ends(call, waits, clock, lines):

@@ -8,12 +8,12 @@ import pytest
 from fake_server import FakeServer, StoredReference, client_of, copy_of, error, events
 
 from scoremode import ServerError
-from scoremode.corpora import Corpus
 from scoremode.corpus.documents import Document, DocumentScorer
-from scoremode.divergence import measure_kld
-from scoremode.evaluate import evaluate
-from scoremode.pool import Pool
-from scoremode.recording import record_reference
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.divergence import measure_kld
+from scoremode.runs.evaluate import evaluate
+from scoremode.runs.pool import Pool
+from scoremode.runs.recording import record_reference
 
 CORPUS = Corpus("fox", "The quick brown fox jumps over the lazy dog, and on it goes. " * 2, "made up", 1)
 WINDOWS = {"context_length": 4, "stride": 2}

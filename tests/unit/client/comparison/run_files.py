@@ -7,15 +7,15 @@ import made_up_runs
 import numpy as np
 from fake_server import INFO
 
-from scoremode import report
-from scoremode._output import Output
 from scoremode.comparison import RunFile, load_run
-from scoremode.corpora import Corpus
-from scoremode.evaluate import Evaluation
 from scoremode.metrics import perplexity
-from scoremode.plan import Plan, WindowNlls
-from scoremode.protocol import NoiseFloor, Reference, ServerInfo
+from scoremode.runs import report
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.evaluate import Evaluation
+from scoremode.runs.output import Output
+from scoremode.runs.plan import Plan, WindowNlls
 from scoremode.windows import Window
+from scoremode.wire.protocol import NoiseFloor, Reference, ServerInfo
 
 TEXT = "a text of some length"
 WINDOW_SIZES = [100] * 30

@@ -13,7 +13,7 @@ from run_files import kld_run, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import compare
 from scoremode.comparison.card import card
-from scoremode.corpora import Corpus
+from scoremode.runs.corpora import Corpus
 
 HEADER = ["quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %"]
 GPU = {"device": "NVIDIA H200", "num_devices": 2}

@@ -6,7 +6,7 @@ from run_files import made_up_nlls, made_up_reference, write_kld_run, write_perp
 from scoremode.comparison import compare, load_run
 from scoremode.comparison.report import write_report
 from scoremode.comparison.tables import as_markdown, as_text
-from scoremode.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy
 
 A100 = ComputedBy(
     device="NVIDIA A100",

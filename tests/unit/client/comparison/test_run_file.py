@@ -21,8 +21,8 @@ from run_files import (
 from safetensors.numpy import load_file, save
 
 from scoremode.comparison import load_run, load_runs
-from scoremode.corpora import Corpus
 from scoremode.errors import RunError
+from scoremode.runs.corpora import Corpus
 
 NLLS = made_up_nlls(1)
 KLD = np.abs(made_up_nlls(2) - made_up_nlls(3)).astype(np.float32)

@@ -8,7 +8,7 @@ from fake_server import BOS, MAX_MODEL_LEN, FakeServer, answer, changed, client_
 
 from scoremode import ResponseError, ServerError
 from scoremode.corpus.documents import Document, DocumentScorer, Scored, Unscored, cut_into_requests
-from scoremode.pool import Pool
+from scoremode.runs.pool import Pool
 from scoremode.windows import WindowError
 
 CONTEXT = MAX_MODEL_LEN - 1

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from fake_server import INFO
 
-from scoremode.corpora import Corpus
-from scoremode.protocol import ServerInfo
+from scoremode.runs.corpora import Corpus
 from scoremode.sweep.kept import changes, reference_name, running_marks, served_marks, text_marks
 from scoremode.sweep.plan import ModelEntry, SweepPlan
+from scoremode.wire.protocol import ServerInfo
 
 CORPUS = Corpus("fox", "The quick brown fox", "made up", 1)
 PLAN: dict[str, Any] = {"output": "runs", "text": {"text": "a"}, "models": [{"name": "int8", "model": "folder"}]}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scoremode.kld import POSITION_DTYPES
-from scoremode.protocol import LOWEST_LOGPROB
+from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from tests.bad_inputs import KLD, REFERENCES

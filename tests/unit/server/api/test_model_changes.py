@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scoremode.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy
 from scoremode_server.scoring import recorder
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.api.light_app import client_of, error_of, light_app

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reference_setup import HEAD, PLAN, TEXT, manifest
 
-from scoremode.protocol import NoiseFloor
+from scoremode.wire.protocol import NoiseFloor
 from scoremode_server.references.manifest import Manifest, ManifestError, Result, text_fingerprint
 
 FLOOR = NoiseFloor(mean=1e-7, p99=2e-6, max=1e-5, num_scored=25, created=1_700_000_100)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference_setup import HEAD, HIDDEN, TEXT, create, manifest
 
-from scoremode.protocol import NoiseFloor
+from scoremode.wire.protocol import NoiseFloor
 from scoremode_server.references.directory import ReferenceDirectory, ReplacedReferenceError
 from scoremode_server.references.manifest import HeadFormat, Manifest, Result
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from vllm.config import LoadConfig
 from vllm.lora.request import LoRARequest
 
-from scoremode.protocol import is_old_fingerprint
+from scoremode.wire.protocol import is_old_fingerprint
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring import model_identity as module
 from scoremode_server.scoring.file_samples import BLOCK_BYTES, MAX_TENSORS, WHOLE_BYTES, digest_of

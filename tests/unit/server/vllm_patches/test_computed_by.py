@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from scoremode.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy
 from scoremode_server.vllm_patches.computed_by import describe_worker, what_computes
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from scoremode._printable import two_columns
 from scoremode._version import __version__
-from scoremode.evaluate import Evaluation
-from scoremode.presets import comparable_with
-from scoremode.protocol import Reference, ServerInfo
+from scoremode.runs.evaluate import Evaluation
+from scoremode.runs.presets import comparable_with
+from scoremode.wire.protocol import Reference, ServerInfo
 
 RECORD_VERSION = 1
 """Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""

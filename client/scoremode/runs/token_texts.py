@@ -12,8 +12,8 @@ from scoremode.client import AsyncScoreClient
 from scoremode.errors import ScoremodeError
 from scoremode.kld import KldPositions
 from scoremode.metrics import exp
-from scoremode.protocol import DivergentPosition
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
+from scoremode.wire.protocol import DivergentPosition
 
 _log = logging.getLogger(__name__)
 

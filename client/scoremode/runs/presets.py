@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from scoremode.protocol import CorpusInfo
 from scoremode.windows import Method, WindowSettings
+from scoremode.wire.protocol import CorpusInfo
 
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from scoremode._retries import TIMED_OUT
 from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import RateLimitError, ScoremodeError, ServerError, ServersDifferError, TransportError
-from scoremode.plan import differences, identity
-from scoremode.protocol import ServerInfo
+from scoremode.runs.plan import differences, identity
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.retries import TIMED_OUT
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from scoremode._failures import event_error, protocol_error
 from scoremode.errors import ResponseError
+from scoremode.wire.failures import event_error, protocol_error
 
 Content = TypeVar("Content")
 Event = TypeVar("Event")

@@ -12,10 +12,9 @@ from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from scoremode.client import AsyncScoreClient
-from scoremode.corpora import Corpus
 from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
-from scoremode.protocol import ServerInfo, is_old_fingerprint
+from scoremode.runs.corpora import Corpus
 from scoremode.windows import (
     Method,
     Window,
@@ -25,6 +24,7 @@ from scoremode.windows import (
     resolve_context_length,
     resolve_stride,
 )
+from scoremode.wire.protocol import ServerInfo, is_old_fingerprint
 
 _log = logging.getLogger(__name__)
 

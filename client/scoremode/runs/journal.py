@@ -19,8 +19,8 @@ from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError
-from scoremode.plan import obstacles
-from scoremode.protocol import ServerInfo
+from scoremode.runs.plan import obstacles
+from scoremode.wire.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 

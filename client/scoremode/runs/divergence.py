@@ -6,16 +6,16 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from scoremode._arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.plan import differences, server_header
-from scoremode.pool import Pool
-from scoremode.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
 from scoremode.results import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
-from scoremode.run import OnProgress, Run, StartJournal, measure
-from scoremode.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
+from scoremode.runs.plan import differences, server_header
+from scoremode.runs.pool import Pool
+from scoremode.runs.run import OnProgress, Run, StartJournal, measure
+from scoremode.runs.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
+from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
+from scoremode.wire.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient
-from scoremode.corpora import Corpus
 from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
-from scoremode.plan import Plan, WindowNlls, make_plan
-from scoremode.pool import Pool
-from scoremode.run import OnProgress, StartJournal, measure
-from scoremode.token_texts import texts_of_occurring
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.plan import Plan, WindowNlls, make_plan
+from scoremode.runs.pool import Pool
+from scoremode.runs.run import OnProgress, StartJournal, measure
+from scoremode.runs.token_texts import texts_of_occurring
 from scoremode.windows import WindowSettings
 
 

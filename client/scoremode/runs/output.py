@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from scoremode.errors import OutputError
-from scoremode.journal import Journal, Measurement, Result, count_windows, open_journal, open_locked
+from scoremode.runs.journal import Journal, Measurement, Result, count_windows, open_journal, open_locked
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Self
 
 import httpx
 
-from scoremode._failures import status_error
 from scoremode.errors import APIStatusError, ScoremodeError, TransportError
+from scoremode.wire.failures import status_error
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from scoremode import presets
 from scoremode.errors import CorpusError
 from scoremode.metrics import count_words
-from scoremode.presets import Preset
-from scoremode.protocol import CorpusInfo
+from scoremode.runs import presets
+from scoremode.runs.presets import Preset
+from scoremode.wire.protocol import CorpusInfo
 
 ROW_SEPARATOR = "\n\n"
 DEFAULT_SPLIT = "test"

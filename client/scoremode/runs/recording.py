@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient, OnWindow
-from scoremode.corpora import Corpus
 from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
-from scoremode.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
-from scoremode.run import OnProgress, Progress
+from scoremode.runs.corpora import Corpus
+from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
+from scoremode.wire.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
 
 _log = logging.getLogger(__name__)
 

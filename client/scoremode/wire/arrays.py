@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.errors import ResponseError
-from scoremode.protocol import TopLogprobArrays
+from scoremode.wire.protocol import TopLogprobArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)

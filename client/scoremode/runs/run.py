@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
-from scoremode.journal import Journal, Measurement, Result
 from scoremode.metrics import exp
-from scoremode.pool import Pool
+from scoremode.runs.journal import Journal, Measurement, Result
+from scoremode.runs.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)

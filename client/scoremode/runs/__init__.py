@@ -1,0 +1,1 @@
+"""Runs over the windows of a text: perplexity, KL divergence and recording, their journals and results."""
