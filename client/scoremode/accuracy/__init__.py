@@ -1,0 +1,1 @@
+"""Accuracies on tasks: lm-eval's answers to the same questions, compared."""

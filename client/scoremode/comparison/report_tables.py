@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scoremode.comparison.compare import ppl_change
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, PairFigures, Verdict
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, PairFigures, RunFigures, Verdict
 from scoremode.kld import MOST_FLOORS
 
 NOT_KNOWN = "-"
@@ -72,7 +72,7 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
         "99% KL": [plain(figures.kld_p99) for figures in runs],
         "99.9% KL": [plain(figures.kld_p999) for figures in runs],
         "max KL": [plain(figures.kld_max) for figures in runs],
-        "RMS Δp": _column([figures.delta_p_rms for figures in runs], 100, "%"),
+        "RMS Δp": _column([_delta_p(figures) for figures in runs], 100, "%"),
         "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
         "times the floor": [floors(figures.kld_over_noise_floor) for figures in runs],
     }
@@ -80,6 +80,12 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
     labels = [Cell(figures.run.label) for figures in runs]
     columns = [Column("run", is_number=False), *(Column(name) for name in used)]
     return columns, [list(row) for row in zip(labels, *used.values(), strict=True)]
+
+
+def _delta_p(figures: RunFigures) -> Figure | None:
+    """Of a model that does not diverge, 0: the root would show what its divergence does not."""
+    is_same = figures.kld is not None and figures.kld.value < NEGLIGIBLE_KLD
+    return Figure(0.0, None, None, None) if is_same else figures.delta_p_rms
 
 
 def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:
@@ -106,7 +112,7 @@ def effects(comparison: Comparison) -> list[Effect]:
             parts.append(Cell(f"KLD {plain(figures.kld.value).text}"))
         if figures.same_top_p is not None:
             parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
-        if figures.run.gib and comparison.base.gib:
+        if pair is not None and figures.run.gib and comparison.base.gib:
             parts.append(Cell(f"{figures.run.gib / comparison.base.gib:.0%} of the size"))
         found.append(Effect(label, parts))
     return found
@@ -189,6 +195,8 @@ def plain(value: float | None, digits: int | None = None) -> Cell:
     """A figure without errors, to so many digits after the point, or to three that count."""
     if value is None or math.isnan(value):
         return Cell(NOT_KNOWN)
+    if abs(value) < NEGLIGIBLE_KLD:
+        return Cell("0", value)
     return Cell(number(value, _decimals(value, 3) if digits is None else digits), value)
 
 
