@@ -4,12 +4,16 @@ lm-eval's API backends cut rolling windows two tokens shorter than its `hf` back
 Tolerance a request: 1e-3 nats, over up to some thousands of tokens whose float32 errors are below 1e-4 each.
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lm_eval_tasks
+from scoremode.accuracy.compare_tasks import compare_tasks
+from scoremode.accuracy.flips import Flips
+from scoremode.accuracy.samples import load_tasks
 from tests.shared_servers import API_KEY
 
 MAX_LENGTH = 512
@@ -113,3 +117,19 @@ def test_lm_eval_scores_and_tokenizes_with_an_api_key(tasks, plugin_server, monk
     }
     results = evaluate(tasks, "local-completions", arguments, TASK, limit=2)
     assert all(loglikelihood < 0 for loglikelihood, _ in answers(results, TASK))
+
+
+def test_answers_of_both_backends_are_compared_question_by_question(ours, reference, tmp_path):
+    from lm_eval.loggers import EvaluationTracker
+
+    for name, results in (("hf", reference), ("ours", ours)):
+        tracker = EvaluationTracker(output_path=str(tmp_path / name))
+        tracker.general_config_tracker.model_name_sanitized = "a__model"
+        tracker.date_id = "2026-11-24T10-00-00.000001"
+        # It changes what it writes.
+        tracker.save_results_samples(TASK, deepcopy(results["samples"][TASK]))
+    comparison = compare_tasks({name: load_tasks(tmp_path / name, ["acc_norm"]) for name in ("hf", "ours")})
+    [row] = comparison.models[0].rows
+    num_right = reference["results"][TASK]["acc_norm,none"] * NUM_QUESTIONS
+    assert (comparison.warnings, row.figures.flips) == ([], Flips(NUM_QUESTIONS, round(num_right), 0, 0))
+    assert row.figures.verdict == "too few questions"
