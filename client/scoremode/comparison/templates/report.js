@@ -308,7 +308,11 @@ function makePassage(passage) {
   const made = element("section", `passage${passage.kept ? "" : " left-out"}`);
   made.append(element("small", "place"));
   // Methods that score a part of each window leave out text before it.
-  if (data.has_gaps && passage.first === 0) made.append(element("small", "quiet", "[text that is not scored] "));
+  if (data.has_gaps && passage.first === 0) {
+    const gap = element("small", "quiet", "[…] ");
+    gap.title = "text that is not scored";
+    made.append(gap);
+  }
   if (passage.kept) made.append(makeTokens(passage));
   drawn.set(passage.index, made);
   colourPassage(made, passage);
