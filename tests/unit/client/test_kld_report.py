@@ -153,7 +153,6 @@ def test_the_tables_are_llama_cpps_and_ours():
         (with_floor(0.5, as_noise_floor=True), "Noise floor        : this comparison, kept with the reference"),
         (measured(kld=[0, 1, 2, math.inf]), "Infinite KLD       : 1 positions, so that the mean is infinite"),
         (measured(kld=[0, 1, 2, math.inf]), "Mean    KLD:          - ±          -"),
-        (measured(kld=[0, 1, 2, math.inf]), "Maximum KLD:          -"),
         (measured(logprobs=ARRAYS["reference_logprobs"]), "RMS Δp    :  0.000 ±     - %"),
         (measured(most_divergent=[]), "none"),
         (

@@ -136,20 +136,3 @@ def test_an_output_behind_a_link_is_replaced_and_the_link_stays(output, unbroken
     assert run(link) == 0
     assert link.is_symlink()
     assert figures(output) == unbroken
-
-
-def test_a_run_waits_for_a_server_that_restarts(output, unbroken, waits, clock, capsys):
-    server = FakeServer(allowed=5)
-
-    def restarting(request):
-        server.allowed = 5 if len(waits) < 10 else NUM_WINDOWS
-        return server(request)
-
-    assert run(output, "--concurrency", "1", server=restarting) == 0
-    assert len(waits) == 10
-    waiting, resuming = capsys.readouterr().err.splitlines()
-    assert waiting.startswith("ppl-client: waiting for http://127.0.0.1:")
-    assert "600 s at most" in waiting
-    assert resuming.startswith("ppl-client: http://127.0.0.1:")
-    assert "answers again after" in resuming
-    assert figures(output) == unbroken

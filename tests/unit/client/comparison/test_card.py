@@ -47,11 +47,8 @@ def made(tmp_path, monkeypatch):
 def test_every_figure_has_one_error(made):
     base, int4, _ = made
     header, of_base, row, _ = read(card(compare(made, num_resamples=100)))[0]
-    assert (header, [of_base[0], *of_base[1:3], *of_base[4:]], row[:3]) == (
-        HEADER,
-        ["base", *[""] * 7],
-        ["int4", "1.50", "4.00"],
-    )
+    assert (header, of_base[:3], of_base[4:]) == (HEADER, ["base", "", ""], [""] * 5)
+    assert row[:3] == ["int4", "1.50", "4.00"]
     difference, root = int4.nlls - base.nlls, math.sqrt(3000)
     perplexity, ratio = math.exp(int4.nlls.mean()), math.exp(difference.mean())
     for cell, value, error in (
@@ -113,9 +110,6 @@ def test_the_hub_reads_the_yaml(made):
     assert [model["name"] for model in index["model-index"]] == ["int4", "int3"]
     found = {result.metric_type: result for result in model_index_to_eval_results(index["model-index"][:1])[1]}
     kld = found["kl_divergence"]
-    assert (kld.task_type, kld.dataset_type, kld.dataset_config) == (
-        "text-generation",
-        "Salesforce/wikitext",
-        "wikitext-2-raw-v1",
-    )
+    assert (kld.task_type, kld.dataset_type) == ("text-generation", "Salesforce/wikitext")
+    assert kld.dataset_config == "wikitext-2-raw-v1"
     assert kld.metric_value == pytest.approx(made[1].kld.mean(), rel=1e-5)

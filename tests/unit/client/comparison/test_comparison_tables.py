@@ -9,9 +9,15 @@ import pytest
 from run_files import kld_run, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import compare, summary
+from scoremode.comparison.report import write_report
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
+from scoremode.wire.protocol import ComputedBy
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
+KERNELS = {"kernels": ["Linear: gemm"], "attention_backends": ["FLASH_ATTN 2"]}
+A100 = ComputedBy(device="NVIDIA A100", num_devices=1, model_runner="v2", **KERNELS)
+H200 = A100.model_copy(update={"device": "NVIDIA H200", "attention_backends": ["FLASH_ATTN 3"], "num_devices": 8})
+NOT_ALIKE = "Not all was computed alike"
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +83,8 @@ def test_csv_has_every_figure_in_full(comparison):
         values = [float(row[name]) for name in ("value", "stderr", "low", "high")]
         assert values == [figure.value, figure.stderr, figure.low, figure.high]
         assert (row["quantization"], row["dtype"], row["verdict"]) == ("awq", "float32", verdict)
-        assert (row["path"], row["finished"], row["versions"]) == (
-            str(int4.run.path),
-            int4.run.finished,
-            "scoremode 9.9.9, vLLM 0.32.0",
-        )
+        assert (row["path"], row["finished"]) == (str(int4.run.path), int4.run.finished)
+        assert row["versions"] == "scoremode 9.9.9, vLLM 0.32.0"
     assert found["base", "", "nll"]["corpus_sha256"] == comparison.base.text_identity
     assert found["int4", "", "weight_bytes"]["value"] == "1500000000"
     assert ("base", "", "kld") not in found
@@ -109,3 +112,53 @@ def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):
     assert summary(short)[-1].startswith("Where there is no interval, for the text is short or a value infinite")
     text = as_text(short)
     assert ("too short" in text, " inf  " in text, text.count("[")) == (True, True, 1)
+
+
+def run_of(tmp_path, label, computed_by, **server):
+    server["computed_by"] = None if computed_by is None else computed_by.model_dump()
+    return perplexity_run(tmp_path, label, made_up_nlls(1), server=server)
+
+
+def sentence(*runs) -> str:
+    lines = [line for line in as_text(compare(runs, num_resamples=50)).splitlines() if line.startswith(NOT_ALIKE)]
+    assert len(lines) < 2
+    return lines[0] if lines else ""
+
+
+def test_runs_on_other_gpus_are_named_in_every_table_and_the_report(tmp_path):
+    runs = [run_of(tmp_path, name, by) for name, by in {"one": A100, "two": H200, "three": A100, "old": None}.items()]
+    found = sentence(*runs)
+    assert found == (
+        f"{NOT_ALIKE}, which may be a part of the differences. device: NVIDIA A100 (one, three), NVIDIA H200 (two); "
+        "attention: FLASH_ATTN 2 (one, three), FLASH_ATTN 3 (two)."
+    )
+    comparison = compare(runs, num_resamples=50)
+    assert "device: NVIDIA A100 (one, three)" in as_markdown(comparison)
+    write_report(comparison, tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    assert NOT_ALIKE in html
+    assert "device NVIDIA H200; number of devices 8; model runner v2; attention FLASH_ATTN 3; kernels Linear" in html
+
+
+def test_runs_that_were_computed_alike_or_do_not_say_are_not_named(tmp_path):
+    assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "two", A100))
+    assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "old", None))
+    replicas = A100.model_copy(update={"num_devices": 8, "data_parallel_size": 8})
+    assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "eight", replicas))
+
+
+def test_kernels_are_compared_among_equal_quantizations_and_dtypes_among_all(tmp_path):
+    dtypes = [run_of(tmp_path, name, None, dtype=name) for name in ("float32", "bfloat16")]
+    assert sentence(*dtypes).endswith("differences. dtype: float32 (float32), bfloat16 (bfloat16).")
+    marlin, machete = (A100.model_copy(update={"kernels": [name]}) for name in ("Marlin", "Machete"))
+    base = run_of(tmp_path, "base", A100)
+    quantized = [run_of(tmp_path, by.kernels[0], by, quantization="awq") for by in (marlin, machete)]
+    assert not sentence(base, quantized[0])
+    assert "kernels: Marlin (Marlin), Machete (Machete)." in sentence(base, *quantized)
+
+
+def test_a_reference_of_another_gpu_is_named_once(tmp_path):
+    reference = made_up_reference(computed_by=A100)
+    nlls, server = made_up_nlls(1), {"computed_by": H200.model_dump()}
+    runs = [kld_run(tmp_path, name, nlls, nlls, reference=reference, server=server) for name in ("one", "two")]
+    assert "device: NVIDIA H200 (one, two), NVIDIA A100 (reference base)" in sentence(*runs)

@@ -11,7 +11,7 @@ from PIL import Image
 from scoremode.comparison import Figure, compare, load_runs, size_plots
 from scoremode.comparison.plot_style import DARK, LIGHT
 from scoremode.comparison.plots import common_caption, plots, short_labels, write_plots
-from scoremode.comparison.size_plots import Point, pareto_front
+from scoremode.comparison.size_plots import Point
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
 NUM_TOKENS = 5000
@@ -105,19 +105,15 @@ def test_divergence_has_its_intervals_and_the_noise_floor(comparison):
 
 
 def test_the_pareto_front_has_what_no_run_beats_in_both():
+    """From the top to the first, and from the last to the right."""
     values = {"small": (3, 9.0), "beaten": (5, 8.0), "middle": (4, 7.0), "as good, larger": (6, 7.0), "best": (8, 6.0)}
     points = [Point(0, name, size, value, value, value) for name, (size, value) in values.items()]
-    assert [point.label for point in pareto_front(points)] == ["small", "middle", "best"]
-
-
-def test_a_front_of_one_run_is_a_line():
-    """From the top to the run, and from it to the right. Two runs have none."""
-    points = [Point(0, "only", 4, 2.0, 1.0, 3.0), *(Point(at, "worse", 8, 5.0, 5.0, 5.0) for at in (1, 2))]
-    axes = size_plots.draw(points[:2], "size", "value", None, LIGHT).axes[0]
-    assert "Pareto front" not in [line.get_label() for line in axes.lines]
     axes = size_plots.draw(points, "size", "value", None, LIGHT).axes[0]
     line = next(line for line in axes.lines if line.get_label() == "Pareto front")
-    assert np.array_equal(line.get_xydata(), [[4, axes.get_ylim()[1]], [4, 2], [axes.get_xlim()[1], 2]])
+    ends = (3, axes.get_ylim()[1]), (axes.get_xlim()[1], 6)
+    assert np.array_equal(line.get_xydata(), [ends[0], (3, 9), (4, 7), (8, 6), ends[1]])
+    few = size_plots.draw(points[:2], "size", "value", None, LIGHT).axes[0]
+    assert "Pareto front" not in [line.get_label() for line in few.lines]
 
 
 @pytest.mark.parametrize("name", [PERPLEXITY, KLD])

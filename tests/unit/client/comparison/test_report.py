@@ -1,4 +1,4 @@
-"""The report of a comparison: one file, whose data are those of the runs."""
+"""The report of a comparison: one file, whose data are those of the runs, and what its tables say."""
 
 import base64
 import hashlib
@@ -10,15 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_up_runs import MODELS, write_runs
-from run_files import made_up_nlls, write_perplexity_run
+from run_files import kld_run, made_up_nlls, perplexity_run
 
-from scoremode.comparison import compare, load_runs, passages
+from scoremode.comparison import Figure, compare, load_runs, passages
 from scoremode.comparison.passages import MAX_TOKENS, cut_passages
 from scoremode.comparison.plot_style import DARK, LIGHT
 from scoremode.comparison.report import write_report
+from scoremode.comparison.report_tables import effects, pair_matrices, plain, run_table, with_errors
 
 NUM_TOKENS = 5000
-TINY = 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -60,28 +60,6 @@ def unpacked(packed):
     return np.where(values == 65535, np.inf, scaled) if packed["type"] == "uint16" else scaled
 
 
-def test_values_and_texts_of_every_token_are_those_of_the_runs(runs, text):
-    data = data_of(text)
-    ids, starts = unpacked(data["vocabulary"]["ids"]), np.cumsum(runs[0].window_sizes) - runs[0].window_sizes
-    assert np.array_equal(ids[unpacked(data["tokens"])], runs[0].token_ids)
-    assert data["vocabulary"]["texts"] == [runs[0].token_texts.get(int(token)) for token in ids]
-    *of_runs, reference = data["series"]
-    for run, series in zip(runs, of_runs, strict=True):
-        # NLLs are rounded to a 65,534th of the largest of all, KL divergences to 11 bits.
-        step = max(runs[0].reference_nlls.max(), *(run.nlls.max() for run in runs)) / 65534
-        assert np.abs(unpacked(series["nll"]) - run.nlls).max() <= step / 2 + TINY
-        np.testing.assert_allclose(unpacked(series["kld"]), run.kld, rtol=2**-11, atol=2**-24 / 512)
-        assert np.array_equal(unpacked(series["ranks"]), run.ranks)
-        assert np.array_equal(ids[unpacked(series["tops"])], run.top_token_ids)
-        for name, values in (("mean_kld", run.kld), ("mean_nll", run.nlls)):
-            means = [part.mean() for part in np.split(values, starts[1:])]
-            np.testing.assert_allclose(unpacked(series[name]), means, rtol=1e-6)
-    assert reference["is_reference"]
-    assert np.array_equal(ids[unpacked(reference["tops"])], runs[0].reference_top_token_ids)
-    assert np.abs(unpacked(reference["confidence"]) - runs[0].reference_confidence).max() < 1e-5
-    assert np.abs(unpacked(reference["nll"]) - runs[0].reference_nlls).max() < 1e-3
-
-
 @pytest.mark.parametrize("max_bytes", [30_000_000, 400_000])
 def test_top_tokens_are_those_where_runs_diverge_most(runs, report, max_bytes):
     data = data_of(report(runs, max_bytes=max_bytes))
@@ -107,12 +85,16 @@ def test_infinite_values_stay_infinite_and_equal_ones_equal(runs, report):
         assert np.flatnonzero(np.isinf(unpacked(other[name]))).tolist() == [11]
 
 
-def test_a_report_of_runs_without_a_reference_has_no_divergence(tmp_path, report):
-    for seed, name in enumerate(("one", "two")):
-        write_perplexity_run(tmp_path / f"{name}.json", made_up_nlls(seed), model=name)
-    text = report(load_runs([tmp_path / "one.json", tmp_path / "two.json"]))
-    data = data_of(text)
-    assert [(series["label"], series["kld"]) for series in data["series"]] == [("one", None), ("two", None)]
+def test_without_a_reference_there_is_no_divergence_and_never_a_folder_of_this_machine(tmp_path, report):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    names = ("one/base", "one/a", "two/b")
+    runs = [perplexity_run(tmp_path / name[:3], name[4:], made_up_nlls(seed)) for seed, name in enumerate(names)]
+    text = report(runs)
+    assert "<title>base, a, b</title>" in text
+    assert "<code>ppl-client compare one/base.json one/a.json two/b.json " in text
+    assert str(tmp_path) not in text
+    assert [series["kld"] for series in data_of(text)["series"]] == [None] * 3
     published = re.compile("<textarea.*</textarea>", re.DOTALL)
     assert "KL" not in published.sub("", text).split("<main>")[1].split("<noscript>")[0]
 
@@ -179,8 +161,6 @@ def test_the_policy_allows_only_what_the_report_contains(text):
         "base-uri": "'none'",
         "form-action": "'none'",
     }
-    # The policy would block such attributes, in plots too.
-    assert not re.search(r"<[^>]*\s(style|on\w+)=", re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL))
 
 
 def contrast(*colors):
@@ -211,3 +191,73 @@ def test_plots_in_the_page_have_variable_colors_and_own_ids(text):
         assert "var(--plot-ink)" in svg
     ids = re.findall(r'\sid="([^"]*)"', text)
     assert len(ids) == len(set(ids)), "each has its own"
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """A base, a run that is clearly worse, and one that is as good."""
+    folder = tmp_path_factory.mktemp("runs")
+    nlls = made_up_nlls(0)
+    size = {"weight_bytes": 2**30, "num_parameters": 2**29}
+    half = {"weight_bytes": 2**29, "num_parameters": 2**29}
+    base = kld_run(folder, "base", nlls, np.full(len(nlls), 1e-6), server=size)
+    worse = kld_run(folder, "worse", nlls + 0.3, np.where(np.arange(len(nlls)) % 4, 0.05, 0.25), server=half)
+    return compare(
+        [base, worse, kld_run(folder, "alike", made_up_nlls(1), np.full(len(nlls), 0.01))], num_resamples=100
+    )
+
+
+def test_effects_are_of_each_run_against_the_base(comparison):
+    worse, alike = effects(comparison)
+    assert (worse.label, alike.label) == ("worse", "alike")
+    ppl, kld, same_top, size = worse.parts
+    assert re.fullmatch(r"\+34\.98\d* % \[34\.98\d*, 34\.9\d*\] PPL", ppl.text)
+    assert (ppl.mark, kld.text, same_top.text, size.text) == ("worse", "KLD 0.100", "75.0% same top", "50% of the size")
+    assert [part.mark for part in alike.parts] == ["", "", ""]
+
+
+def test_each_pair_is_in_the_matrix_both_ways_round(comparison):
+    by_ratio, by_kld = pair_matrices(comparison)
+    assert by_ratio.labels == ["base", "worse", "alike"]
+    assert [[cell.mark for cell in row] for row in by_ratio.rows] == [
+        ["", "better", ""],
+        ["worse", "", "worse"],
+        ["", "better", ""],
+    ]
+    assert [by_ratio.rows[place][place].text for place in range(3)] == [""] * 3
+    pair = comparison.pairs[0].ppl_ratio
+    inverse = by_ratio.rows[0][1]
+    assert inverse.value == pytest.approx(1 / pair.value)
+    low, high = (float(end) for end in re.search(r"\[(.*), (.*)\]", inverse.tip).groups())
+    assert (low, high) == (pytest.approx(1 / pair.high, rel=1e-3), pytest.approx(1 / pair.low, rel=1e-3))
+    assert inverse.tip.startswith("base is better than worse by perplexity: 0.74")
+    assert by_ratio.rows[2][0].tip.startswith("No difference is shown between alike and base by perplexity: ")
+    assert by_kld.rows[1][0].tip.startswith("worse is worse than base by mean KL divergence: +0.1")
+    assert by_kld.rows[0][1].value == -by_kld.rows[1][0].value
+
+
+@pytest.mark.parametrize(
+    ("figure", "text", "errors"),
+    [
+        (Figure(0.0037, 6.39e-05, 0.0035, 0.0039), "0.003700", ("± 0.000064", "[0.003500, 0.003900]")),
+        (Figure(20.4267, 0.114, 20.23, 20.6442), "20.43", ("± 0.11", "[20.23, 20.64]")),
+        (Figure(1234.5, 56.7, None, None), "1,234", ("± 57",)),
+        (Figure(0.5, None, None, None), "0.500", ()),
+        (Figure(1.1e-12, 2e-13, -1e-12, 2e-12), "0", ()),
+    ],
+)
+def test_a_figure_has_the_digits_that_its_error_leaves(figure, text, errors):
+    cell = with_errors(figure)
+    assert (cell.text, cell.errors) == (text, errors)
+
+
+def test_no_column_has_powers_of_ten(comparison):
+    columns, rows = run_table(comparison)
+    assert [column.name for column in columns[:3]] == ["run", "GiB", "bits per weight"]
+    texts = [text for row in rows for cell in row[1:] for text in (cell.text, *cell.errors)]
+    assert [text for text in texts if "e" in text] == []
+    assert plain(6.94e-7).text == "0.00000069"
+    figures = [Figure(29.0, error, None, None) for error in (0.99, 1.3, 1.2)]
+    runs = [replace(run, perplexity=figure) for run, figure in zip(comparison.runs, figures, strict=True)]
+    rows = run_table(replace(comparison, runs=runs))[1]
+    assert [row[3].errors[0] for row in rows] == ["± 0.99", "± 1.30", "± 1.20"]

@@ -1,7 +1,10 @@
-"""A run is read back as it was written, has a label of its own, and is refused by name if it is not whole."""
+"""A run is read back as it was written, has a label of its own, and is refused by name if it is not whole.
+
+No terminal obeys its names."""
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -20,12 +23,14 @@ from run_files import (
 )
 from safetensors.numpy import load_file, save
 
+from scoremode.cli import main
 from scoremode.comparison import load_run, load_runs
 from scoremode.errors import RunError
 from scoremode.runs.corpora import Corpus
 
 NLLS = made_up_nlls(1)
 KLD = np.abs(made_up_nlls(2) - made_up_nlls(3)).astype(np.float32)
+NAME, SHOWN = "evil\x1b[2J\x9b\u202e\ud800\r\nbetter", r"evil\x1b[2J\x9b\u202e\ud800\r\nbetter"
 
 
 @pytest.fixture
@@ -41,11 +46,8 @@ def test_a_run_of_perplexity_is_read_back(perplexity_file):
     assert (run.method, run.context_length, run.stride) == ("sliding", 128, 100)
     assert (run.num_windows, run.num_scored, run.num_tokens, run.num_bytes) == (30, 3000, 3001, 12004)
     assert (run.corpus.name, run.text_identity) == ("text", Corpus("text", TEXT, "", 1).fingerprint)
-    assert (run.server.dtype, run.server.quantization, run.versions) == (
-        "float32",
-        None,
-        "scoremode 9.9.9, vLLM 0.32.0",
-    )
+    assert (run.server.dtype, run.server.quantization) == ("float32", None)
+    assert run.versions == "scoremode 9.9.9, vLLM 0.32.0"
     assert {run.kld is None, run.same_top is None, run.reference is None, run.noise_floor is None} == {True}
     assert run.token_texts == {}
 
@@ -85,12 +87,15 @@ def changed(path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def with_arrays(path, **arrays):
-    """The same record with other arrays, which it names as its own."""
-    kept = {**load_file(path.with_suffix(".safetensors")), **arrays}
-    content = save({name: array for name, array in kept.items() if array is not None})
+def with_content(path, content):
+    """The same record with these bytes, which it names as its arrays."""
     path.with_suffix(".safetensors").write_bytes(content)
     changed(path, arrays={"file": "run.safetensors", "sha256": hashlib.sha256(content).hexdigest()})
+
+
+def with_arrays(path, **arrays):
+    kept = {**load_file(path.with_suffix(".safetensors")), **arrays}
+    with_content(path, save({name: array for name, array in kept.items() if array is not None}))
 
 
 def with_arrays_of_another_run(path):
@@ -107,6 +112,7 @@ def with_tops(path, **changes):
 
 EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
+FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
 
 
 @pytest.mark.parametrize(
@@ -114,22 +120,27 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
     [
         (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
-        (lambda path: path.write_bytes(b"\xff\xfe\xfd"), "{path} is not JSON"),
+        (lambda path: changed(path, num=10**400), "{path} is not JSON: a whole number of 401 digits"),
+        (lambda path: path.write_text("[" * 100_000), "{path} is nested too deeply"),
         (lambda path: path.write_text("[]"), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, kind="guess"), "{path} is not a result of `ppl-client --output`"),
+        (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
         (lambda path: changed(path, settings={}), "{path}: settings.method: Field required"),
         (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
+        (lambda path: with_content(path, b"\xff" * 100), "run.safetensors: SafetensorError"),
+        (lambda path: with_content(path, bytes([64, *bytes(7)]) + FLOAT8 + bytes(100)), "run.safetensors: KeyError"),
         (with_arrays_of_another_run, "run.safetensors, are missing next to it or of another run"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
         (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
+        (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
+        (lambda path: with_arrays(path, window_sizes=-WRONG_SIZES), "{path}: its window_sizes are not a list"),
+        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES[:, None]), "{path}: its window_sizes are not a list"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
         (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
-        (lambda path: with_tops(path, positions=np.float32([0, 1, 2])), "{path}: its top tokens do not fit: positions"),
-        (lambda path: with_tops(path, token_ids=WRONG_SIZES), "{path}: its top tokens do not fit: token_ids"),
         (lambda path: with_tops(path, logprobs=None), "{path}: its top tokens do not fit: logprobs are of type"),
         (lambda path: with_tops(path, logprobs=np.float32([np.nan])), "{path}: top_tokens.logprobs has NaN"),
     ],
@@ -164,3 +175,24 @@ def test_a_file_twice_is_numbered_and_labels_may_be_given(perplexity_file):
     assert [run.label for run in load_runs(paths, ["one", "two"])] == ["one", "two"]
     with pytest.raises(RunError, match="1 labels for 2 runs"):
         load_runs(paths, ["one"])
+
+
+def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(tmp_path, capsys):
+    paths = [write_kld_run(tmp_path / f"{name}.json", NLLS, KLD) for name in ("base", "bad")]
+    server = {**json.loads(paths[1].read_text())["server"], "dtype": NAME}
+    reference = {**made_up_reference().model_dump(), "name": NAME, "model": NAME, "fingerprint": NAME}
+    changed(paths[1], model=NAME, server=server, reference=reference, finished=NAME, token_texts={"7.0": "\x1b"})
+    named = tmp_path / os.fsdecode(b"a\x1b\xff.json")
+    paths[0].rename(named)
+    paths[0].with_suffix(".safetensors").rename(named.with_suffix(".safetensors"))
+    report = tmp_path / "report.html"
+    options = ["--resamples", "100", "--html", str(report), "--plots", str(tmp_path / "plots")]
+    assert main(["compare", str(named), str(paths[1]), *options]) == 0
+    shown = capsys.readouterr().out
+    assert SHOWN in shown
+    assert all(character.isprintable() for character in shown.replace("\n", ""))
+    text = report.read_text()
+    assert SHOWN in text
+    assert r"a\x1b\udcff.json" in text
+    assert main(["compare", *map(str, [named, paths[1]]), "--labels", f"{NAME},b"]) == 0
+    assert SHOWN in capsys.readouterr().out

@@ -103,16 +103,13 @@ async def test_a_missing_or_incomplete_reference_is_recorded(swept: Path, is_mis
     assert kept.is_dir()
 
 
-async def test_failures_have_their_logs_and_the_others_are_measured(tmp_path: Path):
-    broken, foreign = {"name": "broken", "model": "broken"}, {"name": "foreign", "model": "foreign"}
-    absent = {**NEAR, "name": "absent", "command": ["no-such-command"]}
-    result = await sweep(tmp_path, BASE, broken, foreign, absent, NEAR)
+async def test_failures_are_named_and_the_others_are_measured(tmp_path: Path):
+    foreign, absent = {"name": "foreign", "model": "foreign"}, {"name": "absent", "model": "m", "command": ["absent"]}
+    result = await sweep(tmp_path, BASE, foreign, absent, NEAR)
     assert list(result.runs) == ["base", "near"]
-    assert list(result.failures) == ["broken", "foreign", "absent"]
-    assert "the server ended with status 1" in result.failures["broken"]
-    assert result.failures["broken"].endswith("out of memory, as always")
+    assert list(result.failures) == ["foreign", "absent"]
     assert "the tokenizers differ" in result.failures["foreign"]
-    assert "no command 'no-such-command'" in result.failures["absent"]
+    assert "no command 'absent'" in result.failures["absent"]
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in command], "no server is left"
 
@@ -165,17 +162,6 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
     files = {path.name for path in (tmp_path / "runs").iterdir() if path.is_file()}
     assert files == {f"{name}.{suffix}" for name in ("base", "near") for suffix in ("json", "safetensors")}
-
-
-async def test_running_servers_are_asked_what_they_serve(tmp_path: Path):
-    base = FakeServer()
-    near = FakeServer(base.references, noise=0.2)
-    with running(base, near) as models:
-        assert (await sweep(tmp_path, *models)).measured == ["base", "near"]
-        assert kinds(tmp_path) == {"base": "perplexity", "near": "kld"}
-        assert (await sweep(tmp_path, *models)).measured == []
-        near.info["fingerprint"] = "another"
-        assert (await sweep(tmp_path, *models)).measured == ["near"]
 
 
 async def test_without_a_common_reference_a_warning_names_the_model(tmp_path: Path, caplog):

@@ -48,7 +48,6 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path):
     ("old", "new", "message"),
     [
         ("output: runs", "", "output: is required"),
-        ("floor: true", "flor: true", "flor: is unknown"),
         ("max_tokens: 20000", "max_tokens: many", "text.max_tokens: should be a valid integer"),
         ("dataset: wikitext", "split: test", "text: give one of dataset, text and text_file"),
         ("method: sliding", "method: strided", "windows.method: should be 'sliding'"),
@@ -60,8 +59,6 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path):
         ("http://host:8001", "http://host:8001\n    serve: --x", "models[1] (w4a16): command, serve and env are for a"),
         ("--dtype float32", "--port=80", "models[0] (bf16): serve: --port is set by the sweep"),
         ("[--enforce-eager,", "[--reference-dir,", "serve: --reference-dir is set by the sweep"),
-        ("VLLM_CPU_KVCACHE_SPACE: 1", "A: [1]", "env.A: should be a valid string"),
-        ("html: all.html", "pdf: a.pdf", "compare.pdf: is unknown"),
     ],
 )
 def test_an_error_names_file_entry_and_field(tmp_path: Path, old: str, new: str, message: str):
@@ -72,13 +69,8 @@ def test_an_error_names_file_entry_and_field(tmp_path: Path, old: str, new: str,
 
 
 def test_a_file_that_is_not_a_plan_is_refused(tmp_path: Path):
-    no_models = "models: []\noutput: a\ntext: {text: a}"
-    for text, message in (
-        ("a: [", "is not YAML"),
-        ("- a", "is not a plan"),
-        ("", "is not a plan"),
-        (no_models, "models"),
-    ):
+    messages = {"a: [": "is not YAML", "- a": "is not a plan", "": "is not a plan"}
+    for text, message in {**messages, "models: []\noutput: a\ntext: {text: a}": "models"}.items():
         with pytest.raises(PlanError, match=message):
             read(tmp_path, text)
     with pytest.raises(PlanError, match=r"cannot read .*nowhere\.yaml: No such file"):
