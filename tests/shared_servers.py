@@ -1,8 +1,8 @@
 """Real servers for the tests, each started once in a worker of pytest-xdist and shared by its tests.
 
 A server takes half a minute to start, most of it on one core. Servers form groups, and all tests of a group run in one
-worker, one after another: the first that asks for a server starts the whole group, two at a time, and the first that
-asks for a server of another group ends it. A server that does not come up fails each test that needs it, with its log.
+worker, one after another: the first that asks for a server starts the whole group, two at a time, and the group ends
+with the last. A server that does not come up fails each test that needs it, with its log.
 """
 
 import os
