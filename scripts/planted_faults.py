@@ -77,7 +77,7 @@ CLIENT_FAULTS = {
     "comparison/pairing.py < comparison/test_compare.py": [
         ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":')
     ],
-    "comparison/report_tables.py < comparison/test_comparison_tables.py comparison/test_report_tables.py": [
+    "comparison/report_tables.py < comparison/test_comparison_tables.py comparison/test_report.py": [
         ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")
     ],
     "corpus/documents.py < corpus/test_documents.py": [

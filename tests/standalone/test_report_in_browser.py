@@ -193,14 +193,6 @@ def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs):
             assert_focus(page, position)
 
 
-def test_the_list_follows_the_chosen_measure(page, runs):
-    _, other, worst = runs
-    choose(page, "nll_difference", other.label, worst.label)
-    difference = other.nlls - worst.nlls
-    amounts = [float(text) for text in page.locator("#top .amount").all_inner_texts()[:5]]
-    assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
-
-
 def test_any_text_is_shown_in_its_own_way(shown, runs):
     """Arabic from the right, what has no text as its id, each line break with a sign, and markup as text."""
     ids = np.full(NUM_TOKENS, 3, np.int32)
@@ -357,13 +349,16 @@ def test_a_long_text_is_drawn_in_parts(shown, runs):
         assert drawn.evaluate_all(ends) == [start, 5 * NUM_TOKENS - 1]
 
 
-def test_the_figures_of_a_token_follow_the_colors(page, runs):
+def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     base, _, worst = runs
     token_at(page, 30).hover()
     assert f"{worst.label} {worst.kld[30]:.3f}" in page.locator("#token").inner_text()
     choose(page, "nll_difference", worst.label, base.label)
-    text = f"difference of NLL: {worst.label} less {base.label} {worst.nlls[30] - base.nlls[30]:+.3f}"
+    difference = worst.nlls - base.nlls
+    text = f"difference of NLL: {worst.label} less {base.label} {difference[30]:+.3f}"
     assert text in page.locator("#token").inner_text()
+    amounts = [float(text) for text in page.locator("#top .amount").all_inner_texts()[:5]]
+    assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
     assert f"id {base.token_ids[30]}, window 1" in page.locator("#token").inner_text()
     widths = [bar.bounding_box()["width"] for bar in page.locator("#token td.p i").all()]
     shares = np.exp([-run.nlls[30] for run in runs] + [-base.reference_nlls[30]])

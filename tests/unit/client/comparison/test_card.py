@@ -16,8 +16,7 @@ from scoremode.comparison.card import card
 from scoremode.runs.corpora import Corpus
 
 HEADER = ["quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD ±", "99.9 % KLD", "RMS Δp %", "same top %"]
-GPU = {"device": "NVIDIA H200", "num_devices": 2}
-SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": GPU}
+SIZE = {"weight_bytes": 3 * 2**29, "num_parameters": 3 * 2**30, "computed_by": {"device": "H200", "num_devices": 2}}
 
 
 def read(markdown):
@@ -74,7 +73,7 @@ def test_without_a_run_of_the_base_it_is_the_reference(made):
         f"int3: not quantized, float32; wikitext wikitext-2-raw-v1 test, sha256 {int4.corpus.sha256[:12]}; sliding, "
         "context length 128; stride 100; 3,000 tokens; "
         "comparable with llama-perplexity -c 128 on this text (not checked against the tool); "
-        f"scoremode 9.9.9, vLLM 0.32.0; 2 x NVIDIA H200; {int4.finished[:10]}; "
+        f"scoremode 9.9.9, vLLM 0.32.0; 2 x H200; {int4.finished[:10]}; "
         "± one standard error, tokens taken as independent; "
         "ppl-client compare runs/int4.json runs/int3.json --labels int4,int3 --card"
     )

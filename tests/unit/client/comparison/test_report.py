@@ -117,6 +117,8 @@ def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report, max_byte
     positions = np.repeat(kept, unpacked(data["passages"]["size"]))
     assert positions[runs[1].kld.argmax()]
     assert data["num_kept"] == positions.sum() == len(unpacked(data["tokens"]))
+    means = [part.mean() for part in np.split(runs[1].nlls, np.cumsum(runs[1].window_sizes)[:-1])]
+    np.testing.assert_allclose(unpacked(data["series"][1]["mean_nll"]), means, rtol=1e-6)
     assert f"The text of {positions.sum():,} of {NUM_TOKENS:,} tokens" in text
 
 
