@@ -18,7 +18,7 @@ export function surpriseColour(logprob) {
 
 /** The colour of the class that a rank is in. */
 export function rankColour(rank) {
-  return hue(`--rank-${rankClass(rank)}`, 1);
+  return `var(--rank-${rankClass(rank)})`;
 }
 
 /** One colour where the second server finds the token likelier, another where the first one does. */

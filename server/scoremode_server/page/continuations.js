@@ -54,12 +54,10 @@ export function preference(name, continuations, figures) {
   return `${subject} prefers ${bySum} by the sum of logprobs, ${byToken} per token, ${byByte} per byte.`;
 }
 
-/** The index of the best continuation by each column. */
+/** The index of the best continuation by each column, -1 where all are minus infinity. */
 function bestOf(figures) {
-  return Object.keys(COLUMNS).map((column) => indexOfLargest(figures.map((each) => each[column])));
-}
-
-/** The index of the largest value, -1 where all are minus infinity. */
-function indexOfLargest(values) {
-  return values.findIndex((value) => value > -Infinity && value === Math.max(...values));
+  return Object.keys(COLUMNS).map((column) => {
+    const values = figures.map((each) => each[column]);
+    return values.findIndex((value) => value > -Infinity && value === Math.max(...values));
+  });
 }

@@ -184,10 +184,7 @@ function showScored(text, asked, windows, answer) {
   at("scored").hidden = false;
   at("copied").textContent = "";
   view.draw(shown.pieces, shown.results, mode());
-  const isFirstUnscored = result.logprobs[0] === null;
-  at("first-token").textContent = isFirstUnscored
-    ? "The first token has no context, so it has no logprob and no colour."
-    : "";
+  at("first-token").hidden = result.logprobs[0] !== null;
   showFiguresAndLegend();
 }
 

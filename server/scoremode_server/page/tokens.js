@@ -1,6 +1,7 @@
 // The scored text: its tokens in their colours, which one is chosen, and how to go from one to the next.
 
 import { differenceColour, rankColour, surpriseColour } from "./colours.js";
+import { element } from "./dom.js";
 
 const DRAWN_AT_ONCE = 2000;
 /* Tokens that are drawn before the browser may do something else. */
@@ -67,10 +68,7 @@ export class TokenView {
       const blocks = document.createDocumentFragment();
       for (let index = first; index < last; index++) {
         if (!block) {
-          block = document.createElement("div");
-          block.className = "lines";
-          block.dir = "auto";
-          block.setAttribute("role", "presentation");
+          block = element("div", { class: "lines", dir: "auto", role: "presentation" });
           blocks.append(block);
         }
         const span = this.#makeToken(index);
@@ -87,10 +85,7 @@ export class TokenView {
 
   #makeToken(index) {
     const { text, inText } = this.#pieces[index];
-    const span = document.createElement("span");
-    span.textContent = text;
-    span.dataset.index = index;
-    span.setAttribute("role", "option");
+    const span = element("span", { "data-index": index, role: "option" }, text);
     if (!inText) span.classList.add("special");
     if (text.startsWith("\n")) span.classList.add("newline");
     if (this.#results[0].logprobs[index] === null) span.classList.add("unscored");

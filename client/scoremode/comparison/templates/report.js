@@ -1,8 +1,6 @@
 "use strict";
 
 // Values that begin a new colour, in nats, where colours are the same in every report, so that pictures of two compare.
-const NLL_STEPS = [0.1, 0.5, 1, 2, 3, 5, 7, 10];
-const KLD_STEPS = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1];
 const DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1];
 // Shares of the tokens below each step, where colours are fitted; of differences, by their size.
 const SHARES = [0.2, 0.4, 0.6, 0.75, 0.87, 0.94, 0.98, 0.995];
@@ -14,19 +12,20 @@ const NUM_TOP = 50;
 const NUM_AROUND = 8;
 
 const MEASURES = {
-  nll: { name: "surprise (NLL)", of: "nll", difference: false, steps: NLL_STEPS, colours: "s" },
-  kld: { name: "KL divergence from the reference", of: "kld", difference: false, steps: KLD_STEPS, colours: "s" },
-  nll_difference: { name: "difference of NLL", of: "nll", difference: true, steps: DIFFERENCE_STEPS, colours: "d" },
-  kld_difference: { name: "difference of KL divergence", of: "kld", difference: true, steps: DIFFERENCE_STEPS, colours: "d" },
+  nll: { name: "surprise (NLL)", of: "nll", steps: [0.1, 0.5, 1, 2, 3, 5, 7, 10] },
+  kld: { name: "KL divergence from the reference", of: "kld", steps: [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1] },
+  nll_difference: { name: "difference of NLL", of: "nll", difference: true, steps: DIFFERENCE_STEPS },
+  kld_difference: { name: "difference of KL divergence", of: "kld", difference: true, steps: DIFFERENCE_STEPS },
 };
 
 const isNarrow = matchMedia("(max-width: 60rem)");
 const byId = (id) => document.getElementById(id);
 
-function element(name, className = "", text = "") {
+// Children are elements or texts.
+function element(name, className = "", ...children) {
   const made = document.createElement(name);
   if (className) made.className = className;
-  made.textContent = text;
+  made.append(...children);
   return made;
 }
 
@@ -45,57 +44,47 @@ function makeSortable(table) {
 }
 
 function sortRows(body, column, isNumber, sign) {
-  const value = (row) => row.cells[column].dataset.value;
-  // Infinity less infinity is not a number.
-  const difference = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
-  const compare = (a, b) => {
+  const compare = (...rows) => {
+    const [a, b] = rows.map((row) => row.cells[column].dataset.value);
     // What is not known comes last in both directions.
-    if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === "");
-    return sign * (isNumber ? difference(Number(value(a)), Number(value(b))) : value(a).localeCompare(value(b)));
+    if (a === "" || b === "") return (a === "") - (b === "");
+    // Infinity less infinity is not a number.
+    return a === b ? 0 : sign * (isNumber ? Number(a) - Number(b) : a.localeCompare(b));
   };
   body.append(...[...body.rows].sort(compare));
 }
 
-// --- Data ---
-
-const HALVES = new Float32Array(65536);
-for (let bits = 0; bits < 65536; bits++) {
-  const exponent = (bits >> 10) & 31;
-  const fraction = bits & 1023;
-  const size =
-    exponent === 31 ? (fraction ? NaN : Infinity) : exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024);
-  HALVES[bits] = bits & 32768 ? -size : size;
+// Of cells; the first of each row is its heading.
+function makeTable(className, headings, rows) {
+  const lines = rows.map((cells) => element("tr", "", ...cells));
+  for (const line of lines) line.firstElementChild.scope = "row";
+  const head = element("thead", "", element("tr", "", ...headings));
+  return element("table", className, head, element("tbody", "", ...lines));
 }
 
-function unpack(packed) {
-  const text = atob(packed.data);
-  const bytes = new Uint8Array(text.length);
-  for (let index = 0; index < text.length; index++) bytes[index] = text.charCodeAt(index);
-  if (packed.type === "int32") return new Int32Array(bytes.buffer);
-  if (packed.type === "float32") return new Float32Array(bytes.buffer);
-  const codes = new Uint16Array(bytes.buffer);
-  if (packed.scale === null) return codes;
-  if (packed.type === "float16") return Float32Array.from(codes, (code) => HALVES[code] * packed.scale);
-  return Float32Array.from(codes, (code) => (code === 65535 ? Infinity : code * packed.scale));
+// --- Data ---
+
+const ARRAYS = { uint16: Uint16Array, int32: Int32Array, float16: Float16Array, float32: Float32Array };
+
+function unpack({ type, scale, data: content }) {
+  const values = new ARRAYS[type](Uint8Array.fromBase64(content).buffer);
+  if (scale === null) return values;
+  return Float32Array.from(values, (value) => (type === "uint16" && value === 65535 ? Infinity : value * scale));
 }
 
 // Arrays are unpacked when they are first asked for.
 function lazy(packed) {
-  const values = {};
-  for (const [name, value] of Object.entries(packed)) {
-    if (value === null || value.data === undefined) values[name] = value;
-    else Object.defineProperty(values, name, { configurable: true, enumerable: true, get() {
-      const array = unpack(value);
-      Object.defineProperty(values, name, { value: array, enumerable: true });
-      return array;
-    } });
-  }
-  return values;
+  return new Proxy(packed, {
+    get(_, name) {
+      if (packed[name]?.data !== undefined) packed[name] = unpack(packed[name]);
+      return packed[name];
+    },
+  });
 }
 
 const data = JSON.parse(byId("data").textContent);
 const series = data.series.map(lazy);
-const has = data.series.map((one) => ({ nll: one.nll !== null, kld: one.kld !== null }));
+const seriesPlaces = [...series.keys()];
 const tokens = unpack(data.tokens);
 const tokenIds = unpack(data.vocabulary.ids);
 const passages = makePassages(lazy(data.passages));
@@ -116,17 +105,7 @@ function makePassages(arrays) {
 const keptPassages = passages.filter((passage) => passage.kept);
 const numTokens = passages.reduce((sum, passage) => sum + passage.size, 0);
 const isCut = keptPassages.length < passages.length;
-
-function passageOf(position) {
-  let low = 0;
-  let high = keptPassages.length - 1;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (keptPassages[middle].start <= position) low = middle;
-    else high = middle - 1;
-  }
-  return keptPassages[low];
-}
+const passageOfToken = keptPassages.flatMap((passage) => Array(passage.size).fill(passage));
 
 function windowsOf({ window, lastWindow }) {
   const [first, last] = [window + 1, lastWindow + 1].map((number) => number.toLocaleString("en"));
@@ -184,7 +163,7 @@ function fittedSteps(mean) {
   const { difference, steps: fixed } = MEASURES[choice.measure];
   const scale = byId("scale").value;
   if (scale === "fixed") return fixed;
-  let others = [...series.keys()].filter((index) => (difference ? comparable(index, choice.second) : isOffered(index)));
+  let others = seriesPlaces.filter((index) => (difference ? comparable(index, choice.second) : isOffered(index)));
   // The base's own divergence is noise, which others' colours are not fitted to.
   if (!difference && others.length > 1) others = others.filter((index) => index > 0);
   const length = mean ? passages.length : tokens.length;
@@ -204,7 +183,7 @@ function fittedSteps(mean) {
 }
 
 function colourClass(value, of = steps) {
-  return MEASURES[choice.measure].colours + of.filter((step) => value >= step).length;
+  return (MEASURES[choice.measure].difference ? "d" : "s") + of.filter((step) => value >= step).length;
 }
 
 function referenceOf(one) {
@@ -305,8 +284,7 @@ function showMore(direction) {
 }
 
 function makePassage(passage) {
-  const made = element("section", `passage${passage.kept ? "" : " left-out"}`);
-  made.append(element("small", "place"));
+  const made = element("section", `passage${passage.kept ? "" : " left-out"}`, element("small", "place"));
   // Methods that score a part of each window leave out text before it.
   if (data.has_gaps && passage.first === 0) {
     const gap = element("small", "quiet", "[…] ");
@@ -372,22 +350,18 @@ function recolour() {
 }
 
 function drawLegend() {
-  const { colours } = MEASURES[choice.measure];
   const value = valuesOf();
   const counts = new Array(steps.length + 1).fill(0);
   for (let at = 0; at < tokens.length; at++) {
     if (!passes || passes(at)) counts[steps.filter((step) => value(at) >= step).length] += 1;
   }
-  const items = [];
-  counts.forEach((count, index) => {
-    // A class between two equal steps has nothing.
-    if (index > 0 && index < steps.length && steps[index - 1] === steps[index]) return;
+  const items = counts.map((count, index) => {
     const end = index === 0 ? `< ${twoDigits(steps[0])}` : `≥ ${twoDigits(steps[index - 1])}`;
-    const item = element("li", colours + index, end);
-    item.append(element("small", "", count.toLocaleString("en")));
-    items.push(item);
+    const total = element("small", "", count.toLocaleString("en"));
+    return element("li", colourClass(steps[index - 1] ?? -Infinity), end, total);
   });
-  byId("legend").replaceChildren(...items);
+  // A class between two equal steps has nothing.
+  byId("legend").replaceChildren(...items.filter((item, index) => steps[index - 1] !== steps[index]));
 }
 
 // A cell is a passage, or several where there are very many.
@@ -401,7 +375,6 @@ function drawStrip() {
     const value = group.reduce((sum, passage) => sum + passage.size * mean(passage.index), 0) / size;
     const isOut = group.every((passage) => numPassing[passage.index] === 0);
     const cell = element("button", isOut ? "out" : colourClass(value, meanSteps));
-    cell.type = "button";
     cell.tabIndex = from === 0 ? 0 : -1;
     cell.dataset.passage = from;
     cell.dataset.tip = `${placeOf(group[0])}: ${signed(value)}`;
@@ -416,7 +389,7 @@ function goToPassage(event) {
   if (cell === null) return;
   const from = Number(cell.dataset.passage);
   // The next that the filters leave, in the order in which the text is shown.
-  const index = order.filter((each) => each >= from).reduce((least, each) => Math.min(least, each), Infinity);
+  const index = Math.min(...order.filter((each) => each >= from));
   if (index < Infinity) openPassage(passages[index]).scrollIntoView({ block: "start" });
 }
 
@@ -428,10 +401,10 @@ function rowsOf(position) {
   return series.map((one) => ({
     label: one.label,
     nll: one.nll[position],
-    kld: one.kld === null ? undefined : one.kld[position],
-    rank: one.ranks === null ? undefined : one.ranks[position],
-    top: one.tops === null ? undefined : one.tops[position],
-    confidence: one.confidence === null ? undefined : one.confidence[position],
+    kld: one.kld?.[position],
+    rank: one.ranks?.[position],
+    top: one.tops?.[position],
+    confidence: one.confidence?.[position],
     // What it would have said in the place of the reference's token.
     differs: one.tops !== null && referenceOf(one)?.tops[position] !== one.tops[position],
   }));
@@ -439,17 +412,16 @@ function rowsOf(position) {
 
 function showToken(position) {
   shownToken = position;
-  const passage = passageOf(position);
+  const passage = passageOfToken[position];
   const offset = position - passage.start;
-  const shown = element("p", "shown");
-  shown.append(element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position])));
+  const shown = element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position]));
   const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
   const where = `id ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, ${place}; `;
   const value = `${chosenName()} ${signed(valuesOf()(position))}`;
   const close = element("button", "close", "Close");
-  close.type = "button";
   close.addEventListener("click", closeToken);
-  byId("token").replaceChildren(close, shown, element("p", "quiet", where + value), topTable(position), tokenTable(position));
+  const lines = [element("p", "shown", shown), element("p", "quiet", where + value)];
+  byId("token").replaceChildren(close, ...lines, topTable(position), tokenTable(position));
 }
 
 function closeToken() {
@@ -458,20 +430,16 @@ function closeToken() {
 }
 
 function barOf(share, text) {
-  const box = element("span", "bar", text);
   const bar = element("i");
   bar.style.width = `${100 * share}%`;
-  box.append(bar);
-  return box;
+  return element("span", "bar", text, bar);
 }
 
 function topOf(row) {
-  const box = element("span", row.differs ? "differs" : "");
-  box.append(element("bdi", "", aloneText(row.top)));
   // The probability of a run's top token is known where it is the text's.
   const share = row.confidence ?? (row.rank === 1 ? Math.exp(-row.nll) : undefined);
-  if (share !== undefined) box.append(barOf(share, `${(100 * share).toFixed(1)} %`));
-  return box;
+  const bar = share === undefined ? "" : barOf(share, `${(100 * share).toFixed(1)} %`);
+  return element("span", row.differs ? "differs" : "", element("bdi", "", aloneText(row.top)), bar);
 }
 
 function tokenTable(position) {
@@ -484,20 +452,9 @@ function tokenTable(position) {
     ["KL", (row) => (row.kld === undefined ? undefined : number(row.kld))],
     ["says", (row) => (row.top === undefined ? undefined : topOf(row))],
   ].filter(([, cell]) => rows.some((row) => cell(row) !== undefined));
-  const table = element("table", "figures");
-  const head = table.createTHead().insertRow();
-  for (const [name] of columns) head.append(element("th", name, name));
-  const body = table.createTBody();
-  for (const row of rows) {
-    const line = body.insertRow();
-    for (const [name, cell] of columns) {
-      const box = element(name === "run" ? "th" : "td", name);
-      if (name === "run") box.scope = "row";
-      box.append(cell(row) ?? "-");
-      line.append(box);
-    }
-  }
-  return table;
+  const headings = columns.map(([name]) => element("th", name, name));
+  const lines = rows.map((row) => columns.map(([name, cell], at) => element(at ? "td" : "th", name, cell(row) ?? "-")));
+  return makeTable("figures", headings, lines);
 }
 
 // NLLs of the top tokens of a run, or with `model` 1 of its reference, in their order; null where its file has none.
@@ -527,24 +484,16 @@ function topTable(position) {
     return isElsewhere ? element("p", "quiet", "More of what each would have said is here for the tokens that diverge most.") : "";
   }
   const actual = tokens[position];
-  const table = element("table", "tops");
-  const head = table.createTHead().insertRow();
-  for (const label of ["top tokens", ...columns.map(({ one }) => one.label)]) head.append(element("th", "", label));
-  const body = table.createTBody();
-  for (const place of new Set([...columns.flatMap(({ tops }) => [...tops.keys()]), actual])) {
-    const line = body.insertRow();
-    const name = element("th", place === actual ? "actual" : "");
-    name.scope = "row";
-    name.append(element("bdi", "", aloneText(place)));
-    if (place === actual) name.append(" ", element("small", "", "in the text"));
-    line.append(name);
-    for (const { one, tops } of columns) {
-      line.insertCell().append(topCell(place === actual ? one.nll[position] : tops.get(place), tops));
-    }
-  }
-  const scrolls = element("div", "scrolls");
-  scrolls.append(table);
-  return scrolls;
+  const places = new Set([...columns.flatMap(({ tops }) => [...tops.keys()]), actual]);
+  const rows = Array.from(places, (place) => {
+    const isActual = place === actual;
+    const mark = isActual ? [" ", element("small", "", "in the text")] : [];
+    const name = element("th", isActual ? "actual" : "", element("bdi", "", aloneText(place)), ...mark);
+    const nll = ({ one, tops }) => (isActual ? one.nll[position] : tops.get(place));
+    return [name, ...columns.map((column) => element("td", "", topCell(nll(column), column.tops)))];
+  });
+  const headings = ["top tokens", ...columns.map(({ one }) => one.label)].map((label) => element("th", "", label));
+  return element("div", "scrolls", makeTable("tops", headings, rows));
 }
 
 // Of a token that is not among them, it is known that it is less likely than the last of them.
@@ -562,7 +511,7 @@ function speak(position) {
 }
 
 function positionOf(target) {
-  const token = target instanceof Element ? target.closest("[data-position]") : null;
+  const token = target.closest("[data-position]");
   return token === null ? null : Number(token.dataset.position);
 }
 
@@ -577,19 +526,15 @@ function moveFocus(event) {
   };
   if (!(event.key in moves)) return;
   event.preventDefault();
-  if (moves[event.key]) moves[event.key].focus();
-}
-
-function moveTabStop(event) {
-  if (!event.target.matches("[data-position], [data-passage]")) return;
-  for (const other of event.target.parentElement.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
-  event.target.tabIndex = 0;
+  moves[event.key]?.focus();
 }
 
 function focused(event) {
+  if (!event.target.matches("[data-position], [data-passage]")) return;
+  for (const other of event.target.parentElement.querySelectorAll('[tabindex="0"]')) other.tabIndex = -1;
+  event.target.tabIndex = 0;
   const position = positionOf(event.target);
   if (position === null) return;
-  moveTabStop(event);
   showToken(position);
   speak(position);
 }
@@ -637,7 +582,7 @@ function search(query) {
   let position = 0;
   for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length)) {
     while (position + 1 < tokens.length && starts[position + 1] <= at) position += 1;
-    if (!numPassing[passageOf(position).index]) continue;
+    if (!numPassing[passageOfToken[position].index]) continue;
     places.push(position);
     for (let next = position; next < tokens.length && starts[next] < at + query.length; next++) foundTokens.add(next);
   }
@@ -656,14 +601,14 @@ function drawList() {
 
 function listItem(position, isFound) {
   const value = valuesOf()(position);
-  const passage = passageOf(position);
+  const passage = passageOfToken[position];
   const textBetween = (from, to) => {
     const places = tokens.slice(Math.max(passage.start, from), Math.min(passage.start + passage.size, to));
     return Array.from(places, lineText).join("");
   };
-  const button = element("button");
-  button.type = "button";
-  button.append(
+  const button = element(
+    "button",
+    "",
     element("span", "amount", signed(value)),
     element("bdi", "before", textBetween(position - NUM_AROUND, position)),
     " ",
@@ -671,9 +616,7 @@ function listItem(position, isFound) {
     element("bdi", "before", isFound ? textBetween(position + 1, position + NUM_AROUND) : ""),
   );
   button.addEventListener("click", () => jumpTo(position));
-  const item = element("li");
-  item.append(button);
-  return item;
+  return element("li", "", button);
 }
 
 function recolourFound() {
@@ -687,7 +630,7 @@ function openPassage(passage) {
 }
 
 function jumpTo(position) {
-  const passage = passageOf(position);
+  const passage = passageOfToken[position];
   const token = openPassage(passage).lastElementChild.children[position - passage.start];
   token.scrollIntoView({ block: "center" });
   token.focus({ preventScroll: true });
@@ -695,50 +638,34 @@ function jumpTo(position) {
 
 // --- Choices ---
 
-function option(value, text, disabled = false) {
-  const made = element("option", "", text);
-  made.value = value;
-  made.disabled = disabled;
-  return made;
+function comparable(first, second, measure = choice.measure) {
+  const { of } = MEASURES[measure];
+  const areKnown = [first, second].every((place) => data.series[place][of] !== null);
+  return first !== second && areKnown && (of === "nll" || series[first].reference === series[second].reference);
 }
 
-function comparable(first, second) {
-  const { of } = MEASURES[choice.measure];
-  return first !== second && has[first][of] && has[second][of] && (of === "nll" || series[first].reference === series[second].reference);
+function isOffered(place, measure = choice.measure) {
+  const { of, difference } = MEASURES[measure];
+  if (difference) return seriesPlaces.some((other) => comparable(place, other, measure));
+  return data.series[place][of] !== null;
 }
 
-function offerMeasures() {
-  const withKld = series.filter((one, index) => has[index].kld);
-  const references = new Set(withKld.map((one) => one.reference));
-  const offered = {
-    nll: true,
-    kld: withKld.length > 0,
-    nll_difference: series.length > 1,
-    kld_difference: withKld.length > references.size,
-  };
-  const names = Object.keys(MEASURES).filter((name) => offered[name]);
-  byId("measure").replaceChildren(...names.map((name) => option(name, MEASURES[name].name)));
-}
-
-function isOffered(index) {
-  const { of, difference } = MEASURES[choice.measure];
-  return has[index][of] && (!difference || [...series.keys()].some((other) => comparable(index, other)));
+function offer(name, isEnabled) {
+  const options = series.map((one, place) => new Option(one.label, place));
+  for (const [place, option] of options.entries()) option.disabled = !isEnabled(place);
+  byId(name).replaceChildren(...options);
+  byId(name).value = choice[name];
 }
 
 function offerSeries() {
   const { difference } = MEASURES[choice.measure];
-  const places = [...series.keys()];
-  if (!isOffered(choice.first)) choice.first = places.find(isOffered);
+  if (!isOffered(choice.first)) choice.first = seriesPlaces.find((place) => isOffered(place));
   if (difference && !comparable(choice.first, choice.second)) {
-    choice.second = places.find((index) => comparable(choice.first, index));
+    choice.second = seriesPlaces.find((place) => comparable(choice.first, place));
   }
-  byId("first").replaceChildren(...series.map((one, index) => option(index, one.label, !isOffered(index))));
-  byId("second").replaceChildren(
-    ...series.map((one, index) => option(index, one.label, index !== choice.first && !comparable(choice.first, index))),
-  );
   byId("measure").value = choice.measure;
-  byId("first").value = choice.first;
-  byId("second").value = choice.second;
+  offer("first", isOffered);
+  offer("second", (place) => place === choice.first || comparable(choice.first, place));
   byId("second-label").hidden = !difference;
   byId("changed-label").hidden = !hasTops();
 }
@@ -753,16 +680,14 @@ function choose() {
   else recolour();
 }
 
-function firstChoice() {
+function start() {
+  document.querySelectorAll("table.sortable").forEach(makeSortable);
   const worst = data.largest_kld;
   if (worst !== null) Object.assign(choice, { measure: "kld", first: worst });
   else if (series.length > 1) Object.assign(choice, { measure: "nll_difference", first: 1, second: 0 });
-}
-
-function start() {
-  document.querySelectorAll("table.sortable").forEach(makeSortable);
-  firstChoice();
-  offerMeasures();
+  for (const [name, measure] of Object.entries(MEASURES)) {
+    if (seriesPlaces.some((place) => isOffered(place, name))) byId("measure").append(new Option(measure.name, name));
+  }
   offerSeries();
   for (const name of ["measure", "first", "second"]) byId(name).addEventListener("change", choose);
   for (const name of ["order", "changed", "above"]) byId(name).addEventListener("change", arrange);
@@ -771,15 +696,13 @@ function start() {
   byId("more").addEventListener("click", () => showMore(1));
   byId("earlier").addEventListener("click", () => showMore(-1));
   byId("strip").addEventListener("click", goToPassage);
-  byId("strip").addEventListener("focusin", moveTabStop);
-  byId("strip").addEventListener("keydown", moveFocus);
   byId("passages").addEventListener("mouseover", (event) => {
     const position = positionOf(event.target);
     // A sheet is below the pointer as it closes, and text then: it opens by a tap or a key alone.
     if (position !== null && !isNarrow.matches) showToken(position);
   });
-  byId("passages").addEventListener("focusin", focused);
-  byId("passages").addEventListener("keydown", moveFocus);
+  byId("view").addEventListener("focusin", focused);
+  byId("view").addEventListener("keydown", moveFocus);
   byId("view").hidden = false;
   arrange();
 }

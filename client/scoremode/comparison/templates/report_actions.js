@@ -13,22 +13,12 @@ function showTip(event) {
   box.style.top = `${at.top > height + 8 ? at.top - height - 6 : at.bottom + 6}px`;
 }
 
-// A browser shows titles late, and none where a screen is touched.
-function makeTips(figure) {
-  for (const title of figure.querySelectorAll("title")) {
-    title.parentElement.dataset.tip = title.textContent;
-    title.remove();
-  }
-}
-
 // The plot as a file of its own, in the colours of the page.
 function svgSource(svg) {
   const copy = svg.cloneNode(true);
   const [, , width, height] = svg.getAttribute("viewBox").split(" ").map(Number);
-  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
-  copy.setAttribute("width", width);
-  copy.setAttribute("height", height);
-  copy.setAttribute("font-family", "sans-serif");
+  const attributes = { xmlns: "http://www.w3.org/2000/svg", width, height, "font-family": "sans-serif" };
+  for (const [name, value] of Object.entries(attributes)) copy.setAttribute(name, value);
   const style = getComputedStyle(document.documentElement);
   const source = new XMLSerializer().serializeToString(copy);
   return source.replace(/var\((--plot-[a-z0-9-]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
@@ -75,9 +65,11 @@ async function copyCard(event) {
 
 byId("copy").hidden = false;
 byId("copy").addEventListener("click", copyCard);
-for (const figure of document.querySelectorAll("figure")) {
-  makeTips(figure);
-  offerFiles(figure);
+// A browser shows titles late, and none where a screen is touched.
+for (const title of document.querySelectorAll("figure title")) {
+  title.parentElement.dataset.tip = title.textContent;
+  title.remove();
 }
+document.querySelectorAll("figure").forEach(offerFiles);
 for (const name of ["pointerover", "focusin", "click"]) document.addEventListener(name, showTip);
 document.addEventListener("scroll", () => (byId("tip").hidden = true), { passive: true });
