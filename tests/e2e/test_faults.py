@@ -46,12 +46,14 @@ def load(num_requests: int) -> list[dict[str, Any]]:
     return [{"prompt": [[random.randrange(1024) for _ in range(1000)] for _ in range(16)]} for _ in range(num_requests)]
 
 
-async def answers_of(server: ServerProcess, bodies: list[dict[str, Any]], meanwhile: Any) -> list[httpx.Response]:
-    """The answer to each body, all sent at once, with something done once the engine is at work."""
+async def answers_of(server: ServerProcess, num_requests: int, meanwhile: Any) -> list[httpx.Response]:
+    """The answer to each of a load's requests, all sent at once, with something done once the engine is at work."""
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits()) as client:
-        answers = [asyncio.create_task(client.post("/v1/score", json=body)) for body in bodies]
+        answers: list[asyncio.Task[httpx.Response]] = []
         while "scoremode_running_sequences 0.0" in (await client.get("/metrics")).text:
-            pass
+            # A server may finish all of them between two looks.
+            if all(answer.done() for answer in answers):
+                answers = [asyncio.create_task(client.post("/v1/score", json=body)) for body in load(num_requests)]
         await meanwhile(client)
         return await asyncio.gather(*answers)
 
@@ -185,7 +187,7 @@ def death(first_server: ServerProcess, second_server: ServerProcess, servers: Se
             with suppress(httpx.TransportError):
                 health.append((await client.get("/health")).status_code)
 
-    answers = asyncio.run(answers_of(second_server, load(10), kill))
+    answers = asyncio.run(answers_of(second_server, 10, kill))
     exit_status = second_server.process.wait(EXIT_SECONDS)
     _, left = psutil.wait_procs(family, timeout=EXIT_SECONDS)
     recording.kill()
@@ -240,7 +242,7 @@ async def test_a_stopping_server_finishes_its_requests_and_refuses_more(first_se
         while not refused or refused[-1].status_code == 200:
             refused.append(await client.post("/v1/score", json={"prompt": [1, 2, 3]}))
 
-    answers = await answers_of(first_server, load(5), stop)
+    answers = await answers_of(first_server, 5, stop)
     check_refusal(refused[-1], "the server is shutting down")
     assert 200 in {answer.status_code for answer in answers}
     # If the grace period is too short, the others get a response all the same.
