@@ -12,7 +12,7 @@ import yaml
 
 from scoremode._printable import printable
 from scoremode.comparison.compare import ppl_change
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, RunFigures
+from scoremode.comparison.figures import Comparison, Figure, RunFigures
 from scoremode.comparison.pairing import model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
@@ -47,7 +47,7 @@ def card(comparison: Comparison) -> str:
 
 def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
     run = figures.run
-    is_same = figures.kld is not None and figures.kld.value < NEGLIGIBLE_KLD
+    is_same = figures.has_no_divergence
     return (
         _name(run.label),
         "" if run.gib is None else f"{run.gib:.2f}",
@@ -124,7 +124,7 @@ def _provenance(comparison: Comparison) -> str:
 def _weights(comparison: Comparison) -> Iterator[str]:
     """Quantization and dtype of each model."""
     if (reference := comparison.base_reference) is not None:
-        yield f"{reference.name}: {reference.quantization or 'not quantized'}, {reference.dtype}"
+        yield f"{reference.name}: {weights_in_words(reference)}"
     for figures in comparison.runs:
         yield f"{figures.run.label}: {weights_in_words(figures.run.server)}"
 

@@ -48,6 +48,11 @@ class RunFigures:
     kld_over_noise_floor: float | None
     """Mean KL divergence over that of the reference's own model compared with itself."""
 
+    @property
+    def has_no_divergence(self) -> bool:
+        """Whether the divergence is too small to be shown, such as that of the reference's own model."""
+        return self.kld is not None and self.kld.value < NEGLIGIBLE_KLD
+
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:

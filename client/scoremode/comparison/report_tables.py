@@ -84,8 +84,7 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
 
 def _delta_p(figures: RunFigures) -> Figure | None:
     """Of a model that does not diverge, 0: the root would show what its divergence does not."""
-    is_same = figures.kld is not None and figures.kld.value < NEGLIGIBLE_KLD
-    return Figure(0.0, None, None, None) if is_same else figures.delta_p_rms
+    return Figure(0.0, None, None, None) if figures.has_no_divergence else figures.delta_p_rms
 
 
 def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:
@@ -136,9 +135,7 @@ def pair_matrices(comparison: Comparison) -> list[Matrix]:
     everyone = [figures.run.label for figures in comparison.runs]
     by_ratio = Matrix("Perplexity of the run over that of the other", *_matrix(comparison, everyone, _ratio_cell))
     # That a model diverges more than the reference's own is no finding.
-    diverging = [
-        figures.run.label for figures in comparison.runs if figures.kld is None or figures.kld.value >= NEGLIGIBLE_KLD
-    ]
+    diverging = [figures.run.label for figures in comparison.runs if not figures.has_no_divergence]
     if len(diverging) < 2 or all(pair.kld_difference is None for pair in comparison.pairs):
         return [by_ratio]
     by_kld = _matrix(comparison, diverging, _kld_cell)

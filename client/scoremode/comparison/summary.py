@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, RunFigures, Verdict
+from scoremode.comparison.figures import Comparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
 from scoremode.wire.protocol import ComputedBy
@@ -20,9 +20,7 @@ def summary(comparison: Comparison) -> list[str]:
     labels = [figures.run.label for figures in comparison.runs]
     # That a model diverges more than the reference's own is no finding.
     compared = [
-        figures.run.label
-        for figures in comparison.runs
-        if figures.kld is not None and figures.kld.value >= NEGLIGIBLE_KLD
+        figures.run.label for figures in comparison.runs if figures.kld is not None and not figures.has_no_divergence
     ]
     by_nll = {(pair.second.label, pair.first.label): pair.verdict for pair in comparison.pairs}
     by_kld = {
