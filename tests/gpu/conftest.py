@@ -96,9 +96,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line("| " + " | ".join(COLUMNS) + " |")
     terminalreporter.write_line("|---" * len(COLUMNS) + "|")
     for combination, future in sorted(results.items()):
-        result = future.result()
-        cells = [f"refused: {result['refused']}"]
-        if "refused" not in result:
+        result = {"refused": future.exception()} if future.exception() else future.result()
+        if "refused" in result:
+            cells = [f"refused: {result['refused']}"]
+        else:
             own, together, alone = result["own"], result["together"], result["alone"]
             figures = (together["mean"], own["mean"], together["median"], own["median"], together["max"])
             cells = [f"{figure:.4f}" for figure in (*figures, together["bias"], alone["mean"])]

@@ -90,10 +90,15 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 @pytest.fixture(scope="module")
 def servers(
-    model: Path, drafters: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    drafters: dict[str, dict[str, Any]],
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[Drafts, "Future[str]"]]:
-    """The address of every server. All start at once."""
+    """The address of every server that a collected test asks for. All start at once."""
     folder = tmp_path_factory.mktemp("servers")
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    collected = [call.params["drafts"] for call in calls if "drafts" in call.params]
 
     def start(drafts: Drafts) -> str:
         config = json.dumps({**drafters[drafts.method], "num_speculative_tokens": 3})
@@ -110,8 +115,8 @@ def servers(
         )
         return stack.enter_context(server).url
 
-    with ExitStack() as stack, ThreadPoolExecutor(len(COMBINATIONS)) as pool:
-        yield {each: pool.submit(start, each) for each in COMBINATIONS}
+    with ExitStack() as stack, ThreadPoolExecutor(len(collected)) as pool:
+        yield {each: pool.submit(start, each) for each in collected}
 
 
 @pytest.fixture(scope="module")
