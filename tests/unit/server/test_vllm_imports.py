@@ -60,9 +60,11 @@ def test_only_public_modules_of_vllm_are_imported_and_all_of_the_list():
 
 CALL = """
 import sys
+before = set(sys.modules)
 from scoremode_server.plugin import general_plugin
 general_plugin()
-print(*[name for name in sys.modules if name.startswith("scoremode") or name in ("vllm", "torch", "fastapi", "numpy")])
+others = ("vllm", "torch", "fastapi", "numpy")
+print(*[name for name in sys.modules if name not in before and name.startswith(("scoremode", *others))])
 """
 """vLLM calls the plugin in every process of an environment that Scoremode is installed in."""
 
