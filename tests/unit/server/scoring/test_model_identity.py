@@ -180,9 +180,11 @@ def test_of_more_tensors_than_are_sampled_every_second_is_seen(tmp_path: Path):
     header = json.dumps(tensors).encode()
     path, found = tmp_path / "model.safetensors", set()
     for changed in (1000, 1002, 1004):
-        weights = bytearray(num_tensors * BLOCK_BYTES)
-        weights[changed * BLOCK_BYTES] = 1
-        path.write_bytes(len(header).to_bytes(8, "little") + header + weights)
+        with path.open("wb") as file:
+            weights = file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(weights + num_tensors * BLOCK_BYTES)
+            file.seek(weights + changed * BLOCK_BYTES)
+            file.write(b"\1")
         found.add(digest_of([path]))
     assert len(found) == 3
 
