@@ -4,6 +4,7 @@ python -m tests.bad_inputs      write docs/errors.md
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -266,9 +267,11 @@ as well, on vLLM's own routes if the request scores. A field has at most 100,000
 `/v1/completions` other than the prompt have at most 500,000 values. `/v1/completions` validates as vLLM does, but token
 ids must be integers.
 
-A test sends each of these requests. Messages are shown as they begin. `make errors` writes this page.
+A test sends these requests and others with the same errors. Messages are shown as they begin. `make errors` writes this
+page.
 """
 
+_ALIKE = 25
 _SHOWN = 60
 """Characters of a body that the page shows."""
 
@@ -278,14 +281,16 @@ def page() -> str:
     alike = defaultdict(list)
     for row in sorted(BAD_INPUTS, key=lambda row: EVERY_ROUTE.index(row.route)):
         alike[row.wrong, row.param, row.message, row.status].append(row)
-    sections = defaultdict(list)
+    sections = defaultdict(dict)
     for rows in alike.values():
-        sections[tuple(row.route for row in rows)].append(rows[0])
+        # Of messages that begin alike but for numbers, the first.
+        beginning = re.sub(r"\d+", "", rows[0].message)[:_ALIKE]
+        sections[tuple(row.route for row in rows)].setdefault((rows[0].param, rows[0].status, beginning), rows[0])
     lines = [HEAD]
     for routes, rows in sections.items():
         title = "Every route" if routes == EVERY_ROUTE else ", ".join(f"`{route}`" for route in routes)
         lines += [f"## {title}\n", "| wrong | body | status | `param` | message |", "|---|---|---|---|---|"]
-        for row in rows:
+        for row in rows.values():
             param = f"`{row.param}`" if row.param else ""
             message = row.message.replace("|", r"\|").replace("<", "&lt;")
             lines.append(f"| {row.wrong} | {_shown(row.content)} | {row.status} | {param} | {message} |")
