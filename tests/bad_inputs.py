@@ -1,16 +1,8 @@
-"""Requests that are refused, and how: the table of docs/errors.md, and what tests post to a running server.
-
-python -m tests.bad_inputs      write docs/errors.md
-"""
+"""Requests that are refused, and how."""
 
 import json
-import re
-from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
-
-PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
 SCORE = "/v1/score"
 PERPLEXITY = "/v1/perplexity"
@@ -254,57 +246,3 @@ BAD_INPUTS = [
         )
     ),
 ]
-
-HEAD = """\
-# Errors
-
-The [guide](guide.md#errors) has the shape of an error and all statuses. A request is refused at the first wrong value
-of a prompt; of other fields up to five faults are named.
-
-A body is JSON in UTF-8 (RFC 8259), uncompressed, and at most `--max-request-bytes` long. Half a surrogate pair, which
-JSON can write as an escape and UTF-8 cannot, is refused wherever it is. An object that gives a field twice is refused
-as well, on vLLM's own routes if the request scores. A field has at most 100,000 lists of token ids, and fields of
-`/v1/completions` other than the prompt have at most 500,000 values. `/v1/completions` validates as vLLM does, but token
-ids must be integers.
-
-A test sends these requests and others with the same errors. Messages are shown as they begin. `make errors` writes this
-page.
-"""
-
-_ALIKE = 25
-_SHOWN = 60
-"""Characters of a body that the page shows."""
-
-
-def page() -> str:
-    """docs/errors.md."""
-    alike = defaultdict(list)
-    for row in sorted(BAD_INPUTS, key=lambda row: EVERY_ROUTE.index(row.route)):
-        alike[row.wrong, row.param, row.message, row.status].append(row)
-    sections = defaultdict(dict)
-    for rows in alike.values():
-        # Of messages that begin alike but for numbers, the first.
-        beginning = re.sub(r"\d+", "", rows[0].message)[:_ALIKE]
-        sections[tuple(row.route for row in rows)].setdefault((rows[0].param, rows[0].status, beginning), rows[0])
-    lines = [HEAD]
-    for routes, rows in sections.items():
-        title = "Every route" if routes == EVERY_ROUTE else ", ".join(f"`{route}`" for route in routes)
-        lines += [f"## {title}\n", "| wrong | body | status | `param` | message |", "|---|---|---|---|---|"]
-        for row in rows.values():
-            param = f"`{row.param}`" if row.param else ""
-            message = row.message.replace("|", r"\|").replace("<", "&lt;")
-            lines.append(f"| {row.wrong} | {_shown(row.content)} | {row.status} | {param} | {message} |")
-        lines.append("")
-    return "\n".join(lines[:-1]) + "\n"
-
-
-def _shown(content: bytes) -> str:
-    text = content[: _SHOWN + 1].decode("latin-1")
-    printable = "".join(char if " " <= char <= "~" else f"<{ord(char):02x}>" for char in text)
-    shown = printable if len(content) <= _SHOWN else printable[: _SHOWN - 1] + "…"
-    return f"`{shown}`" if shown else ""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(PAGE)
