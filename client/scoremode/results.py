@@ -45,7 +45,7 @@ class Score:
     top_logprobs: TopLogprobs | None
     """The most likely tokens at each position; when asked for."""
     candidate_logprobs: NDArray[np.float32] | None
-    """[n, m], of the candidates at each position, in the order in which they were given; NaN where there is no context;
+    """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
     when asked for."""
 
     @cached_property
@@ -77,7 +77,7 @@ def _score(result: ScoreResult) -> Score:
         prompt_index=result["prompt_index"],
         continuation_index=result["continuation_index"],
         token_ids=result["token_ids"],
-        # Minus infinity is what it is in JSON, and in `sum_logprob`.
+        # Minus infinity as in JSON and in `sum_logprob`.
         logprob_array=np.maximum(logprobs, _LOWEST),
         sum_logprob=result["sum_logprob"],
         num_scored=result["num_scored"],

@@ -42,7 +42,7 @@ def write_report(
         comparison: The runs and their figures.
         path: Of the HTML file.
         tasks: Accuracies on tasks, to be shown as well.
-        max_bytes: The file is no longer than this: it keeps the text of as many of the most divergent passages as fit.
+        max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
 
     Raises:
