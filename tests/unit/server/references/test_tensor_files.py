@@ -52,6 +52,8 @@ def test_no_byte_can_change_be_missing_or_added(path: Path):
         change = ord(" ") ^ ord("\t") if byte == ord(" ") else 1 << position % 8
         damaged += [content[:position], content[:position] + bytes([byte ^ change]) + content[position + 1 :]]
     for each in damaged:
+        # To a new file: one that is written over is flushed to the disk.
+        path.unlink()
         path.write_bytes(each)
         with pytest.raises(BrokenFileError, match="000003"):
             read_tensors(path, ABOUT)
