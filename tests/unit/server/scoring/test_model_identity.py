@@ -178,8 +178,9 @@ def test_of_more_tensors_than_are_sampled_every_second_is_seen(tmp_path: Path):
     places = range(0, num_tensors * BLOCK_BYTES, BLOCK_BYTES)
     tensors = {str(place): {"data_offsets": [place, place + BLOCK_BYTES]} for place in places}
     header = json.dumps(tensors).encode()
-    path, found = tmp_path / "model.safetensors", set()
+    found = set()
     for changed in (1000, 1002, 1004):
+        path = tmp_path / f"{changed}.safetensors"
         with path.open("wb") as file:
             weights = file.write(len(header).to_bytes(8, "little") + header)
             file.truncate(weights + num_tensors * BLOCK_BYTES)
