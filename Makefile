@@ -17,7 +17,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-matrix errors openapi clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-matrix openapi clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,9 +75,6 @@ test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager
 	$(ON_GPU) -m matrix -k "$(PART)" tests/gpu/test_families.py
-
-errors: $(INSTALLED) ## Write docs/errors.md anew from tests/bad_inputs.py
-	$(BIN)/python -m tests.bad_inputs
 
 openapi: $(INSTALLED) ## Write openapi/openapi.json anew from the app
 	$(BIN)/python scripts/write_openapi.py

@@ -106,14 +106,6 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def load_count(text: str) -> tuple[str, int]:
-    """LOAD=N."""
-    name, value = assignment(text)
-    if name not in LOADS or not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LOAD=N with a load of {', '.join(LOADS)}")
-    return name, int(value)
-
-
 def parse() -> tuple[argparse.Namespace, list[str]]:
     """Options, and the flags of every server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,16 +118,13 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--shapes", nargs="+", choices=NAMES, default=["8b", "1b"])
     parser.add_argument("--together", action="store_true", help="start all shapes at once")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=DEFAULT_LOADS)
-    parser.add_argument("--count", type=load_count, action="append", default=[], metavar="LOAD=N", help="requests")
+    parser.add_argument("--count", type=assignment, action="append", default=[], metavar="LOAD=N", help="requests")
     parser.add_argument("--text", default=str(TEXT), help="what `ppl-client --dataset` reads")
     parser.add_argument("--reference-dir", type=Path, help="default: LOGS/references")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after the last turn that fits")
     options, flags = parser.parse_known_args()
-    try:
-        options.builds = read_builds(options)
-    except (ValueError, argparse.ArgumentTypeError) as error:
-        parser.error(str(error))
+    options.builds = read_builds(options)
     options.reference_dir = (options.reference_dir or options.logs / "references").absolute()
     return options, flags
 
@@ -192,7 +181,7 @@ class Turns:
         self.servers = servers
         self.shapes = shapes
         self.options = options
-        self.counts: Mapping[str, int] = dict(options.count)
+        self.counts = {load: int(count) for load, count in options.count}
 
     def warm_up(self) -> None:
         """Every load on every server, with few requests."""

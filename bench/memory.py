@@ -14,7 +14,6 @@ starts in half the time with `--enforce-eager`, which changes nothing about prom
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import subprocess
@@ -49,9 +48,9 @@ LOG_SIGNS = re.compile("Using V2 Model Runner|out of memory|EngineDeadError|Engi
 
 
 @contextmanager
-def sampled_memory(gpu: int) -> Iterator[list[int]]:
-    """One GPU's memory in use, in MiB, as the driver reports it: samples, which are in the list when this is left."""
-    query = ("nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+def sampled_memory() -> Iterator[list[int]]:
+    """The first GPU's memory in use, in MiB, as the driver reports it: samples, in the list when this is left."""
+    query = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     samples: list[int] = []
     with subprocess.Popen((*query, f"-lms={SAMPLE_MILLISECONDS}"), stdout=subprocess.PIPE, text=True) as sampler:
         try:
@@ -94,7 +93,7 @@ def measure(url: str, case: Case, options: argparse.Namespace) -> Iterator[tuple
     for load in options.loads:
         prompts = [random_tokens(rng, options.tokens) for _ in range(options.requests)]
         bodies = [{"model": options.shape, "prompt": prompt, **LOADS[load]} for prompt in prompts]
-        with sampled_memory(options.gpu or 0) as samples:
+        with sampled_memory() as samples:
             rate = asyncio.run(send_all(f"{url}/v1/completions", bodies, len(bodies), options.load_seconds))
         peak, state = max(samples), health(url)
         prefill_peak = peak if load == "prefill" else prefill_peak
@@ -109,7 +108,6 @@ def measure(url: str, case: Case, options: argparse.Namespace) -> Iterator[tuple
 def run_case(case: Case, model: Path, options: argparse.Namespace, flags: list[str]) -> Iterator[tuple[str, ...]]:
     """Start one server, measure it, stop it, and print what its log has of memory and of its end."""
     is_stock = case.server == "stock"
-    gpu = {"CUDA_VISIBLE_DEVICES": str(options.gpu)} if options.gpu is not None else {}
     log = options.logs / f"memory-{case.vocab_size}-{case.runner}-{case.server}.log"
     try:
         with server_process(
@@ -119,7 +117,7 @@ def run_case(case: Case, model: Path, options: argparse.Namespace, flags: list[s
             *("--max-model-len", str(options.tokens + 16), "--max-num-batched-tokens", "8192"),
             *("--max-logprobs", "128", *flags),
             log=log,
-            environment={**(STOCK_ENVIRONMENT if is_stock else {}), **RUNNERS[case.runner], **gpu},
+            environment={**(STOCK_ENVIRONMENT if is_stock else {}), **RUNNERS[case.runner]},
             command=STOCK_COMMAND if is_stock else (),
             stop_seconds=STOP_SECONDS,
         ) as server:
@@ -129,14 +127,6 @@ def run_case(case: Case, model: Path, options: argparse.Namespace, flags: list[s
     for line in log.read_text(errors="replace").splitlines():
         if LOG_SIGNS.search(line):
             print(f"  log: {line[:300]}", flush=True)
-
-
-def write_model(shape: str, vocab_size: int, tokenizer: Path, folder: Path) -> Path:
-    """A model folder of the shape, with another vocabulary."""
-    model = write_shape(shape, tokenizer, folder / str(vocab_size))
-    config = model / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": vocab_size}, indent=2))
-    return model
 
 
 def main() -> None:
@@ -152,7 +142,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a request")
     parser.add_argument("--requests", type=int, default=64, help="in flight")
     parser.add_argument("--load-seconds", type=float, default=600, help="until an answer; then the client hangs up")
-    parser.add_argument("--gpu", type=int, help="index; default: the first, and the environment as it is")
     options, flags = parser.parse_known_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     print(f"{time.strftime('%Y-%m-%d')}, {options}, servers' flags: {flags}", flush=True)
@@ -160,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = []
         for case in cases:
-            model = write_model(options.shape, case.vocab_size, options.tokenizer, Path(folder))
+            model = write_shape(options.shape, options.tokenizer, Path(folder), vocab_size=case.vocab_size)
             rows += run_case(case, model, options, flags)
     print(table(HEADER, rows))
 

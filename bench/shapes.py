@@ -47,10 +47,10 @@ W4A16: dict[str, Any] = {
 }
 
 
-def write_shape(name: str, tokenizer: Path, folder: Path) -> Path:
+def write_shape(name: str, tokenizer: Path, folder: Path, **changes: Any) -> Path:
     """A model folder of the shape `name`, such as `8b` or `8b-w4a16`, with the tokenizer files of another model."""
     size, _, quantized = name.partition("-")
-    config = {**COMMON, "num_attention_heads": HEADS[size], **SHAPES[size]}
+    config = {**COMMON, "num_attention_heads": HEADS[size], **SHAPES[size], **changes}
     config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     if quantized:
         config["quantization_config"] = {"w4a16": W4A16}[quantized]

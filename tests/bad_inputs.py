@@ -1,14 +1,8 @@
-"""Requests that are refused, and how: the table of docs/errors.md, and what tests post to a running server.
-
-python -m tests.bad_inputs      write docs/errors.md
-"""
+"""Requests that are refused, and how."""
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
-
-PAGE = Path(__file__).parent.parent / "docs" / "errors.md"
 
 SCORE = "/v1/score"
 PERPLEXITY = "/v1/perplexity"
@@ -142,7 +136,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a wrong stop string", {"prompt": [5], "stop": ["a", 5]}, "stop", "stop: should be"),
         ("too many ids", {"prompt": [5], "stop_token_ids": [1] * 500_001}, "stop_token_ids", "stop_token_ids has 50"),
         ("a text as logprobs", scoring(logprobs="x"), "logprobs", "`logprobs` must be an integer"),
-        ("an unknown model", scoring(model="gpt-5"), "model", "The model `gpt-5`", True, 404),
+        ("an unknown model", scoring(model="gpt-5"), "model", "The model `gpt-5` does not", True, 404),
         ("a long name of a model", scoring(model=LONG_NAME), "model", SHORT_NAME, True, 404),
         ("a token past the vocabulary", scoring(prompt=[10**6]), None, "Token id 1000000", True),
         ("a token past 64 bits", scoring(prompt=[2**70]), None, "", True),
@@ -252,51 +246,3 @@ BAD_INPUTS = [
         )
     ),
 ]
-
-HEAD = """\
-# Errors
-
-Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`. `code` repeats the HTTP status, and
-`param` names the field at fault, where there is one. A request is refused at the first wrong value of a prompt; of
-other fields up to five faults are named.
-
-A body is JSON in UTF-8 (RFC 8259), uncompressed, and at most `--max-request-bytes` long; a longer one gets 413.
-Half a surrogate pair, which JSON can write as an escape and UTF-8 cannot, is refused wherever it is. An
-object that gives a field twice is refused as well, on vLLM's own routes if the request scores. A field has at
-most 100,000 lists of token ids, and fields of `/v1/completions` other than the prompt have at most 500,000 values.
-
-Scoremode's own routes coerce nothing: `"top_logprobs": "5"` and an unknown field are errors.
-`/v1/completions` validates as vLLM does, but token ids must be integers. Without `--reference-dir` all other requests
-to `/v1/references` and `/v1/kld` are answered 404.
-
-Each of these requests is sent by a test. Messages are shown as they begin. `tests/bad_inputs.py` has the table, and
-`make errors` writes this page.
-"""
-
-_SHOWN = 60
-"""Characters of a body that the page shows."""
-
-
-def page() -> str:
-    """docs/errors.md."""
-    lines = [HEAD]
-    for route in EVERY_ROUTE:
-        lines += [f"## `{route}`\n", "| wrong | body | status | `param` | message |", "|---|---|---|---|---|"]
-        for row in (row for row in BAD_INPUTS if row.route == route):
-            param = f"`{row.param}`" if row.param else ""
-            message = row.message.replace("|", r"\|").replace("<", "&lt;")
-            lines.append(f"| {row.wrong} | {_shown(row.content)} | {row.status} | {param} | {message} |")
-        lines.append("")
-    return "\n".join(lines[:-1]) + "\n"
-
-
-def _shown(content: bytes) -> str:
-    text = content[: _SHOWN + 1].decode("latin-1")
-    printable = "".join(char if " " <= char <= "~" else f"<{ord(char):02x}>" for char in text)
-    shown = printable if len(content) <= _SHOWN else printable[: _SHOWN - 1] + "…"
-    return f"`{shown}`" if shown else ""
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(PAGE)

@@ -257,8 +257,8 @@ _COMMANDS = {
         success="the runs were compared and all is written",
     ),
     "sweep": _Command(
-        "Serve each model of a plan in turn, measure its perplexity and its KL divergence from the first, and compare "
-        "them. What was measured before is not measured again.",
+        "Serve the models of a plan one after another, measure each one's perplexity and its KL divergence from the "
+        "first, and compare them. Earlier results are kept.",
         {
             "": {
                 "plan": _option("a YAML file; docs/compare.md describes its fields", type=Path, metavar="PLAN"),

@@ -13,7 +13,7 @@ from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
-from scoremode.errors import ScoremodeError
+from scoremode.errors import MissingPackageError, ScoremodeError
 from scoremode.runs import kld_report, report
 from scoremode.runs.corpora import Corpus, load_corpus
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
@@ -143,7 +143,7 @@ def _report_extra() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "scoremode"):
             raise
-        raise ScoremodeError(f'{package} is missing: pip install "scoremode[report]"') from error
+        raise MissingPackageError(package, "report") from error
 
 
 async def _score_corpus(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import wraps
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 from urllib.parse import quote
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
-from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_result, parse_scores
+from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
 from scoremode.windows import WindowSettings
 from scoremode.wire.calls import Answer, Call, EventKind, EventReader, call, stream
 from scoremode.wire.protocol import (
@@ -324,7 +324,7 @@ class _Client(Generic[Transport]):
         }
         if on_window is not None or as_noise_floor:
             return stream("/v1/kld", lambda: kld_reader(on_window), **fields)
-        return call("POST", "/v1/kld", parse_result, **fields, stream=False)
+        return call("POST", "/v1/kld", parse_kld_result, **fields, stream=False)
 
     @_Method
     def tokenize(self, text: str, add_special_tokens: bool = True) -> Call[list[int]]:
@@ -372,9 +372,7 @@ class ScoreClient(_Client[httpx.BaseTransport]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -411,9 +409,7 @@ class AsyncScoreClient(_Client[httpx.AsyncBaseTransport]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *failure: object) -> None:
         await self.close()
 
     async def close(self) -> None:

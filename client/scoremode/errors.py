@@ -1,8 +1,18 @@
 """Everything that the client raises."""
 
+import sys
+
 
 class ScoremodeError(Exception):
     """Base of all errors of the client."""
+
+
+class MissingPackageError(ScoremodeError):
+    """A package is missing that an extra of Scoremode brings."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        command = f"scripts/install.sh {sys.executable} none {extra}"
+        super().__init__(f"{package} is missing; to install it, run in a clone of Scoremode: {command}")
 
 
 class TransportError(ScoremodeError):

@@ -73,7 +73,7 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
         first_window: Index of the first window in the reference.
 
     Raises:
-        ValueError: there is no position, the windows' sizes do not add up to their number, or a value is NaN.
+        ValueError: positions are empty, the windows' sizes do not add up to their number, or a value is NaN.
     """
     if not len(positions) or sum(window_sizes) != len(positions):
         raise ValueError(f"{len(positions)} positions in windows of {sum(window_sizes)}")

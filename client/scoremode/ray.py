@@ -26,8 +26,8 @@ from scoremode.corpus.documents import (
     REQUESTS_IN_FLIGHT,
     Document,
     DocumentScorer,
-    Scored,
-    Unscored,
+    ScoredDocument,
+    UnscoredDocument,
     cut_into_requests,
 )
 from scoremode.errors import ScoremodeError
@@ -100,7 +100,7 @@ class ScoreBatch:
         Documents that no server gave figures for have `error` instead.
 
         Raises:
-            CorpusError: there is no column of texts, or one of a name that is added.
+            CorpusError: the column of texts is missing, or an added column's name is taken.
         """
         table = batch if isinstance(batch, pa.Table) else BlockAccessor.batch_to_block(batch)
         check_columns(table.schema, self._text_column, [*self._added.names, self._error], "the batch")
@@ -138,7 +138,7 @@ class ScoreBatch:
         for client in self._clients:
             await client.close()
 
-    async def _score(self, documents: list[Document | Unscored]) -> list[Scored | Unscored]:
+    async def _score(self, documents: list[Document | UnscoredDocument]) -> list[ScoredDocument | UnscoredDocument]:
         await self._take_back()
         with self._pool.taking_over():
             parts = await joined(
@@ -146,11 +146,13 @@ class ScoreBatch:
             )
         return [result for part in parts for result in part]
 
-    async def _score_piece(self, documents: list[Document | Unscored]) -> list[Scored | Unscored]:
+    async def _score_piece(
+        self, documents: list[Document | UnscoredDocument]
+    ) -> list[ScoredDocument | UnscoredDocument]:
         try:
             return await self._scorer.score(documents)
         except ScoremodeError as error:
-            return [each if isinstance(each, Unscored) else Unscored(str(error)) for each in documents]
+            return [each if isinstance(each, UnscoredDocument) else UnscoredDocument(str(error)) for each in documents]
 
 
 async def _info_at_once(client: AsyncScoreClient) -> ServerInfo | None:

@@ -45,7 +45,7 @@ class Score:
     top_logprobs: TopLogprobs | None
     """The most likely tokens at each position; when asked for."""
     candidate_logprobs: NDArray[np.float32] | None
-    """[n, m], of the candidates at each position, in the order in which they were given; NaN where there is no context;
+    """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
     when asked for."""
 
     @cached_property
@@ -77,7 +77,7 @@ def _score(result: ScoreResult) -> Score:
         prompt_index=result["prompt_index"],
         continuation_index=result["continuation_index"],
         token_ids=result["token_ids"],
-        # Minus infinity is what it is in JSON, and in `sum_logprob`.
+        # Minus infinity as in JSON and in `sum_logprob`.
         logprob_array=np.maximum(logprobs, _LOWEST),
         sum_logprob=result["sum_logprob"],
         num_scored=result["num_scored"],
@@ -171,19 +171,9 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
     return TopTokens(np.arange(len(kld)), ids, logprobs, len(kld)).at(largest)
 
 
-def parse_result(body: bytes) -> KldResult:
+def parse_kld_result(body: bytes) -> KldResult:
     """Read the body of a `POST /v1/kld` answer."""
     return _result(_RESPONSE.validate_json(body))
-
-
-def result_of_event(event: object) -> KldResult:
-    """Read the last event of a stream, which has no windows. Raises as `parse_result`."""
-    return _result(_RESPONSE.validate_python(event))
-
-
-def window_of_event(event: object) -> KldWindowValues:
-    """Read the event of a window. Raises as `parse_result`."""
-    return _window(_WINDOW.validate_python(event))
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
@@ -243,6 +233,8 @@ def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventRe
             on_window(window)
 
     def result(event: object) -> KldResult:
-        return replace(result_of_event(event), data=sorted(windows, key=lambda window: window.index))
+        found = _result(_RESPONSE.validate_python(event))
+        return replace(found, data=sorted(windows, key=lambda window: window.index))
 
-    return EventReader(EventKind("kld.window", window_of_event), EventKind("kld", result), collect)
+    window_kind = EventKind("kld.window", lambda event: _window(_WINDOW.validate_python(event)))
+    return EventReader(window_kind, EventKind("kld", result), collect)

@@ -45,7 +45,7 @@ def test_from_two_checkpoints_to_a_table(server, int8_server, tmp_path):
 
 
 def test_alerts_ask_for_metrics_that_there_are(server):
-    names = re.findall(r"\b(?:scoremode_|vllm:|http_requests)[a-z_]+", (ROOT / "docs" / "deployment.md").read_text())
+    names = re.findall(r"\b(?:scoremode_|vllm:|http_requests)[a-z_]+", (ROOT / "docker" / "alerts.yaml").read_text())
     assert len(set(names)) > 5
     # Requests are not shown before there was one.
     httpx.get(f"{server}/v1/models", timeout=60).raise_for_status()

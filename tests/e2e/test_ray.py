@@ -42,7 +42,7 @@ def test_a_dataset_is_scored_by_an_actor(server, client, wikitext, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = sorted(pq.read_table(tmp_path / "out").to_pylist(), key=lambda row: row["place"])
     assert [row["body"] for row in rows] == texts
-    assert [row["error"] for row in rows] == [None] * 20 + ["there is no text", "the text is empty"]
+    assert [row["error"] for row in rows] == [None] * 20 + ["the text is null", "the text is empty"]
     prefix = client.info().prefix_token_id
     for row in rows[:20]:
         tokens = client.tokenize(row["body"], add_special_tokens=False)

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 def test_reading_a_file_next_to_the_repository_fails(tmp_path: Path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "text.txt").write_text("text")

@@ -1,4 +1,4 @@
-"""lm-eval's `--log_samples` files, read back: for each question, whether the answer was right, and what was answered.
+"""lm-eval's `--log_samples` files, read back: for each question, the answer and whether it was right.
 
 They are what any of its backends writes: `samples_TASK_DATE.jsonl`, below the folder that `--output_path` named.
 """
@@ -60,7 +60,7 @@ def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str]
         filters: Likewise, of lm-eval's filters.
 
     Raises:
-        RunError: there are no samples, a file is not what lm-eval writes, or the metric or filter is not clear.
+        RunError: samples are missing, a file is not what lm-eval writes, or the metric or filter is not clear.
     """
     latest: dict[str, tuple[str, Path]] = {}
     for path in folder.rglob("samples_*.jsonl"):

@@ -7,7 +7,7 @@
         print(pair.first.label, pair.second.label, pair.verdict, pair.ppl_ratio.low, pair.ppl_ratio.high)
     print(*summary(comparison), sep="\\n")
 
-It needs the extra: pip install "scoremode[report]".
+It needs the extra `report`.
 """
 
 from scoremode.comparison.compare import compare

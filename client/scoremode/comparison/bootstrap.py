@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 Floats = NDArray[np.float64]
 
 MIN_UNITS = 20
-"""Below so many there is no interval."""
+"""With fewer there are not enough blocks for an interval."""
 FEW_WINDOWS = 40
 """Windows fewer than these are cut, into as many segments at least where they have the tokens."""
 MANY_UNITS = 2000

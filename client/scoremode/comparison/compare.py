@@ -64,7 +64,9 @@ class _Sample:
     def run_figures(self, run: RunFile) -> RunFigures:
         nll = self._mean(run.nlls, self._means(run, "nll"))
         kld, same_top = run.kld, run.same_top
+        names = {"kld_median": 0.5, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
         ordered = None if kld is None else np.sort(kld)
+        quantiles = {name: None if ordered is None else quantile(ordered, at) for name, at in names.items()}
         kld_mean = None if kld is None else _within(self._mean(kld, self._means(run, "kld")), 0, math.inf)
         return RunFigures(
             run=run,
@@ -72,11 +74,7 @@ class _Sample:
             perplexity=_exponential(nll),
             bits_per_byte=_bits_per_byte(run, nll),
             kld=kld_mean,
-            kld_median=None if ordered is None else quantile(ordered, 0.5),
-            kld_p95=None if ordered is None else quantile(ordered, 0.95),
-            kld_p99=None if ordered is None else quantile(ordered, 0.99),
-            kld_p999=None if ordered is None else quantile(ordered, 0.999),
-            kld_max=None if ordered is None else float(ordered[-1]),
+            **quantiles,
             same_top_p=None
             if same_top is None
             else _within(self._mean(same_top.astype(np.float64), self._means(run, "same_top")), 0, 1),

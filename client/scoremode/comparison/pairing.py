@@ -16,10 +16,10 @@ def check_comparable(runs: Sequence[RunFile]) -> None:
     """Refuse runs that cannot be paired token by token.
 
     Raises:
-        RunError: there is no run, two have one label, or one differs from the first in its text, tokens or windows.
+        RunError: the list is empty, two runs have one label, or one differs from the first in text, tokens or windows.
     """
     if not runs:
-        raise RunError("there is no run to compare")
+        raise RunError("give at least one run to compare")
     labels = [run.label for run in runs]
     if repeated := [label for label in labels if labels.count(label) > 1]:
         raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")

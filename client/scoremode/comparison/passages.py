@@ -81,7 +81,7 @@ def divergence(run: RunFile, base: RunFile) -> Floats:
         return run.kld
     if run is base:
         return run.nlls
-    # Infinity less infinity is no difference.
+    # Infinity minus infinity counts as 0.
     with np.errstate(invalid="ignore"):
         return np.where(run.nlls == base.nlls, 0, np.abs(run.nlls - base.nlls))
 

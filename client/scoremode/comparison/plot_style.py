@@ -106,7 +106,7 @@ def legend_label(name: str) -> str:
 
 
 def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
-    """All that has a label, above the axes, in as many columns as its longest text leaves room for."""
+    """All that has a label, above the axes, in as many columns as fit its longest text."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return

@@ -30,13 +30,13 @@ class Plot:
     name: str
     """Of its files."""
     subject: str
-    """What it shows, in words, for who does not see it."""
+    """What it shows, in words, for readers who cannot see it."""
     caption: str
     """What all plots have in common, `common_caption` says."""
     drawn: Callable[[Theme], Drawing]
 
     def draw(self, theme: Theme) -> Drawing:
-        """The picture, with names as they are: what stands between two `$` is no formula."""
+        """The picture, with names as they are: text between two `$` is not a formula."""
         with matplotlib.rc_context({"text.parse_math": False}):
             return self.drawn(theme)
 
@@ -165,7 +165,7 @@ def _kld_by_confidence(comparison: Comparison) -> Plot | None:
     return Plot(
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
-        "Mean KL divergence of the tokens where the reference gave its likeliest token so much probability: at the "
+        "Mean KL divergence of the tokens where the reference gave its top token so much probability: at the "
         f"right it was sure. {_without_curve(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
         "that take windows as independent and tokens within one as dependent.",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
@@ -241,7 +241,7 @@ def _floor(floor: float | None) -> str:
 
 
 def common_caption(comparison: Comparison) -> str:
-    """What belongs below all plots together: how intervals were made, and what was measured."""
+    """What belongs below all plots together: how intervals were computed, and the measurement."""
     intervals = f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
     if comparison.blocks.startswith("no intervals"):
         intervals = f"{comparison.blocks.capitalize()}."

@@ -42,7 +42,7 @@ def write_report(
         comparison: The runs and their figures.
         path: Of the HTML file.
         tasks: Accuracies on tasks, to be shown as well.
-        max_bytes: The file is no longer than this: it keeps the text of as many of the most divergent passages as fit.
+        max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
 
     Raises:
@@ -139,19 +139,8 @@ def _command(comparison: Comparison) -> str:
     folder = os.path.commonpath([path.parent for path in paths])
     labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
-    return printable(
-        shlex.join(
-            [
-                "ppl-client",
-                "compare",
-                *(os.path.relpath(path, folder) for path in paths),
-                *labels,
-                *settings,
-                "--html",
-                "report.html",
-            ]
-        )
-    )
+    files = [os.path.relpath(path, folder) for path in paths]
+    return printable(shlex.join(["ppl-client", "compare", *files, *labels, *settings, "--html", "report.html"]))
 
 
 def _run_settings(run: RunFile) -> list[tuple[str, str]]:

@@ -95,7 +95,7 @@ def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> l
 
 
 def effects(comparison: Comparison) -> list[Effect]:
-    """Of each run but the base: what it adds to the perplexity, how far it diverges, and what its size is."""
+    """Of each run but the base: what it adds to the perplexity, how far it diverges, and its size."""
     pairs = {pair.second.label: pair for pair in comparison.pairs_with_base}
     found = []
     for figures in comparison.runs:
@@ -134,7 +134,7 @@ def pair_matrices(comparison: Comparison) -> list[Matrix]:
         return []
     everyone = [figures.run.label for figures in comparison.runs]
     by_ratio = Matrix("Perplexity of the run over that of the other", *_matrix(comparison, everyone, _ratio_cell))
-    # That a model diverges more than the reference's own is no finding.
+    # Any model diverges more than the reference's own.
     diverging = [figures.run.label for figures in comparison.runs if not figures.has_no_divergence]
     if len(diverging) < 2 or all(pair.kld_difference is None for pair in comparison.pairs):
         return [by_ratio]

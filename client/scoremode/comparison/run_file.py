@@ -127,7 +127,7 @@ class RunFile:
 
     @property
     def reference_identity(self) -> tuple[str, str] | None:
-        """Equal for runs against recordings of the same model over the same text, whatever their names."""
+        """Equal for runs against recordings of the same model over the same text, even with different names."""
         return None if self.reference is None else (self.reference.fingerprint, self.reference.text_fingerprint)
 
     @property
@@ -181,7 +181,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         label: What the run is called; the model's name when left out.
 
     Raises:
-        RunError: it cannot be read, is no such file or of another version, or its arrays are missing, of another run
+        RunError: it cannot be read, is not such a file or of another version, or its arrays are missing, of another run
             or do not fit.
     """
     path = Path(path)

@@ -36,7 +36,7 @@ class Point:
 
 
 def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> list[Point]:
-    """The runs that have the figure, and it is finite; low and high are the value itself where there is no interval."""
+    """The runs that have the figure, and it is finite; low and high are the value itself without an interval."""
     size_of = size_axis(comparison)[1]
     return [
         Point(

@@ -18,7 +18,7 @@ def summary(comparison: Comparison) -> list[str]:
     """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
     floor, and which GPUs and kernels differ."""
     labels = [figures.run.label for figures in comparison.runs]
-    # That a model diverges more than the reference's own is no finding.
+    # Any model diverges more than the reference's own.
     compared = [
         figures.run.label for figures in comparison.runs if figures.kld is not None and not figures.has_no_divergence
     ]
@@ -38,7 +38,7 @@ def summary(comparison: Comparison) -> list[str]:
     differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
     if any(figure is not None and figure.low is None for figure in differences):
         sentences.append(
-            "Where there is no interval, for the text is short or a value infinite, no difference can be shown."
+            "Without an interval (the text is too short, or a value is infinite) no difference can be shown."
         )
     return sentences
 

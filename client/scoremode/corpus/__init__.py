@@ -6,7 +6,7 @@ from pathlib import Path
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
 from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, find_inputs
-from scoremode.errors import ScoremodeError
+from scoremode.errors import MissingPackageError
 from scoremode.runs.pool import Pool
 
 __all__ = ["CorpusProgress", "OnCorpusProgress", "score_corpus"]
@@ -30,7 +30,7 @@ async def score_corpus(
 
     Each row gets `num_tokens`; `nll`, the sum over all tokens in nats; `perplexity`, exp of NLL / tokens; and
     `bits_per_byte`, NLL / (ln 2 * UTF-8 bytes). They are those of `/v1/perplexity` with method `rolling` for the
-    document alone, and null where there is no text, or a server refuses it.
+    document alone, and null for a document without text or one that a server refuses.
 
     Args:
         clients: One, or one for each server; all serve the same.
@@ -58,7 +58,7 @@ async def score_corpus(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "pyarrow":
             raise
-        raise ScoremodeError('pyarrow is missing: pip install "scoremode[corpora]"') from error
+        raise MissingPackageError("pyarrow", "corpora") from error
     folder = Path(output)
     files = find_inputs([Path(path) for path in inputs], folder)
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)

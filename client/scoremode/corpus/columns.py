@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from scoremode.corpus.documents import Document, Scored, Unscored
+from scoremode.corpus.documents import Document, ScoredDocument, UnscoredDocument
 from scoremode.errors import CorpusError
 
 FIGURES = {
@@ -40,7 +40,7 @@ def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], whe
         )
 
 
-def documents_of(column: pa.Array) -> list[Document | Unscored]:
+def documents_of(column: pa.Array) -> list[Document | UnscoredDocument]:
     """The texts of a column."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -48,9 +48,9 @@ def documents_of(column: pa.Array) -> list[Document | Unscored]:
     return [_document(text) for text in column.cast(pa.large_binary()).to_pylist()]
 
 
-def added_columns(results: Sequence[Scored | Unscored], schema: pa.Schema) -> pa.RecordBatch:
+def added_columns(results: Sequence[ScoredDocument | UnscoredDocument], schema: pa.Schema) -> pa.RecordBatch:
     """The added columns of some rows."""
-    scored = [result if isinstance(result, Scored) else None for result in results]
+    scored = [result if isinstance(result, ScoredDocument) else None for result in results]
     values: list[list[object]] = [
         [result and result.num_tokens for result in scored],
         [result and result.nll for result in scored],
@@ -64,15 +64,15 @@ def added_columns(results: Sequence[Scored | Unscored], schema: pa.Schema) -> pa
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def errors_of(results: Sequence[Scored | Unscored]) -> list[str | None]:
+def errors_of(results: Sequence[ScoredDocument | UnscoredDocument]) -> list[str | None]:
     """Why each row has no figures; None where it has."""
-    return [result.error if isinstance(result, Unscored) else None for result in results]
+    return [result.error if isinstance(result, UnscoredDocument) else None for result in results]
 
 
-def _document(text: bytes | None) -> Document | Unscored:
+def _document(text: bytes | None) -> Document | UnscoredDocument:
     if not text:
-        return Unscored("there is no text" if text is None else "the text is empty")
+        return UnscoredDocument("the text is null" if text is None else "the text is empty")
     try:
         return Document(text.decode(), len(text))
     except UnicodeDecodeError as error:
-        return Unscored(f"the text is not UTF-8 at byte {error.start}")
+        return UnscoredDocument(f"the text is not UTF-8 at byte {error.start}")

@@ -56,7 +56,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredDocument:
     """A document's figures, natural logarithms."""
 
     num_bytes: int
@@ -79,18 +79,18 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Unscored:
+class UnscoredDocument:
     """A document without figures."""
 
     error: str
 
 
-def text_bytes(document: Document | Unscored) -> int:
-    """Of the text in UTF-8; none where there is no text."""
+def text_bytes(document: Document | UnscoredDocument) -> int:
+    """Of the text in UTF-8; 0 without a text."""
     return document.num_bytes if isinstance(document, Document) else 0
 
 
-def cut_into_requests(documents: Sequence[Document | Unscored]) -> Iterator[tuple[int, int]]:
+def cut_into_requests(documents: Sequence[Document | UnscoredDocument]) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
@@ -125,7 +125,7 @@ class DocumentScorer:
         self._most_texts = self._most_windows = math.inf
         """In a request: half of those that a server did not score in time."""
 
-    async def score(self, documents: Sequence[Document | Unscored]) -> list[Scored | Unscored]:
+    async def score(self, documents: Sequence[Document | UnscoredDocument]) -> list[ScoredDocument | UnscoredDocument]:
         """Score documents, those that fit the context together, in one request.
 
         Raises:
@@ -141,18 +141,18 @@ class DocumentScorer:
                 joined(self._tokenize_and_score(document) for document in asked if document.num_bytes > limit),
             ]
         )
-        scored = [result for result in short + long if isinstance(result, Scored)]
+        scored = [result for result in short + long if isinstance(result, ScoredDocument)]
         self._num_bytes += sum(result.num_bytes for result in scored)
         self._num_tokens += sum(result.num_tokens for result in scored)
         next_short, next_long = iter(short), iter(long)
         return [
             document
-            if isinstance(document, Unscored)
+            if isinstance(document, UnscoredDocument)
             else next(next_long if document.num_bytes > limit else next_short)
             for document in documents
         ]
 
-    async def _score_texts(self, documents: Sequence[Document]) -> list[Scored | Unscored]:
+    async def _score_texts(self, documents: Sequence[Document]) -> list[ScoredDocument | UnscoredDocument]:
         if not documents:
             return []
         if len(documents) > self._most_texts:
@@ -176,22 +176,26 @@ class DocumentScorer:
         cut = iter(await joined(again))
         return [next(cut) if is_long else self._scored(*pair) for pair, is_long in zip(pairs, too_long, strict=True)]
 
-    def _scored(self, document: Document, answer: Score) -> Scored:
+    def _scored(self, document: Document, answer: Score) -> ScoredDocument:
         if answer.num_scored != len(answer.token_ids):
             raise ResponseError(f"the server scored {answer.num_scored} of {len(answer.token_ids)} tokens")
         kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
-        return Scored(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
+        return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
 
-    async def _tokenize_and_score(self, document: Document) -> Scored | Unscored:
+    async def _tokenize_and_score(self, document: Document) -> ScoredDocument | UnscoredDocument:
         try:
             tokens = await self._pool.ask(
                 document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
             )
         except _RefusalError as error:
             return self._leave_out(error)
-        return await self._score_tokens(tokens, document.num_bytes) if tokens else Unscored("the text has no token")
+        return (
+            await self._score_tokens(tokens, document.num_bytes)
+            if tokens
+            else UnscoredDocument("the text has no token")
+        )
 
-    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> Scored | Unscored:
+    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> ScoredDocument | UnscoredDocument:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
         try:
@@ -203,7 +207,7 @@ class DocumentScorer:
             return self._leave_out(error)
         logprobs = np.concatenate([window for part in parts for window in part])
         kept = (tokens, logprobs) if self._per_token else (None, None)
-        return Scored(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
+        return ScoredDocument(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
 
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
         """The logprobs of each window's targets."""
@@ -225,11 +229,11 @@ class DocumentScorer:
             raise ResponseError("the server gave no logprob for a target of a window")
         return targets
 
-    def _leave_out(self, error: "_RefusalError") -> Unscored:
+    def _leave_out(self, error: "_RefusalError") -> UnscoredDocument:
         if not self._has_left_out:
             self._has_left_out = True
             _log.warning("a document is left without figures, and any other like it: %s", error)
-        return Unscored(str(error))
+        return UnscoredDocument(str(error))
 
     async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
         scores = await _answer(client, client.score([[self.prefix_token_id]], texts), len(texts))
@@ -239,7 +243,7 @@ class DocumentScorer:
 
 
 class _RefusalError(ScoremodeError):
-    """A server that is well does not score what it was sent."""
+    """A healthy server does not score what it was sent."""
 
 
 class _TooMuchError(ScoremodeError):

@@ -32,9 +32,9 @@ class FiguresJournal(AppendedFile):
             self._file.close()
             raise
 
-    def earlier(self) -> "_Rows":
+    def earlier(self) -> "_RowsOfBatches":
         """The figures of earlier sessions."""
-        return _Rows(self._batches() if self.num_resumed else iter(()), self._schema)
+        return _RowsOfBatches(self._batches() if self.num_resumed else iter(()), self._schema)
 
     def add(self, figures: pa.RecordBatch) -> None:
         """Write down the figures of the next rows."""
@@ -68,7 +68,7 @@ class FiguresJournal(AppendedFile):
                 yield batch
 
 
-class _Rows:
+class _RowsOfBatches:
     """Takes rows off batches, however they are cut."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], schema: pa.Schema) -> None:
@@ -84,7 +84,7 @@ class _Rows:
 
 
 def _next_batch(source: pa.NativeFile, schema: pa.Schema) -> pa.RecordBatch | None:
-    """The batch that begins here; None where there is no whole one."""
+    """The batch that begins here; None unless it is complete."""
     try:
         return pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
     except (EOFError, OSError, pa.ArrowException):

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
-from scoremode.corpus.documents import DocumentScorer, Scored, Unscored, cut_into_requests, text_bytes
+from scoremode.corpus.documents import DocumentScorer, ScoredDocument, UnscoredDocument, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import Rows, open_rows
@@ -38,7 +38,7 @@ class _Piece:
     rows: pa.RecordBatch
     num_bytes: int
     earlier: pa.Table | None = None
-    scoring: Task[list[Scored | Unscored]] | None = None
+    scoring: Task[list[ScoredDocument | UnscoredDocument]] | None = None
 
 
 class Pipeline:
@@ -67,7 +67,7 @@ class Pipeline:
         """An output stands for its end, an error for why no more is read, None for the end of all."""
         self._held = 0
         self._released = Event()
-        self._scoring: set[Task[list[Scored | Unscored]]] = set()
+        self._scoring: set[Task[list[ScoredDocument | UnscoredDocument]]] = set()
         """Not yet written."""
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
@@ -175,12 +175,12 @@ class Pipeline:
         if piece.scoring is None:
             figures = piece.earlier
         else:
-            # A failure is raised here, in the order of rows, so that what was scored before it is kept.
+            # A failure is raised here, in the order of rows, so that earlier results are kept.
             results = await piece.scoring
             self._scoring.remove(piece.scoring)
             figures = added_columns(results, self._added)
             if self.progress.first_error is None:
-                errors = (result.error for result in results if isinstance(result, Unscored))
+                errors = (result.error for result in results if isinstance(result, UnscoredDocument))
                 self.progress.first_error = next(errors, None)
         kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
         self._count(figures, kept, is_new=piece.scoring is not None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from scoremode.errors import CorpusError
+from scoremode.errors import CorpusError, MissingPackageError
 from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.presets import Preset
@@ -40,7 +40,7 @@ class Corpus:
     source: str
     """In words, enough to find the text again."""
     num_rows: int
-    """Rows that the text was joined from, 1 for a text that is no dataset."""
+    """Rows that the text was joined from, 1 for a text that is not a dataset."""
     config: str | None = None
     """Configuration of a dataset; this and the next are None for other texts."""
     split: str | None = None
@@ -107,16 +107,16 @@ def load_corpus(
     if sum(source is not None for source in (dataset, text, text_file)) != 1:
         raise ValueError("exactly one of dataset, text and text_file is needed")
     if text is not None:
-        return _joined(_Rows("text", f"the text {text!r}", [text]), None, preset)
+        return _joined(_SourceRows("text", f"the text {text!r}", [text]), None, preset)
     if text_file is not None:
         path = Path(text_file)
-        return _joined(_Rows(path.name, f"file {path.resolve()}", [_read_text(path)]), None, preset)
+        return _joined(_SourceRows(path.name, f"file {path.resolve()}", [_read_text(path)]), None, preset)
     assert dataset is not None
     return _joined(_load_dataset(dataset, config, split, column), num_samples, preset)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _SourceRows:
     name: str
     source: str
     rows: Iterable[str]
@@ -124,7 +124,7 @@ class _Rows:
     split: str | None = None
 
 
-def _joined(found: _Rows, num_samples: int | None, preset: Preset | None) -> Corpus:
+def _joined(found: _SourceRows, num_samples: int | None, preset: Preset | None) -> Corpus:
     rows = list(islice(found.rows, num_samples))
     if not any(rows):
         raise CorpusError(f"no text in {found.source}")
@@ -146,11 +146,11 @@ def _joined(found: _Rows, num_samples: int | None, preset: Preset | None) -> Cor
     return corpus
 
 
-def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _Rows:
+def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _SourceRows:
     if dataset == PYDOC:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         source = f"pydoc_data.topics of Python {platform.python_version()}"
-        return _Rows(PYDOC, source, [topics[name] for name in sorted(topics)])
+        return _SourceRows(PYDOC, source, [topics[name] for name in sorted(topics)])
     path = Path(dataset).expanduser()
     if dataset not in HUB_ALIASES and path.exists():
         return _load_local(path, config, split, column)
@@ -159,14 +159,14 @@ def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> 
     return _load_from_hub(dataset, config, split, column)
 
 
-def _load_local(path: Path, config: str | None, split: str, column: str) -> _Rows:
+def _load_local(path: Path, config: str | None, split: str, column: str) -> _SourceRows:
     folder = None if path.is_file() else _config_folder(path, config)
     files = [path] if folder is None else _split_files(folder, split)
     rows = [row for file in files for row in _read_rows(file, column)]
     source = f"{', '.join(str(file.resolve()) for file in files)}, column {column}"
     if folder is None:
-        return _Rows(path.name, source, rows)
-    return _Rows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
+        return _SourceRows(path.name, source, rows)
+    return _SourceRows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
 
 
 def _config_folder(folder: Path, config: str | None) -> Path:
@@ -247,7 +247,7 @@ def _read_text(file: Path) -> str:
         raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
 
 
-def _load_from_hub(dataset: str, config: str | None, split: str, column: str) -> _Rows:
+def _load_from_hub(dataset: str, config: str | None, split: str, column: str) -> _SourceRows:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
     datasets = _optional_module("datasets")
@@ -262,14 +262,14 @@ def _load_from_hub(dataset: str, config: str | None, split: str, column: str) ->
     _check_column(column, table.column_names, repository)
     rows = _check_rows(list(table[column]), column, repository)
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {column}"
-    return _Rows(dataset, source, rows, config, split)
+    return _SourceRows(dataset, source, rows, config, split)
 
 
 def _optional_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise CorpusError(f"{name} is missing, which reads datasets: pip install 'scoremode[datasets]'") from error
+        raise MissingPackageError(name, "datasets") from error
 
 
 def _check_column(column: str, names: Iterable[str], where: str) -> None:

@@ -19,7 +19,7 @@ from scoremode.windows import WindowSettings
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A finished evaluation: its figures, and what it takes to repeat it."""
+    """A finished evaluation: its figures, and all that is needed to repeat it."""
 
     plan: Plan
     concurrency: int

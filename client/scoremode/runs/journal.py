@@ -53,7 +53,7 @@ class Measurement(Protocol[Result]):
     JOURNAL_BYTES_PER_TOKEN: ClassVar[int]
     """Upper estimate of what a scored token takes in the journal."""
     OUTPUT_BYTES_PER_TOKEN: ClassVar[int]
-    """Upper estimate of what it takes in the output and the arrays next to it."""
+    """Upper estimate of its size in the output and the arrays next to it."""
 
     @property
     def server(self) -> ServerInfo: ...
@@ -111,7 +111,7 @@ class AppendedFile:
         rest = memoryview(record)
         try:
             while rest:
-                # A write without a buffer takes what there is room for.
+                # An unbuffered write stops when the disk is full.
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._failure = OutputError(f"cannot write {self.path}: {error.strerror}")

@@ -216,7 +216,7 @@ def _noise_floor(measurement: KldMeasurement) -> str:
         return "this comparison, kept with the reference"
     if floor is None:
         return "not measured (ppl-client kld --floor, on a server of the base model)"
-    said = f"mean KLD {floor.mean:.3g} of the base beside itself, 99.0% {floor.p99:.3g}"
+    said = f"mean KLD {floor.mean:.3g} of the base from itself, 99.0% {floor.p99:.3g}"
     return said if multiple is None else f"{said}; this is {times_the_floor(multiple)} the floor"
 
 
@@ -240,7 +240,7 @@ def _shown(text: str | None, token_id: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In quotes and on one line, whatever the text has."""
+    """In quotes and on one line."""
     return printable(json.dumps(text, ensure_ascii=False))
 
 

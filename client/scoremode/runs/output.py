@@ -52,7 +52,7 @@ class Output:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: Measurement[Result]) -> Journal[Result]:
-        """Open the run's journal, once there is room for all that is to be written."""
+        """Open the run's journal, once the disk has room for both files."""
         journal = open_journal(self._journal_path, plan)
         self._journal = journal
         if journal.num_done:
@@ -113,7 +113,7 @@ class Output:
 
     def _check_room(self, plan: Measurement[Result], journal: Journal[Result]) -> None:
         num_kept = sum(window.num_scored for window in journal.windows.values())
-        # A position has its own token, and often the five likeliest of both models.
+        # A position has its own token, and often the top five of both models.
         num_texts = min(11 * plan.num_scored, plan.server.vocab_size)
         needed = (
             plan.JOURNAL_BYTES_PER_TOKEN * (plan.num_scored - num_kept)
@@ -125,7 +125,7 @@ class Output:
         free = shutil.disk_usage(self.path.parent).free
         if free < needed:
             raise OutputError(
-                f"no room in {self.path.parent}: journal and output may take {needed / 1e6:,.1f} MB, "
+                f"not enough space in {self.path.parent}: journal and output may take {needed / 1e6:,.1f} MB, "
                 f"{free / 1e6:,.1f} MB are free"
             )
 

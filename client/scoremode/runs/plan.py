@@ -207,7 +207,7 @@ def identity(server: ServerInfo) -> dict[str, object]:
 
 
 def server_header(server: ServerInfo) -> dict[str, object]:
-    """`identity` and what computes, flat, for the header of a journal."""
+    """`identity` and `computed_by`, flat, for the header of a journal."""
     computed_by = {} if server.computed_by is None else server.computed_by.model_dump()
     return {
         **{f"server.{name}": value for name, value in identity(server).items()},

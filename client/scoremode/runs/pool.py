@@ -21,7 +21,7 @@ DEFAULT_CONCURRENCY = 8
 MAX_CONCURRENCY = 64
 """Windows in flight at a server that runs more at once: more would not keep the engine busier."""
 GRACE = 20.0
-"""Seconds for which a server that is down is waited for while there are others."""
+"""Seconds to wait for a server that is down while others are left."""
 
 Job = TypeVar("Job")
 """What says which window it is."""
@@ -63,18 +63,18 @@ class Pool:
         self.concurrency = sum(server.concurrency for server in self._servers)
         """Windows in flight at once, of all servers together."""
         self._free: Queue[_Server] = Queue()
-        """Each server as often as it has room for another request of `ask`."""
+        """Each server once per free slot for requests of `ask`."""
         for place in range(max(server.concurrency for server in self._servers)):
             for server in self._servers:
                 if place < server.concurrency:
                     self._free.put_nowait(server)
                     server.num_places += 1
         self._next = Lock()
-        """Of those that wait for room. A queue alone lets a newcomer overtake, and sends the overtaken to its end."""
+        """Of callers waiting for a slot. A queue alone lets a newcomer overtake, and sends the overtaken to its end."""
 
     @classmethod
     async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
-        """Ask every server, or the one, what it serves.
+        """Ask every server, or the one given, for its `info`.
 
         `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at once.
         """
@@ -92,7 +92,7 @@ class Pool:
         score: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
         keep: Callable[[Result], object],
     ) -> None:
-        """Score windows at whichever server has room, and hand each result to `keep`, in any order.
+        """Score windows at the first server with a free slot, and hand each result to `keep`, in any order.
 
         A server that fails is dropped, as long as there is another, which takes over its windows.
 
@@ -121,8 +121,8 @@ class Pool:
                 server.client.retries.raises_timeouts = False
 
     async def ask(self, job: Job, ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
-        """Have one request answered by the first server that has room, and by another if that fails. The request that
-        has waited longest is next.
+        """Have the first server with a free slot answer one request, and another if that fails. The request that has
+        waited longest is next.
 
         For runs whose requests follow from one another; others have `score`. Use it within `taking_over`.
 

@@ -1,6 +1,6 @@
 """What tools publish perplexities with: how each joins the rows of a text, and cuts it into windows.
 
-`docs/methods.md` has where each is from, and what was checked.
+`docs/methods.md` names each source and check.
 """
 
 import re

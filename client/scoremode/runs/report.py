@@ -17,7 +17,7 @@ from scoremode.runs.presets import comparable_with
 from scoremode.wire.protocol import Reference, ServerInfo
 
 RECORD_VERSION = 1
-"""Of the JSON, whatever its `kind`: a field may be added to it, none changes its meaning or goes."""
+"""Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
 
 
 def as_text(evaluation: Evaluation) -> str:

@@ -97,7 +97,7 @@ async def measure(
     start_journal: StartJournal[Result] | None,
     on_progress: OnProgress | None,
 ) -> Run[Result]:
-    """Measure every window that the journal does not have, at whichever server has room."""
+    """Measure every window that the journal does not have, at the first server with a free slot."""
     run = Run(measurement, None if start_journal is None else start_journal(measurement), on_progress)
     await pool.score(run.missing(), measurement.measure, run.store)
     return run

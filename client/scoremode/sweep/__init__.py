@@ -1,6 +1,6 @@
 """Models one after another: each is served, measured on one text, compared with the first, and compared at the end.
 
-It needs the extra: pip install "scoremode[report]".
+It needs the extra `report`.
 """
 
 from scoremode.sweep.plan import PlanError, SweepPlan, read_plan

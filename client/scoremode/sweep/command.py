@@ -43,7 +43,7 @@ async def _measure(plan: SweepPlan, options: argparse.Namespace) -> SweepResult:
 
 
 def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
-    """Compare the runs that go with the first; the others are failures, and the reason is told."""
+    """Compare the runs that are comparable with the first; the others are failures with the reason."""
     runs: list[RunFile] = []
     for label, path in result.runs.items():
         try:

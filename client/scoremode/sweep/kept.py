@@ -56,7 +56,7 @@ def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
 
 
 def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
-    """What differs between a kept run and what a new one would be of, in words; None where there is no run.
+    """What differs between a kept run and what a new one would be of, in words; None without a run.
 
     It is empty for a run that need not be measured again.
     """

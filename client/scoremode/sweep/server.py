@@ -79,7 +79,7 @@ async def model_server(
         start_seconds: How long to wait for it.
 
     Raises:
-        ServerProcessError: there is no such command, or the server ended or was not ready in time.
+        ServerProcessError: the command is missing, or the server ended or was not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
@@ -110,10 +110,14 @@ def _found(command: Sequence[str], folder: Path) -> list[str]:
     if "/" in name:
         found = shutil.which((folder / Path(name).expanduser()).absolute())
     else:
-        beside = Path(sys.executable).parent / name
-        found = str(beside) if beside.is_file() else shutil.which(name)
+        installed = Path(sys.executable).parent / name
+        found = str(installed) if installed.is_file() else shutil.which(name)
     if found is None:
-        raise ServerProcessError(f"there is no command {name!r}; pip install 'scoremode[cuda]' installs the server")
+        command = f"scripts/install.sh {sys.executable} cuda report"
+        raise ServerProcessError(
+            f"command {name!r} not found; to install the server, run in a clone of Scoremode (cpu without an NVIDIA "
+            f"GPU): {command}"
+        )
     return [found, *rest]
 
 

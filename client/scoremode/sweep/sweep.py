@@ -1,4 +1,4 @@
-"""A sweep: each model of a plan in turn is served, measured, and stopped."""
+"""A sweep: each model of a plan is served, measured and stopped, one after another."""
 
 import logging
 import time
@@ -56,7 +56,7 @@ class SweepResult:
     measured: list[str] = field(default_factory=list)
     """Names of the models that were measured now."""
     failures: dict[str, str] = field(default_factory=dict)
-    """Why there is no run, by the models' names; with the error in a server's log where it failed."""
+    """Why a run is missing, by the models' names; with the error in a server's log where it failed."""
 
 
 async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None, quiet: bool = True) -> SweepResult:
@@ -120,7 +120,7 @@ class _Sweep:
             self._seconds.append(time.monotonic() - started)
 
     def fail(self, entry: ModelEntry, error: Exception) -> None:
-        """Note that there is no run of a model."""
+        """Note that a model has no run."""
         self.result.failures[entry.name] = str(error)
         _log.error("%s: failed: %s", entry.name, error)
 

@@ -154,7 +154,7 @@ class WholeBody(Generic[Answer]):
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Answer]):
-    """One request: where it goes, what it says, and how its answer is read. Each attempt takes a new reader."""
+    """One request: method, path, body, and how its answer is read. Each attempt takes a new reader."""
 
     method: str
     path: str

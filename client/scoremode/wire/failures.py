@@ -26,7 +26,7 @@ _LONGEST_PLAIN_MESSAGE = 300
 _SCORING_PATHS = ("/v1/score", "/v1/perplexity")
 _REFERENCE_PATHS = ("/v1/references", "/v1/kld")
 _NO_ROUTE = "Not Found"
-"""What FastAPI answers where there is no route."""
+"""FastAPI's answer for an unknown route."""
 _WRONG_SERVER_HINT = (
     "; the server at this address has no such route, so it is probably not Scoremode: "
     "start it with `scoremode serve`, or `VLLM_PLUGINS=scoremode vllm serve`"
@@ -54,7 +54,7 @@ def status_error(status_code: int, body: bytes, path: str) -> APIStatusError:
 
 
 def _is_without_route(path: str, failure: _Failure) -> bool:
-    """Whether the server does not know the path at all, rather than what was asked for there."""
+    """Whether the server lacks the route, not only the object at it."""
     if any(part in path for part in _REFERENCE_PATHS):
         return failure.message == _NO_ROUTE
     return path.endswith(_SCORING_PATHS) and not _is_about_model(failure)

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from scoremode.windows import Method, adds_special_tokens
 
 MAX_TOP_LOGPROBS = 256
-"""Likeliest tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
+"""Top tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
 
 MAX_CANDIDATES = 256
 """Chosen tokens at a position."""
@@ -77,16 +77,16 @@ class ScoreRequest(_Request):
         description="Score these instead, each after each prompt. A text after a text is tokenized together with it.",
     )
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
-    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k likeliest tokens at every position.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens at every position.")
     candidate_token_ids: Candidates | None = Field(
         None,
-        description="Score these tokens too: the same at all positions, or some of their own at each, as many at all.",
+        description="Score these tokens too: one list for all positions, or lists of one length, one per position.",
     )
     temperature: float = Field(1.0, ge=0.01, le=1000, description="Of the distribution: softmax(logits / T).")
     logprobs_from: int | list[int] = Field(
-        0, description="Return only positions from here on; one for all prompts, or one for each."
+        0, description="Return only positions from this one on; one for all prompts, or one per prompt."
     )
-    return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the likeliest.")
+    return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the most likely.")
     return_tokens: bool = Field(False, description="Every token as text.")
     encoding_format: Literal["float", "base64"] = Field(
         "float",
@@ -101,7 +101,7 @@ class ScoreRequest(_Request):
 class TokensRequest(_Request):
     """Body of `POST /v1/tokens`."""
 
-    token_ids: TokenIds = Field(description="At most as many as the vocabulary has; the same one may come again.")
+    token_ids: TokenIds = Field(description="At most as many as the vocabulary has; ids may repeat.")
 
 
 class TokensResponse(TypedDict):
@@ -113,7 +113,7 @@ class TokensResponse(TypedDict):
 
 
 class TopLogprob(TypedDict):
-    """One of the likeliest tokens at a position."""
+    """One of the most likely tokens at a position."""
 
     token_id: int
     logprob: float
@@ -121,7 +121,7 @@ class TopLogprob(TypedDict):
 
 
 class TopLogprobArrays(TypedDict):
-    """With `base64`: the k likeliest tokens of n positions, likeliest first."""
+    """With `base64`: the k most likely tokens of n positions, in descending order."""
 
     shape: list[int]
     """[n, k]."""
@@ -182,7 +182,7 @@ def is_old_fingerprint(fingerprint: object) -> bool:
 
 
 class ComputedBy(BaseModel):
-    """What computes, besides the weights: null where the server cannot know it."""
+    """The code and hardware that compute with the weights; a field is null if the server cannot know it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -207,7 +207,7 @@ class ComputedBy(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """Response of `GET /v1/score`: what a client needs to cut windows itself and to repeat a run."""
+    """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
 
     object: Literal["score.info"] = "score.info"
     scoremode_version: str
@@ -271,8 +271,12 @@ class PerplexityRequest(_Request):
     prompt: Text | None = Field(None, description="One text, or its token ids.")
     texts: list[str] | None = Field(None, description="Several texts, each cut into windows separately.")
     method: Method = Field("sliding", description="How the text is cut into windows.")
-    context_length: int | None = Field(None, ge=2, description="Tokens a window; 2,048 or what the model takes.")
-    stride: int | None = Field(None, ge=1, description="Tokens from one window to the next; a quarter of the context.")
+    context_length: int | None = Field(
+        None, ge=2, description="Tokens per window; by default 2,048, or the model's context if that is shorter."
+    )
+    stride: int | None = Field(
+        None, ge=1, description="Tokens from one window to the next; by default a quarter of the context."
+    )
     max_tokens: int | None = Field(None, ge=1, description="Take at most this many tokens of the text.")
     add_special_tokens: bool | None = Field(
         None, description="Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."
@@ -280,7 +284,7 @@ class PerplexityRequest(_Request):
     cache_salt: CacheSalt | None = Field(
         None, description="Share cached prefixes only with requests that have the same salt."
     )
-    stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
+    stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
 
     @property
     def adds_special_tokens(self) -> bool:
@@ -342,7 +346,7 @@ _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
 class CorpusInfo(BaseModel):
-    """Where a text is from, as the client says that has it."""
+    """Where a text is from, according to the client."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -386,7 +390,7 @@ class NoiseFloor(BaseModel):
 
 
 class Reference(BaseModel):
-    """What is known of a reference: a model's distributions over the tokens of a text, kept as hidden states."""
+    """A reference: a model's distributions over the tokens of a text, kept as hidden states."""
 
     object: Literal["reference"] = "reference"
     name: str
@@ -425,7 +429,7 @@ class Reference(BaseModel):
     """Of all windows, as `/v1/perplexity` has it; None until they are recorded."""
     perplexity_stderr: float | None
     nll_mean: float | None
-    """Nats a token."""
+    """Nats per token."""
     noise_floor: NoiseFloor | None = None
 
 
@@ -452,7 +456,7 @@ class KldRequest(_Request):
         None, description="The first window and the one after the last, from 0; all when left out."
     )
     top_logprobs: int = Field(
-        0, ge=0, le=MAX_TOP_LOGPROBS, description="The k likeliest tokens of both at every position."
+        0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens of both models at every position."
     )
     encoding_format: Literal["float", "base64"] = Field(
         "float", description="`base64`: arrays as little-endian float32 and int32."
@@ -461,7 +465,7 @@ class KldRequest(_Request):
         False,
         description="Keep the result with the reference as its noise floor; all windows, the reference's own model.",
     )
-    stream: bool = Field(False, description="Send server-sent events: one a window, then the result.")
+    stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
 
 
 class KldWindow(TypedDict):
@@ -483,15 +487,15 @@ class KldWindow(TypedDict):
     reference_logprobs: list[float] | str
     """ln p(token)."""
     ranks: list[int] | str
-    """Of the token in q, 1 for the likeliest."""
+    """Of the token in q, 1 for the most likely."""
     reference_ranks: list[int] | str
     top_token_ids: list[int] | str
-    """The likeliest token of q."""
+    """The top token of q."""
     reference_top_token_ids: list[int] | str
     reference_confidence: list[float] | str
-    """p of the likeliest token of p."""
+    """p of the top token of p."""
     top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
-    """The k likeliest tokens of q."""
+    """The k most likely tokens of q."""
     reference_top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
 
 
@@ -528,7 +532,7 @@ class DeltaPFigures(KldFigures):
 
 
 class ConfidenceBucket(TypedDict):
-    """The positions where p of p's likeliest token is in [lower, upper); the last bucket has its upper end."""
+    """The positions where p of p's top token is in [lower, upper); the last bucket has its upper end."""
 
     lower: float
     upper: float
@@ -550,7 +554,7 @@ class DivergentPosition(TypedDict):
 
 
 class KldStatistics(TypedDict):
-    """What the positions of some windows come to: null where a figure is infinite, or undefined.
+    """Statistics of the positions of some windows: null where a figure is infinite or undefined.
 
     `q` is the served model, `base` the reference. docs/kld.md has the formulas.
     """
@@ -585,7 +589,7 @@ class KldStatistics(TypedDict):
     acceptance_mean: float | None
     delta_p: DeltaPFigures
     same_top_p: float
-    """Share of the positions where both have the same likeliest token."""
+    """Share of the positions where both have the same top token."""
     same_top_p_stderr: float | None
     same_top_p_stderr_clustered: float | None
     confidence_buckets: list[ConfidenceBucket]

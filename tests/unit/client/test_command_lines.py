@@ -322,7 +322,10 @@ def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsy
     assert capsys.readouterr().err == f"ppl-client: interrupted{how_to_resume}\n"
 
 
-EXTRA = 'ppl-client: error: {} is missing: pip install "scoremode[{}]"\n'
+EXTRA = (
+    f"ppl-client: error: {{}} is missing; to install it, run in a clone of Scoremode: "
+    f"scripts/install.sh {sys.executable} none {{}}\n"
+)
 
 
 @pytest.mark.processes

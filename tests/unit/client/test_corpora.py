@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from scoremode import CorpusError
+from scoremode.errors import MissingPackageError
 from scoremode.runs.corpora import load_corpus
 
 ROWS = ["", " = Title = \n", "One line\u2028still the same.", "Ünïcode", "last"]
@@ -141,5 +142,5 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch, tmp_path,
     write_parquet(tmp_path / "rows.parquet", ROWS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(CorpusError, match=r"pip install 'scoremode\[datasets\]'"):
+    with pytest.raises(MissingPackageError, match="none datasets"):
         load_corpus(dataset)

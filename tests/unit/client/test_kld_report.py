@@ -136,7 +136,7 @@ def test_the_tables_are_llama_cpps_and_ours():
         "Share of the top 1%:  62.50% of the mean KLD",
         "Mean reverse KLD   :   1.000000",
         "Mean acceptance    :  56.25%",
-        "Noise floor        : mean KLD 0.0005 of the base beside itself, 99.0% 0.004; this is more than 1,000 times "
+        "Noise floor        : mean KLD 0.0005 of the base from itself, 99.0% 0.004; this is more than 1,000 times "
         "the floor",
         "",
         "====== Most divergent tokens ======",
@@ -149,7 +149,7 @@ def test_the_tables_are_llama_cpps_and_ours():
     ("measurement", "line"),
     [
         (measured(), "Noise floor        : not measured (ppl-client kld --floor, on a server of the base model)"),
-        (with_floor(0.0), "Noise floor        : mean KLD 0 of the base beside itself, 99.0% 0.004"),
+        (with_floor(0.0), "Noise floor        : mean KLD 0 of the base from itself, 99.0% 0.004"),
         (with_floor(0.5, as_noise_floor=True), "Noise floor        : this comparison, kept with the reference"),
         (measured(kld=[0, 1, 2, math.inf]), "Infinite KLD       : 1 positions, so that the mean is infinite"),
         (measured(logprobs=ARRAYS["reference_logprobs"]), "RMS Δp    :  0.000 ±     - %"),

@@ -125,7 +125,7 @@ def test_room_for_all_files_is_checked_before_scoring(output, monkeypatch, capsy
     written = sizes[0] + sum(path.stat().st_size for path in files)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=written))
     assert run(output, *options, "--force", server=server) == 1
-    assert f"no room in {output.parent}" in capsys.readouterr().err
+    assert f"not enough space in {output.parent}" in capsys.readouterr().err
     assert server.num_scored == num_scored
     assert set(output.parent.iterdir()) == set(files)
 

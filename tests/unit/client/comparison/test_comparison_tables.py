@@ -109,7 +109,7 @@ def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):
     nlls = [made_up_nlls(n, [64]) for n in range(2)]
     nlls[0][0] = math.inf
     short = compare([kld_run(tmp_path, str(n), nlls[n], np.ones(64), window_sizes=[64]) for n in range(2)])
-    assert summary(short)[-1].startswith("Where there is no interval, for the text is short or a value infinite")
+    assert summary(short)[-1].startswith("Without an interval (the text is too short, or a value is infinite)")
     text = as_text(short)
     assert ("too short" in text, " inf  " in text, text.count("[")) == (True, True, 1)
 

@@ -30,11 +30,14 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A function that writes a report of runs and gives its text."""
+    """A function that writes a report of runs and gives its text. Plots take most of the time."""
     path = tmp_path_factory.mktemp("report") / "report.html"
 
-    def write(runs, **options):
-        write_report(compare(runs, num_resamples=20), path, **options)
+    def write(runs, *, has_plots=False, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            if not has_plots:
+                patch.setattr("scoremode.comparison.report.plots", lambda comparison: [])
+            write_report(compare(runs, num_resamples=20), path, **options)
         return path.read_text()
 
     return write
@@ -42,7 +45,7 @@ def report(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(runs, report):
-    return report(runs)
+    return report(runs, has_plots=True)
 
 
 def data_of(text):
@@ -60,7 +63,7 @@ def unpacked(packed):
     return np.where(values == 65535, np.inf, scaled) if packed["type"] == "uint16" else scaled
 
 
-@pytest.mark.parametrize("max_bytes", [30_000_000, 400_000])
+@pytest.mark.parametrize("max_bytes", [30_000_000, 215_000])
 def test_top_tokens_are_those_where_runs_diverge_most(runs, report, max_bytes):
     data = data_of(report(runs, max_bytes=max_bytes))
     kept = np.flatnonzero(np.repeat(*(unpacked(data["passages"][name]) for name in ("kept", "size"))))
@@ -90,7 +93,7 @@ def test_without_a_reference_there_is_no_divergence_and_never_a_folder_of_this_m
         (tmp_path / folder).mkdir()
     names = ("one/base", "one/a", "two/b")
     runs = [perplexity_run(tmp_path / name[:3], name[4:], made_up_nlls(seed)) for seed, name in enumerate(names)]
-    text = report(runs)
+    text = report(runs, has_plots=True)
     assert "<title>base, a, b</title>" in text
     assert "<code>ppl-client compare one/base.json one/a.json two/b.json " in text
     assert str(tmp_path) not in text
@@ -107,7 +110,7 @@ def test_a_report_of_one_run_has_no_pairs_and_may_have_no_text(runs, report):
     assert data["num_kept"] == unpacked(data["passages"]["kept"]).sum() == 0
 
 
-@pytest.mark.parametrize("max_bytes", [320_000, 360_000])
+@pytest.mark.parametrize("max_bytes", [135_000, 175_000])
 def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report, max_bytes):
     text = report(runs, max_bytes=max_bytes)
     data = data_of(text)
@@ -140,7 +143,9 @@ def test_passages_are_pieces_of_long_windows_and_join_many_short_ones(monkeypatc
 def test_text_never_becomes_markup(runs, report):
     hostile = "<script>alert(1)</script><!--"
     texts = dict.fromkeys(runs[0].token_texts, hostile)
-    text = report([replace(run, label=f"{hostile}{place}", token_texts=texts) for place, run in enumerate(runs)])
+    text = report(
+        [replace(run, label=f"{hostile}{place}", token_texts=texts) for place, run in enumerate(runs)], has_plots=True
+    )
     assert hostile not in text
     assert html.escape(hostile) in text
     assert text.count("<script") == text.count("</script>") == 2, "the data, and the script"

@@ -186,7 +186,7 @@ def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(t
     paths[0].rename(named)
     paths[0].with_suffix(".safetensors").rename(named.with_suffix(".safetensors"))
     report = tmp_path / "report.html"
-    options = ["--resamples", "100", "--html", str(report), "--plots", str(tmp_path / "plots")]
+    options = ["--resamples", "100", "--html", str(report)]
     assert main(["compare", str(named), str(paths[1]), *options]) == 0
     shown = capsys.readouterr().out
     assert SHOWN in shown

@@ -87,7 +87,7 @@ async def test_documents_without_text_have_no_figures_and_are_counted(tmp_path, 
         figures = pq.read_table(output / f"{name}.parquet", columns=FIGURES).to_pylist()
         assert [row["nll"] for row in figures] == [sum(nlls("good")), None, None, sum(nlls("fine"))]
         assert figures[1] == dict.fromkeys(FIGURES)
-    assert (done.num_unscored, done.first_error) == (4, "there is no text")
+    assert (done.num_unscored, done.first_error) == (4, "the text is null")
 
 
 async def test_other_columns_keep_their_types_and_any_text_is_scored(tmp_path, output):

@@ -7,7 +7,7 @@ import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, answer, changed, client_of, error, nlls
 
 from scoremode import ResponseError, ServerError
-from scoremode.corpus.documents import Document, DocumentScorer, Scored, Unscored, cut_into_requests
+from scoremode.corpus.documents import Document, DocumentScorer, ScoredDocument, UnscoredDocument, cut_into_requests
 from scoremode.runs.pool import Pool
 from scoremode.windows import WindowError
 
@@ -27,11 +27,11 @@ async def scorer_of(handler, retry_for=None, **settings):
 
 async def score(handler, *texts, **settings):
     async with scorer_of(handler, **settings) as scorer:
-        return await scorer.score([text if isinstance(text, Unscored) else document(text) for text in texts])
+        return await scorer.score([text if isinstance(text, UnscoredDocument) else document(text) for text in texts])
 
 
 def figures(results):
-    return [result.nll if isinstance(result, Scored) else result for result in results]
+    return [result.nll if isinstance(result, ScoredDocument) else result for result in results]
 
 
 async def test_figures_are_those_worked_out_by_hand():
@@ -59,7 +59,7 @@ async def test_documents_that_fit_are_one_request_and_keep_their_order():
 @pytest.mark.parametrize("context", [CONTEXT, 40])
 async def test_every_token_of_a_document_is_scored_once(length, context):
     text = "".join(chr(97 + index % 26) for index in range(length))
-    none = Unscored("there is no text")
+    none = UnscoredDocument("the text is null")
     results = await score(FakeServer(), "short", text, none, "other", per_token=True, context_length=context)
     assert figures(results) == [sum(nlls("short")), sum(nlls(text, context)), none, sum(nlls("other"))]
     assert (results[1].num_tokens, results[1].token_ids) == (length, list(text.encode()))
@@ -80,7 +80,7 @@ async def test_where_tokens_have_many_bytes_a_longer_document_is_sent_as_text():
 async def test_a_refused_document_does_not_cost_its_neighbors():
     results = await score(FakeServer(refused=["broken one"]), "a", "b", "broken one", "c", "d")
     a, b, c, d = (sum(nlls(text)) for text in "abcd")
-    assert figures(results) == [a, b, Unscored("broken (HTTP 400)"), c, d]
+    assert figures(results) == [a, b, UnscoredDocument("broken (HTTP 400)"), c, d]
 
 
 async def test_a_document_with_nan_does_not_cost_its_neighbors(waits, caplog):
@@ -89,7 +89,7 @@ async def test_a_document_with_nan_does_not_cost_its_neighbors(waits, caplog):
     def handler(request):
         return error(500, "NaN at position 3") if b"bad" in request.content else server(request)
 
-    nan = Unscored("NaN at position 3 (HTTP 500)")
+    nan = UnscoredDocument("NaN at position 3 (HTTP 500)")
     results = await score(handler, "a", "bad", "b", "bad too", retry_for=600)
     assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
     # A server whose engine is dying gives the same answer for some seconds: it has had more.
@@ -134,4 +134,4 @@ def test_requests_are_cut_by_bytes_and_by_documents():
     assert list(cut_into_requests([])) == []
     assert list(cut_into_requests([long] * 5)) == [(0, 2), (2, 4), (4, 5)]
     assert list(cut_into_requests([short] * 300)) == [(0, 256), (256, 300)]
-    assert list(cut_into_requests([Unscored("none"), short])) == [(0, 2)]
+    assert list(cut_into_requests([UnscoredDocument("none"), short])) == [(0, 2)]

@@ -15,7 +15,7 @@ from scoremode.ray import ScoreBatch
 TEXTS = ["hello", "", None, "x" * 300, "last"]
 FIGURES = (
     [sum(nlls("hello")), None, None, sum(nlls("x" * 300)), sum(nlls("last"))],
-    [None, "the text is empty", "there is no text", None, None],
+    [None, "the text is empty", "the text is null", None, None],
 )
 HELLO, OF_HELLO = pa.table({"text": ["hello"]}), ([sum(nlls("hello"))], [None])
 

@@ -109,7 +109,7 @@ async def test_failures_are_named_and_the_others_are_measured(tmp_path: Path):
     assert list(result.runs) == ["base", "near"]
     assert list(result.failures) == ["foreign", "absent"]
     assert "the tokenizers differ" in result.failures["foreign"]
-    assert "no command 'absent'" in result.failures["absent"]
+    assert "command 'absent' not found" in result.failures["absent"]
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in command], "no server is left"
 

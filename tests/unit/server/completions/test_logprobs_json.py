@@ -51,7 +51,7 @@ def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch,
     writer = LogprobsWriter(strings, SIZE)
     rng = random.Random(3)
     prompts = [[0, 1, 2]]
-    for _ in range(250):
+    for _ in range(100):
         start = rng.choice(prompts[-20:])
         prompt = [0, *start[1 : rng.randint(1, len(start))], *[rng.randrange(1024) for _ in range(rng.randint(2, 20))]]
         prompts.append(prompt)

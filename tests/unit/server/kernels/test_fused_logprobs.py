@@ -78,7 +78,7 @@ def test_excluded_candidates_and_rows_with_a_nan():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_errors_have_no_direction(kernels: Kernels, dtype: torch.dtype):
     """PyTorch's float32 log-softmax on a CPU is 8e-6 nats too high in every row, which no larger sample cancels."""
-    rows = 100 if INTERPRETED else 10_000
+    rows = 100 if INTERPRETED else 2_000
     logits = random_logits(rows, 8192, 8192, dtype, seed=4)
     targets = torch.arange(rows) % 8192
     # Some are nearly certain, where a float32 step is smallest.

@@ -46,14 +46,14 @@ def test_tensors_are_read_in_their_shapes_and_dtypes_by_us_and_others(path: Path
 
 def test_no_byte_can_change_be_missing_or_added(path: Path):
     content = path.read_bytes()
-    changes = [0x01, 0x80, 0xFF, ord(" ") ^ ord("\t"), ord(" ") ^ ord("\n")]
     damaged = [content + b"\0", content[1:]]
     for position, byte in enumerate(content):
-        damaged += [
-            content[:position],
-            *(content[:position] + bytes([byte ^ change]) + content[position + 1 :] for change in changes),
-        ]
+        # JSON means the same with other white space.
+        change = ord(" ") ^ ord("\t") if byte == ord(" ") else 1 << position % 8
+        damaged += [content[:position], content[:position] + bytes([byte ^ change]) + content[position + 1 :]]
     for each in damaged:
+        # To a new file: one that is written over is flushed to the disk.
+        path.unlink()
         path.write_bytes(each)
         with pytest.raises(BrokenFileError, match="000003"):
             read_tensors(path, ABOUT)

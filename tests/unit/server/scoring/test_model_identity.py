@@ -178,11 +178,14 @@ def test_of_more_tensors_than_are_sampled_every_second_is_seen(tmp_path: Path):
     places = range(0, num_tensors * BLOCK_BYTES, BLOCK_BYTES)
     tensors = {str(place): {"data_offsets": [place, place + BLOCK_BYTES]} for place in places}
     header = json.dumps(tensors).encode()
-    path, found = tmp_path / "model.safetensors", set()
+    found = set()
     for changed in (1000, 1002, 1004):
-        weights = bytearray(num_tensors * BLOCK_BYTES)
-        weights[changed * BLOCK_BYTES] = 1
-        path.write_bytes(len(header).to_bytes(8, "little") + header + weights)
+        path = tmp_path / f"{changed}.safetensors"
+        with path.open("wb") as file:
+            weights = file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(weights + num_tensors * BLOCK_BYTES)
+            file.seek(weights + changed * BLOCK_BYTES)
+            file.write(b"\1")
         found.add(digest_of([path]))
     assert len(found) == 3
 
