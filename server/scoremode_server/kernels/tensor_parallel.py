@@ -26,10 +26,13 @@ class Shard:
     group: Any
 
 
-def all_ranks_agree(group: Any, yes: bool) -> bool:
-    """Whether it is so on every rank."""
-    answers = group.all_gather(torch.tensor([int(yes)], dtype=torch.int32, device=group.device), 0)
-    return bool(answers.all())
+def agreed(group: Any, answers: list[bool]) -> list[bool]:
+    """Which of the answers are yes on every rank."""
+    if group.world_size == 1:
+        return answers
+    gathered = group.all_gather(torch.tensor(answers, dtype=torch.int32, device=group.device), 0)
+    whole: list[bool] = gathered.view(group.world_size, -1).bool().all(0).tolist()
+    return whole
 
 
 def share_targets(group: Any, rows: ReducedRows) -> None:
