@@ -117,8 +117,8 @@ def check_engine(config: VllmConfig) -> None:
     mode = config.model_config.logprobs_mode
     if mode != "raw_logprobs":
         raise ValueError(
-            f"scoring needs --logprobs-mode raw_logprobs, got {mode}: the last token of a sequence is scored by a step "
-            "that allows that token only, and a processed logprob of it would always be 0"
+            f"scoring needs --logprobs-mode raw_logprobs, got {mode}: logprobs of tokens that requests sample or force "
+            "would be of another distribution than those of prompts"
         )
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")

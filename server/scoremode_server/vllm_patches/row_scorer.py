@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed import get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
@@ -119,7 +118,7 @@ class RowScorer:
         budget_bytes: working memory.
         shape: of the served model's logits.
         logprobs_mode: vLLM's.
-        device: of hidden states.
+        group: vLLM's tensor-parallel group.
         windows: of references, if there are any.
     """
 
@@ -128,11 +127,12 @@ class RowScorer:
         budget_bytes: int,
         shape: LogitsShape,
         logprobs_mode: str,
-        device: torch.device,
+        group: Any,
         windows: ReferenceWindows | None = None,
     ) -> None:
         self._budget_bytes = budget_bytes
-        self._device = device
+        self._group = group
+        self._device: torch.device = group.device
         self._shape = shape
         self._gives_logprobs = logprobs_mode.endswith("_logprobs")
         self._windows = windows
@@ -146,7 +146,7 @@ class RowScorer:
             table = torch.frombuffer(bytearray(spec.candidates), dtype=torch.int32).view(-1, spec.num_candidates)
             candidates = async_tensor_h2d(table, device=self._device)
         if spec.window is not None and self._windows is not None:
-            window = self._windows.begin(spec.window, writes=get_tp_group().rank_in_group == 0)
+            window = self._windows.begin(spec.window, writes=self._group.rank_in_group == 0)
         self._requests[request_id] = RequestRows(spec, candidates, window)
 
     def get(self, request_id: str) -> RequestRows | None:
@@ -217,7 +217,7 @@ class RowScorer:
     def _head(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LMHead:
         """How to project; found out again if the model is another one."""
         if self._examined is None or self._examined[0] != logits_fn:
-            head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, get_tp_group())
+            head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self._group)
             self._examined = logits_fn, head
         return self._examined[1]
 
@@ -225,7 +225,7 @@ class RowScorer:
         """Pieces that are computed together; those that a rank cannot compare get rows of NaN."""
         compared = [piece for piece in pieces if isinstance(piece.request.window, ComparedWindow)]
         found = [_reference(piece, head) is not None for piece in compared]
-        on_all_ranks = agreed(get_tp_group(), found) if found else []
+        on_all_ranks = agreed(self._group, found) if found else []
         unreadable = [piece for piece, is_found in zip(compared, on_all_ranks, strict=True) if not is_found]
         groups: dict[Hashable, list[_Piece]] = {}
         for piece in pieces:

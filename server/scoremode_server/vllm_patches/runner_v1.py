@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
@@ -28,7 +29,7 @@ def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
         scorer: RowScorer | None = runner.__dict__.get("_scoremode_scorer")
         if scorer is None:
             mode = runner.model_config.logprobs_mode
-            scorer = RowScorer(budget_bytes, logits_shape(runner), mode, runner.device, windows)
+            scorer = RowScorer(budget_bytes, logits_shape(runner), mode, get_tp_group(), windows)
             runner._scoremode_scorer = scorer
         return scorer
 

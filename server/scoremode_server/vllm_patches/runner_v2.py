@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_tp_group
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import prompt_logprob
@@ -26,7 +27,7 @@ def patch(budget_bytes: int, windows: ReferenceWindows | None) -> None:
         # Of vLLM's own chunks, for prompts with `prompt_logprob_token_ids`.
         prompt_logprob.CHUNK_SIZE = rows_per_chunk(budget_bytes, row_bytes_fused(shape, 0, None))
         if self.prompt_logprobs_worker is not None:
-            scorer = RowScorer(budget_bytes, shape, mode, self.device, windows)
+            scorer = RowScorer(budget_bytes, shape, mode, get_tp_group(), windows)
             self.prompt_logprobs_worker._scoremode_scorer = scorer
 
     GPUModelRunner.load_model = load_model_then_set_scorer
