@@ -55,7 +55,10 @@ def test_the_mark_stays_on_copies_and_never_reaches_the_engine():
     assert isinstance(params.clone(), ScoringParams)
     received = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
     assert type(received) is SamplingParams
-    assert received == SamplingParams(n=3, temperature=0.5, logprobs=2, prompt_logprobs=2, stop=["x"])
+    extra_args = RowSpec().as_extra_args()
+    assert received == SamplingParams(
+        n=3, temperature=0.5, logprobs=2, prompt_logprobs=2, stop=["x"], extra_args=extra_args
+    )
 
 
 def test_patching_twice_is_patching_once(patched: None):
