@@ -84,7 +84,7 @@ def prompt_logprobs(
         if num_tokens is None or request.prompt_token_ids is None:
             continue
         position, rows = request.num_computed_tokens, scorer.get(request_id)
-        if rows is None or position < rows.end:
+        if rows is None or position != rows.end:
             # Begun, or begun again after it was preempted.
             spec = RowSpec.read(request.sampling_params)
             assert spec is not None
