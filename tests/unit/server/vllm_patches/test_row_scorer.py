@@ -74,9 +74,9 @@ def test_rows_of_cached_positions_are_left_out():
 
 
 SPECS = {
+    "prompt": RowSpec(num_top=2),
     "plain": RowSpec(1, TOKENS[-1]),
     "more": RowSpec(3, TOKENS[-1], 4),
-    "prompt": RowSpec(num_top=2),
     "warm": RowSpec(1, TOKENS[-1], 1, temperature=2.0),
     "shared": RowSpec(2, TOKENS[-1], num_candidates=2, candidates=np.array([7, 9], np.int32).tobytes()),
     "own": candidates_from(5),

@@ -134,7 +134,7 @@ def test_rows_from_the_prefix_cache_are_left_out_or_not_numbers(spec: RowSpec | 
 
 WINDOW_LENGTHS = {"window": 9, "ordinary": 10}
 WINDOW_STEPS = [
-    {"window": 3, "ordinary": 5},
+    {"window": 5, "ordinary": 5},
     # Preempted, and begun again.
     {"ordinary": 2},
     {"window": 5},
