@@ -96,9 +96,10 @@ CLIENT_FAULTS = {
 }
 
 SERVER_FAULTS = {
-    "vllm_patches/windows.py < vllm_patches/test_scored_windows.py vllm_patches/test_reference_windows.py": [
-        ("max(start, self.first - 1)", "max(start, self.first)"),
-        ("targets[: end - first_row - 1]", "targets[:-1]"),
+    "vllm_patches/row_scorer.py < vllm_patches/test_row_scorer.py vllm_patches/test_reference_windows.py": [
+        ("max(part.position, spec.first - 1)", "max(part.position, spec.first)"),
+        ("offset + end - 1)", "offset + end - 2)"),
+        ("start += piece.rows.stop - piece.rows.start", "start += piece.num_wanted"),
     ],
     "prefix_cache/block_hashes.py < prefix_cache/test_block_hashes.py": [
         ("self._root(identity) + data[: token_ids.itemsize]", "self._root(identity)"),
@@ -143,8 +144,8 @@ SERVER_FAULTS = {
     ],
     "rows.py < test_rows.py prefix_cache": [("np.flatnonzero(~trusted)[-1]", "np.flatnonzero(~trusted)[0]")],
     "vllm_patches/runner_v1.py < vllm_patches/test_runners.py": [
-        ("if num_tokens > remaining:", "if num_tokens >= remaining:"),
-        ("        result.logprobs.fill_(math.nan)\n", ""),
+        ("position != rows.end", "False"),
+        ("    unknown[1].fill_(math.nan)\n", ""),
     ],
     "vllm_patches/output_processor.py < vllm_patches/test_output_processor.py completions": [
         ("if not text or text.endswith(INCOMPLETE):", "if not text:")

@@ -10,17 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scoremode_server.offline import SequenceScore, read_score, score
+    from scoremode_server.offline import SequenceScore, read_score, score, score_params
     from scoremode_server.plugin import enable
-    from scoremode_server.prefix_cache.run import score_params
 
 __all__ = ["SequenceScore", "enable", "read_score", "score", "score_params"]
-
-_MODULES = {"enable": "plugin", "score_params": "prefix_cache.run"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'offline')}")
+    module = importlib.import_module(f"{__name__}.{'plugin' if name == 'enable' else 'offline'}")
     return getattr(module, name)

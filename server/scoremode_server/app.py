@@ -36,9 +36,10 @@ from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.computed_by import what_computes
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
+from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.scoring_params import guard_rows
 from scoremode_server.vllm_patches.served_models import ServedModels
 from scoremode_server.vllm_patches.shutdown import Shutdown
-from scoremode_server.vllm_patches.window_params import guard_marks
 
 GC_THRESHOLD = 20_000
 """Python's default of 700 takes 6 % of the event loop's time with 64 requests of 701 tokens in flight."""
@@ -116,7 +117,7 @@ async def make_state(
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
     identity = identity.model_copy(update={"computed_by": await what_computes(client)})
-    guard_marks(client)
+    guard_rows(client)
     # References need our methods in the workers.
     extended = client.vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION
     root = reference_directory() if extended else None
@@ -182,7 +183,7 @@ async def _server_info(
 async def _warm_up(client: EngineClient, limits: Limits) -> None:
     """Score something, so that no user's request waits for kernels to be compiled. Metrics do not count it."""
     for top_logprobs in range(min(1, limits.max_top_logprobs) + 1):
-        request = RowsRequest.score([0, 1, 0], request_id="scoremode-warm-up", top_logprobs=top_logprobs)
+        request = RowsRequest.score([0, 1, 0], RowSpec(num_top=top_logprobs), request_id="scoremode-warm-up")
         run = await run_engine(client, request, suffix=f"-{top_logprobs}")
         run.check(request.first_row)
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from vllm import LLM, TokensPrompt
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
-from scoremode_server.prefix_cache.run import score_params
-from scoremode_server.rows import NO_RANK, Rows, check_finished, missing_row, read_rows
+from scoremode_server.rows import NO_RANK, Rows, check_finished, missing_row, read_columns, read_rows
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import check_engine
 from scoremode_server.scoring.tokenizer import as_prompts
+from scoremode_server.vllm_patches.scoring_params import ScoringParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,28 @@ class SequenceScore:
         )
 
 
+def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
+    """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt, with the top k tokens at every
+    position in addition to the actual token. The one token that is sampled is forced to be the last.
+
+    Raises:
+        ValueError: there are fewer than two tokens, so no token has a context.
+    """
+    if len(token_ids) < 2:
+        raise ValueError(f"scoring needs at least 2 tokens, got {len(token_ids)}")
+    return ScoringParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        prompt_logprobs=top_logprobs,
+        logprobs=top_logprobs,
+        flat_logprobs=True,
+        allowed_token_ids=[token_ids[-1]],
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
 def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutput) -> SequenceScore:
     """The scores of `token_ids` in the output of a request made with `score_params`.
 
@@ -53,7 +76,9 @@ def read_score(token_ids: Sequence[int], top_logprobs: int, output: RequestOutpu
         EngineOutputError: the output is not of these tokens, is incomplete, or has a NaN.
     """
     check_finished(output)
-    rows, num_missing = read_rows(token_ids, len(token_ids) - 1, top_logprobs + 1, output)
+    parts = [read_columns(each, top_logprobs + 1) for each in (output.prompt_logprobs, output.outputs[0].logprobs)]
+    tokens, logprobs, ranks = (np.concatenate(each) for each in zip(*parts, strict=True))
+    rows, num_missing = read_rows(token_ids, top_logprobs + 1, (tokens, logprobs, ranks))
     if num_missing:
         raise missing_row(num_missing)
     return SequenceScore.from_rows(token_ids, rows, output.num_cached_tokens or 0)

@@ -112,7 +112,7 @@ class PromptLogprobs:
 
 
 def read_columns(logprobs: Any, num_columns: int) -> Columns:
-    """The columns of vLLM's flat logprobs, of a prompt or of sampled tokens.
+    """The columns of arrays, or of vLLM's flat logprobs.
 
     Raises:
         EngineOutputError: there are none.
@@ -129,61 +129,28 @@ def read_columns(logprobs: Any, num_columns: int) -> Columns:
 
 
 def read_rows(
-    token_ids: Sequence[int] | np.ndarray,
-    num_fed: int,
-    num_columns: int,
-    output: RequestOutput,
-    first_row: int | None = None,
+    token_ids: Sequence[int] | np.ndarray, num_columns: int, columns: Columns, first: int = 0
 ) -> tuple[Rows, int]:
-    """Read and check the rows of a request from its final output.
-
-    The V1 model runner returns a row for every prompt token after the first, with arbitrary content for cached
-    positions. The V2 runner returns only the rows after those. Rows are valid after `num_cached_tokens`, and after the
-    last one that is NaN or of another token.
+    """Check the rows that the engine computed. Valid are those after the last one that is NaN or of another token; none
+    if there are more or fewer than expected.
 
     Args:
-        token_ids: [n], the `num_fed` tokens of the prompt, and the token that the sampled one was forced to be, if any.
-        num_fed: n or n - 1.
-        num_columns: of the request.
-        output: finished.
-        first_row: of a marked request (`vllm_patches.scored_windows`), whose rows begin here, include the last token's,
-            and leave out cached positions.
+        token_ids: [n], the targets after the first token.
+        num_columns: expected.
+        columns: of the rows from `first` on, which were computed.
+        first: how many of the first rows were not computed.
 
     Returns:
         Rows of the tokens after the first, [n - 1], and how many of the first rows are not valid.
     """
-    actual = np.asarray(token_ids, np.int32)
-    num_rows = len(actual) - 1
-    rows = Rows.empty(num_rows, num_columns)
-    columns = read_columns(output.prompt_logprobs, num_columns)
-    first = num_cached = output.num_cached_tokens or 0
-    num_computed, end = len(columns[0]), num_fed - 1
-    expected = {end, end - num_cached}
-    if first_row is not None:
-        first, end = max(num_cached, first_row), num_rows
-        expected = {end - first}
-    if num_computed not in expected or columns[0].shape[1] != num_columns:
-        return rows, num_rows
-    rows.write(end - num_computed, columns)
-    if end < num_rows:
-        sampled = read_columns(output.outputs[0].logprobs, num_columns)
-        if len(sampled[0]) != 1:
-            return rows, num_rows
-        rows.write(num_rows - 1, sampled)
+    actual = np.asarray(token_ids, np.int32)[1:]
+    rows = Rows.empty(len(actual), num_columns)
+    if columns[0].shape != (len(actual) - first, num_columns):
+        return rows, len(actual)
+    rows.write(first, columns)
     computed = rows[first:]
-    trusted = (computed.token_ids[:, 0] == actual[first + 1 :]) & ~np.isnan(computed.logprobs.sum(axis=1))
+    trusted = (computed.token_ids[:, 0] == actual[first:]) & ~np.isnan(computed.logprobs.sum(axis=1))
     return rows, first + (0 if trusted.all() else int(np.flatnonzero(~trusted)[-1]) + 1)
-
-
-def read_prompt_columns(output: RequestOutput) -> Columns:
-    """The columns that the engine computed for a prompt.
-
-    Raises:
-        EngineOutputError: there are none.
-    """
-    if not isinstance(output.prompt_logprobs, PromptLogprobs):
-        raise EngineOutputError("the engine ended a request without logprobs")
-    return output.prompt_logprobs.columns(1)
 
 
 def check_finished(output: RequestOutput) -> None:

@@ -7,12 +7,12 @@ import pytest
 from vllm import LLM
 
 from scoremode_server import enable
-from scoremode_server.kernels.working_memory import LogitsShape, block_bytes
+from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
 
 CHUNK = 7
 BLOCK = block_bytes(LogitsShape(1024, 4))
-SMALL_BUDGET = BLOCK + CHUNK * (1024 * 8 + 200)
-"""Seven rows of 1,024 float32 logits and logprobs, and of at most six tokens' results."""
+SMALL_BUDGET = BLOCK + CHUNK * row_bytes_fused(LogitsShape(1024, 4), 5, 1)
+"""Seven rows of 1,024 float32 logits with six tokens' results, and of one token's no more than that."""
 STEP_TOKENS = 48
 LENGTH = 192
 MAX_LOGPROBS = 5

@@ -6,6 +6,7 @@ What is measured is measured in the engine's own process, through vLLM's `collec
 import ctypes
 import os
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,8 @@ import pytest
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from scoremode_server import score
+from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused
 from scoremode_server.settings import LOGPROB_BYTES
-from scoremode_server.vllm_patches import runner_v1
-from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 from tests import models, oracle
 from tests.engine.conftest import BLOCK, CHUNK, LENGTH, SMALL_BUDGET, STEP_TOKENS
 
@@ -46,7 +46,8 @@ def test_chunks_score_as_transformers_does(llm, random_model, top):
         assert np.array_equal(one.ranks[1:], ranks[index])
         if top:
             oracle.assert_close(one.top_logprobs[1:], best[index][1])
-    assert max(rows) == CHUNK
+    # Rows with fewer results take less memory.
+    assert max(rows) == (CHUNK if top else 2 * CHUNK)
 
 
 def test_rows_from_the_prefix_cache_are_not_numbers(llm):
@@ -66,8 +67,9 @@ def test_rows_from_the_prefix_cache_are_not_numbers(llm):
 def test_profiling_computes_one_chunk(llm):
     llm.collective_rpc(record_rows)
     llm.collective_rpc(profile)
-    # The rows that are sampled, those again with the chunk, and a chunk of rows with 20 top tokens each.
-    assert llm.collective_rpc(recorded_rows)[0] == [4, 4, (SMALL_BUDGET - BLOCK) // (1024 * 8 + 21 * 28)]
+    # The rows that are sampled, those again with the chunks, a trial, and chunks without and with 20 top tokens each.
+    chunks = [(SMALL_BUDGET - BLOCK) // row_bytes_fused(LogitsShape(1024, 4), num_top, 1) for num_top in (0, 20)]
+    assert llm.collective_rpc(recorded_rows)[0] == [4, 4, 2, *chunks]
 
 
 def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
@@ -119,11 +121,12 @@ def record_rows(worker: Any) -> None:
     compute_logits = type(model).compute_logits
     worker.recorded_rows = []
 
-    def recording(hidden_states: Any) -> Any:
+    def recording(self: Any, hidden_states: Any) -> Any:
         worker.recorded_rows.append(len(hidden_states))
-        return compute_logits(model, hidden_states)
+        return compute_logits(self, hidden_states)
 
-    model.compute_logits = recording
+    # A method, as the model's own is.
+    model.compute_logits = MethodType(recording, model)
 
 
 def recorded_rows(worker: Any) -> list[int]:
@@ -136,8 +139,7 @@ def profile(worker: Any) -> None:
 
 def unbound(worker: Any) -> None:
     """Let this engine have all the memory it wants."""
-    runner = worker.model_runner
-    runner._get_prompt_logprobs_dict = lambda *step: runner_v1.prompt_logprobs(runner, *step, 1 << 60, ScoredWindows())
+    worker.model_runner._scoremode_scorer._budget_bytes = 1 << 60
 
 
 def reset_peak(worker: Any) -> None:

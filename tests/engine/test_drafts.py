@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
-from scoremode_server.offline import read_score
-from scoremode_server.prefix_cache.run import score_params
-from scoremode_server.rows import read_rows
-from scoremode_server.vllm_patches.scored_windows import ScoredMark
+from scoremode_server.offline import read_score, score_params
+from scoremode_server.prefix_cache.run import RowsRequest
+from scoremode_server.rows import read_columns, read_rows
+from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests import oracle
 
 BLOCK = 32
@@ -17,11 +17,8 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 
 
 def marked(tokens: list[int]) -> SamplingParams:
-    """The parameters of a request whose rows all come from the worker."""
-    params = score_params(tokens)
-    params.logprobs = None
-    params.extra_args = ScoredMark(1, tokens[-1], 0, 1.0, 0, b"").as_extra_args()
-    return params
+    """The parameters of a server's request, whose rows all come from the worker."""
+    return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
 def test_scores_next_to_drafts_equal_transformers(random_model: Path):
@@ -51,12 +48,12 @@ def test_scores_next_to_drafts_equal_transformers(random_model: Path):
                     each.skip_reading_prefix_cache = not reads_cache
                 outputs = engine.generate([*generating, *fed], [generation] * 2 + params, use_tqdm=False)[2:]
                 for tokens, output, exact in zip(sequences, outputs, expected, strict=True):
-                    if reads_cache or make is marked:
-                        first_row = 0 if make is marked else None
-                        rows, missing = read_rows(tokens, len(tokens) - 1, 1, output, first_row)
-                        assert missing == (output.num_cached_tokens if reads_cache else 0)
+                    if make is marked:
+                        cached = output.num_cached_tokens if reads_cache else 0
+                        rows, missing = read_rows(tokens, 1, read_columns(output.prompt_logprobs, 1), cached)
+                        assert missing == cached
                         oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
-                    else:
+                    elif not reads_cache:
                         oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact)
     finally:
         engine.llm_engine.engine_core.shutdown()

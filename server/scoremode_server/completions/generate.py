@@ -23,7 +23,6 @@ from scoremode_server.prefix_cache.admission import Accept
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 
@@ -124,7 +123,7 @@ class _EngineThatScores:
             prompt["prompt_token_ids"],
             request_id=request_id if is_moved(params) else engine_id(request_id),
             prompt=prompt,
-            params=ScoringParams.of(params),
+            params=params,
             owner=self._owner,
             options=options,
         )

@@ -31,7 +31,6 @@ from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.vllm_patches.output_processor import ScoringParams
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
@@ -137,7 +136,7 @@ class ScoringCompletions:
             stock.override_max_tokens,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
         )
-        params = ScoringParams.of(request.to_sampling_params(max_tokens, stock.default_sampling_params))
+        params = request.to_sampling_params(max_tokens, stock.default_sampling_params)
         params.flat_logprobs = True
         stock._log_inputs(request_id, prompt, params=params, lora_request=options["lora_request"])
         token_ids = stock._extract_prompt_components(prompt).token_ids

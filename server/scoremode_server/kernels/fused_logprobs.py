@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from scoremode_server.kernels.implementations import kernels_for
+from scoremode_server.kernels.joined_rows import JoinedRows
 from scoremode_server.kernels.reduced_rows import ReducedRows
 from scoremode_server.kernels.tensor_parallel import Shard, gather_rows, highest, share_targets
 from scoremode_server.kernels.torch_kernels import take
@@ -32,7 +33,7 @@ def chunk_rows(rows: int, limit: int) -> int:
 
 def compute(
     targets: torch.Tensor,
-    hidden_states: torch.Tensor,
+    hidden_states: torch.Tensor | JoinedRows,
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
     num_top: int,
     limit: int,

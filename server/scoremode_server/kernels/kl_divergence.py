@@ -21,6 +21,7 @@ import torch
 
 from scoremode_server.kernels.fused_logprobs import chunk_rows
 from scoremode_server.kernels.implementations import Kernels, kernels_for
+from scoremode_server.kernels.joined_rows import JoinedRows
 from scoremode_server.kernels.reduced_rows import ReducedRows
 from scoremode_server.kernels.tensor_parallel import Shard, add_up, gather_rows, share_targets
 
@@ -64,9 +65,9 @@ class Comparison:
 def compare(
     targets: torch.Tensor,
     logits_fn: LogitsFunction,
-    hidden_states: torch.Tensor,
+    hidden_states: torch.Tensor | JoinedRows,
     reference_logits_fn: LogitsFunction,
-    reference_hidden_states: torch.Tensor,
+    reference_hidden_states: torch.Tensor | JoinedRows,
     num_top: int,
     limit: int,
     shard: Shard | None = None,

@@ -1,4 +1,7 @@
-"""Reduced rows of a vocabulary that is divided among ranks: what they tell each other, and how it is put together."""
+"""Reduced rows of a vocabulary that is divided among ranks: what they tell each other, and how it is put together.
+
+All that is exchanged has the type float32: on a CPU, vLLM's collectives are made for floats only.
+"""
 
 import math
 from dataclasses import dataclass
@@ -26,10 +29,13 @@ class Shard:
     group: Any
 
 
-def all_ranks_agree(group: Any, yes: bool) -> bool:
-    """Whether it is so on every rank."""
-    answers = group.all_gather(torch.tensor([int(yes)], dtype=torch.int32, device=group.device), 0)
-    return bool(answers.all())
+def agreed(group: Any, answers: list[bool]) -> list[bool]:
+    """Which of the answers are yes on every rank."""
+    if group.world_size == 1:
+        return answers
+    gathered = group.all_gather(torch.tensor(answers, dtype=torch.float32, device=group.device), 0)
+    whole: list[bool] = gathered.view(group.world_size, -1).bool().all(0).tolist()
+    return whole
 
 
 def share_targets(group: Any, rows: ReducedRows) -> None:
@@ -57,18 +63,20 @@ def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
 
 
 def to_words(rows: ReducedRows) -> torch.Tensor:
-    """[rows, 6 + 2k] int32, the bits of what is float32 or float64."""
+    """[rows, 6 + 2k] float32, the bits of all."""
     numbers = torch.cat((rows.logits, rows.maxima[:, None]), 1)
     sums = rows.sums[:, None].view(torch.int32)
-    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32), sums), 1)
+    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32), sums), 1).view(torch.float32)
 
 
 def from_words(words: torch.Tensor) -> ReducedRows:
     """The reverse of `to_words`, as views but for the sums."""
     num_columns = (words.shape[1] - 4) // 2
-    numbers = words[:, num_columns + 1 : -2].view(torch.float32)
+    integers, numbers = words.view(torch.int32), words[:, num_columns + 1 : -2]
     sums = words[:, -2:].contiguous().view(torch.float64)[:, 0]
-    return ReducedRows(words[:, :num_columns], numbers[:, :num_columns], numbers[:, -1], sums, words[:, num_columns])
+    return ReducedRows(
+        integers[:, :num_columns], numbers[:, :num_columns], numbers[:, -1], sums, integers[:, num_columns]
+    )
 
 
 def merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:

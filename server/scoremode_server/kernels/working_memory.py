@@ -56,8 +56,8 @@ class LogitsShape:
         return (2 + 1 / self.tensor_parallel_size) * self.logit_bytes
 
 
-def row_bytes_v1(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
-    """Peak working memory per row on the V1 runner, with `num_top` top tokens.
+def row_bytes_unfused(shape: LogitsShape, num_top: int) -> int:
+    """Peak working memory per row of vLLM's own functions on the V1 runner, with `num_top` top tokens.
 
     Three peaks: the projection; `log_softmax` (the logits, a float32 copy unless they are float32, the logprobs); and
     top-k over the logprobs. vLLM compiles the rank count, which then allocates nothing per entry.
@@ -66,14 +66,6 @@ def row_bytes_v1(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
     log_softmax_bytes = shape.logit_bytes + copy_bytes + FLOAT32_BYTES
     entry_bytes = max(shape.projection_bytes, log_softmax_bytes, FLOAT32_BYTES + TOP_K_BYTES)
     return _row_bytes(shape, entry_bytes, num_top)
-
-
-def row_bytes_v2(shape: LogitsShape, num_top: int = RESERVED_TOP) -> int:
-    """Peak working memory per row of vLLM's own function on the V2 runner, with `num_top` top tokens.
-
-    Two peaks: the projection, and top-k next to the logits. Its kernels for logprobs and ranks read logits in place.
-    """
-    return _row_bytes(shape, max(shape.projection_bytes, shape.logit_bytes + TOP_K_BYTES), num_top)
 
 
 def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharded: bool = False) -> int:

@@ -25,7 +25,7 @@ from scoremode_server.prefix_cache.in_flight import InFlightRequests
 from scoremode_server.prefix_cache.request import CachedRequest
 from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import RowStore
-from scoremode_server.rows import Columns, Rows, read_prompt_columns
+from scoremode_server.rows import Columns, Rows, read_columns
 from scoremode_server.vllm_patches.weight_changes import may_go_unnoticed, within_changes
 
 logger = init_logger(f"vllm.{__name__}")
@@ -84,7 +84,7 @@ class ScoringEngine:
         """The engine's columns for a window of a reference, not checked or cached. The caller calls `done`."""
         arrival = time.monotonic()
         output = await in_engine(self._engine, request)
-        columns = read_prompt_columns(output)
+        columns = read_columns(output.prompt_logprobs, 1)
         self._metrics.count(output, len(request.token_ids) - 1, arrival)
         return columns
 
@@ -133,7 +133,7 @@ class ScoringEngine:
         """Everything except the tokens that rows depend on."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        return repr((self._store.generation, adapter, salt, request.mark and request.mark.identity))
+        return repr((self._store.generation, adapter, salt, request.spec.identity))
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""

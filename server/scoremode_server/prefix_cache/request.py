@@ -8,6 +8,7 @@ from vllm.engine.protocol import EngineClient
 from scoremode_server.prefix_cache.in_flight import InFlightRequest, InFlightRequests
 from scoremode_server.prefix_cache.run import EnginePass, RowsRequest, run_engine
 from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.vllm_patches.row_spec import RowSpec
 
 
 class CachedRequest:
@@ -28,7 +29,9 @@ class CachedRequest:
         self._block_hashes = block_hashes
         self._generation = store.generation
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
-        self._registered = InFlightRequest(block_hashes[request.first_row // store.block_size :], request.num_columns)
+        self._registered = InFlightRequest(
+            block_hashes[request.first_row // store.block_size :], request.spec.num_columns
+        )
         self._found: dict[bytes, bytes] = {}
         self._last_block: dict[bytes, bytes] = {}
         self._num_found = 0
@@ -51,7 +54,7 @@ class CachedRequest:
 
     async def run(self) -> EnginePass:
         """A pass with every row that the request needs."""
-        self._found = self._store.get(self._block_hashes, self._request.num_columns)
+        self._found = self._store.get(self._block_hashes, self._request.spec.num_columns)
         earlier = self._in_flight.register(self._registered, self._found)
         try:
             run = await self._complete_run(earlier)
@@ -115,10 +118,10 @@ class CachedRequest:
                 await other.released.wait()
                 self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
         if missing := self._missing(run):
-            self._found |= self._store.get(self._block_hashes, self._request.num_columns)
+            self._found |= self._store.get(self._block_hashes, self._request.spec.num_columns)
             missing = self._missing(run)
         only_the_last = missing and missing == list(self._needed(run)[-1:]) and missing[-1] < len(self._block_hashes)
-        if only_the_last and self._request.mark is None:
+        if only_the_last and self._request.spec.identity is None:
             await self._run_last_block(missing[-1])
             missing = self._missing(run)
         return missing
@@ -134,8 +137,8 @@ class CachedRequest:
         start = end - self._store.block_size
         short = RowsRequest.score(
             np.asarray(self._request.token_ids[: end + 1]).tolist(),
+            RowSpec(num_top=self._request.spec.num_top),
             request_id=self._request.request_id,
-            top_logprobs=self._request.num_columns - 1,
             cache_salt=self._request.prompt["cache_salt"],
             options=self._request.options,
             queue=self._request.queue,
@@ -152,7 +155,7 @@ class CachedRequest:
         if needed:
             blocks = [self._found[self._block_hashes[block]] for block in needed]
             start = needed.start * self._store.block_size
-            found = self._store.join(blocks, self._request.num_columns)
+            found = self._store.join(blocks, self._request.spec.num_columns)
             run.rows.table[start : run.first] = found.table[: run.first - start]
 
     def _store_blocks(self, run: EnginePass) -> None:

@@ -1,13 +1,13 @@
 """Score mode: the requests that vLLM's engine gets, and one pass of each through the engine.
 
-To score the tokens t[0..n) the engine is fed t[:-1]. Prompt logprobs give every target but the last; the sampled token
-is forced to be t[-1], and its raw logprob is the last target's. So a sequence as long as the model's context fits.
+To score the tokens t[0..n) the engine is fed t[:-1], and the workers know t[-1] from the request's `RowSpec`. So a
+sequence as long as the model's context fits. The token that vLLM samples is not used.
 """
 
 import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
 from scoremode_server.prefix_cache.admission import Gate, RequestQueue
-from scoremode_server.rows import Rows, check_finished, missing_row, read_rows
-from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.rows import Rows, check_finished, missing_row, read_columns, read_rows
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
-from scoremode_server.vllm_patches.scored_windows import ScoredMark
-from scoremode_server.vllm_patches.window_params import WindowParams
+from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.scoring_params import ScoringParams
 
 
 def engine_id(request_id: str) -> str:
@@ -36,41 +35,17 @@ def is_moved(params: SamplingParams) -> bool:
     return "kv_transfer_params" in (params.extra_args or {})
 
 
-def score_params(token_ids: Sequence[int], top_logprobs: int = 0) -> ScoringParams:
-    """The `SamplingParams` that score `token_ids` when `token_ids[:-1]` is the prompt, with the top k tokens at every
-    position in addition to the actual token.
-
-    Raises:
-        ValueError: there are fewer than two tokens, so no token has a context.
-    """
-    if len(token_ids) < 2:
-        raise ValueError(f"scoring needs at least 2 tokens, got {len(token_ids)}")
-    return ScoringParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        prompt_logprobs=top_logprobs,
-        logprobs=top_logprobs,
-        flat_logprobs=True,
-        allowed_token_ids=[token_ids[-1]],
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class RowsRequest:
     """A sequence of n tokens whose rows are wanted."""
 
     request_id: str
     token_ids: Sequence[int] | np.ndarray
-    """[n]: the prompt, and the token that the sampled one is forced to be, if any."""
-    num_fed: int
-    """n, or n - 1 if there is a forced token."""
+    """[n]: the prompt, and the last target if it is not fed."""
+    spec: RowSpec
     prompt: Mapping[str, Any]
     """vLLM's engine input."""
     params: ScoringParams
-    """Their number of prompt logprobs decides the columns of the rows."""
     first: int = 1
     """The position from which rows are needed; the first token has none."""
     use_cache: bool = True
@@ -82,8 +57,6 @@ class RowsRequest:
     """Owners share no rows, keys and values."""
     queue: RequestQueue | None = None
     """Of the HTTP request; without one, this enters the engine at once."""
-    mark: ScoredMark | None = None
-    """The mark of its parameters, if any."""
     gate: Gate | None = None
     """The gate in its queue where it waits, if any."""
 
@@ -91,24 +64,24 @@ class RowsRequest:
     def score(
         cls,
         token_ids: Sequence[int],
+        spec: RowSpec,
         *,
         request_id: str,
-        top_logprobs: int = 0,
         cache_salt: str | None = None,
-        mark: ScoredMark | None = None,
         **fields: Any,
     ) -> "RowsRequest":
-        """A request in score mode, of at least two tokens, with further fields. A mark replaces `top_logprobs`."""
-        params = score_params(token_ids, 0 if mark else top_logprobs)
-        return cls(
-            request_id,
-            token_ids,
-            len(token_ids) - 1,
-            tokens_input(list(token_ids[:-1]), cache_salt=cache_salt),
-            WindowParams.mark(params, mark) if mark else params,
-            mark=mark,
-            **fields,
+        """A request in score mode, of at least two tokens, the last of which is not fed, with further fields."""
+        spec = replace(spec, last_token=token_ids[-1])
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            prompt_logprobs=spec.num_top,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
         )
+        prompt = tokens_input(list(token_ids[:-1]), cache_salt=cache_salt)
+        return cls(request_id, token_ids, spec, prompt, ScoringParams.of(params, spec), **fields)
 
     @classmethod
     def sample(
@@ -117,27 +90,28 @@ class RowsRequest:
         *,
         request_id: str,
         prompt: Mapping[str, Any],
-        params: ScoringParams,
+        params: SamplingParams,
         owner: str,
         options: Mapping[str, Any],
     ) -> "RowsRequest":
         """A request whose prompt is scored, and that samples as its parameters say."""
         # An engine that it is moved to or from must find its keys and values.
         moved = is_moved(params)
+        spec = RowSpec(num_top=params.prompt_logprobs)
         return cls(
             request_id,
             token_ids,
-            len(token_ids),
+            spec,
             prompt,
-            params,
+            ScoringParams.of(params, spec),
             use_cache=params.n == 1 and prompt["type"] == "token" and not moved,
             options=options,
             owner="" if moved else owner,
         )
 
     @property
-    def num_columns(self) -> int:
-        return self.mark.num_columns if self.mark else int(self.params.prompt_logprobs) + 1
+    def num_fed(self) -> int:
+        return len(self.token_ids) - (self.spec.last_token is not None)
 
     @property
     def first_row(self) -> int:
@@ -180,8 +154,9 @@ async def run_engine(
         UnavailableError: the engine has died, or the server stops.
     """
     output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)
-    first_row = None if request.mark is None else request.mark.first - 1
-    return EnginePass(output, *read_rows(request.token_ids, request.num_fed, request.num_columns, output, first_row))
+    num_columns, first = request.spec.num_columns, max(output.num_cached_tokens or 0, request.spec.first - 1)
+    columns = read_columns(output.prompt_logprobs, num_columns)
+    return EnginePass(output, *read_rows(request.token_ids, num_columns, columns, first))
 
 
 async def in_engine(

@@ -18,8 +18,8 @@ from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import ReadAhead, UnreadableFileError, WorkerFiles
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
-from scoremode_server.vllm_patches.reference_windows import WindowMark
-from scoremode_server.vllm_patches.window_params import call_workers
+from scoremode_server.vllm_patches.row_spec import WindowMark
+from scoremode_server.vllm_patches.worker_extension import call_workers
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Comparer:
         stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
         def mark(index: int) -> tuple[list[int], WindowMark]:
-            return mark_window("compare", reference, text, index, num_top, stamp)
+            return mark_window("compare", reference, text, index, stamp)
 
         # After a request for one window, the client will probably request the following ones.
         order = indices if len(indices) > 1 else range(indices[0], len(text.windows))
@@ -87,7 +87,8 @@ class Comparer:
         def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
             for place, index in enumerate(indices):
                 following = (order[later] for later in range(place + 1, len(order)))
-                yield self._compared(reference, MarkedWindow(*mark(index), settings), ReadAhead(following, mark))
+                window = MarkedWindow(*mark(index), settings, num_top)
+                yield self._compared(reference, window, ReadAhead(following, mark))
 
         # As many windows are read as are in the engine.
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as compared:

@@ -28,7 +28,7 @@ from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import TextWindows
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import WorkerFiles
-from scoremode_server.vllm_patches.window_params import call_workers
+from scoremode_server.vllm_patches.worker_extension import call_workers
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.references")

@@ -1,6 +1,6 @@
 """Windows of a reference as requests to the engine, and the workers' answers to them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,8 +13,7 @@ from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.rows import Columns, missing_row
 from scoremode_server.scoring.scorer import ScoreSettings
-from scoremode_server.vllm_patches.reference_windows import WindowMark
-from scoremode_server.vllm_patches.window_params import WindowParams
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 
 
 def mark_window(
@@ -22,7 +21,6 @@ def mark_window(
     reference: StoredReference,
     text: StoredText,
     index: int,
-    num_top: int = 0,
     head_stamp: str = "",
 ) -> tuple[list[int], WindowMark]:
     """The tokens of a window of a reference, and its mark. Workers tell references apart by name and identity, and LM
@@ -33,10 +31,7 @@ def mark_window(
         reference=reference.name,
         identity=reference.manifest.identity,
         index=index,
-        first=first,
         num_scored=len(token_ids) - first,
-        last_token=token_ids[-1],
-        num_top=num_top,
         ticket=random_uuid(),
         head=f"{reference.name}/{reference.manifest.identity}/{head_stamp}",
     )
@@ -51,24 +46,32 @@ class MarkedWindow:
     token_ids: list[int]
     mark: WindowMark
     settings: ScoreSettings
+    num_top: int = 0
+    """Top tokens that are wanted of both sides."""
 
     def __post_init__(self) -> None:
         self.settings.queue.add(1, len(self.token_ids))
+
+    @property
+    def first(self) -> int:
+        """Position of the first target."""
+        return len(self.token_ids) - self.mark.num_scored
 
     def request(self, mark: WindowMark, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
         """The engine's request, with the window's mark or one with another ticket, at a gate, for the data-parallel
         rank that has read its files; for any if None."""
         options = self.settings.options
-        request = RowsRequest.score(
+        return RowsRequest.score(
             self.token_ids,
+            RowSpec(self.first, num_top=self.num_top, window=mark),
             request_id=f"{self.settings.request_id}-{mark.index}",
             # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),
             use_cache=False,
             options=options if rank is None else {**options, "data_parallel_rank": rank},
             queue=self.settings.queue,
+            gate=gate,
         )
-        return replace(request, params=WindowParams.mark(request.params, mark), gate=gate)
 
     def done(self) -> None:
         """The window has its answer."""
@@ -79,7 +82,7 @@ class MarkedWindow:
         if len(is_nan) != self.mark.num_scored:
             raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
         if is_nan.any():
-            raise missing_row(self.mark.first + int(is_nan.argmax()))
+            raise missing_row(self.first + int(is_nan.argmax()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class WindowComparison:
 
     @classmethod
     def from_columns(cls, index: int, columns: Columns) -> "WindowComparison":
-        """From a worker's columns, whose order `vllm_patches.reference_windows` decides."""
+        """From a worker's columns, whose order `vllm_patches.row_scorer` decides."""
         token_ids, logprobs, ranks = columns
         width = token_ids.shape[1] // 2
         served, reference = slice(1, width), slice(width + 1, 2 * width)

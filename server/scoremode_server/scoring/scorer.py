@@ -14,7 +14,7 @@ from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.vllm_patches.scored_windows import ScoredMark
+from scoremode_server.vllm_patches.row_spec import RowSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +54,13 @@ class ScoredSequence:
     def has_own_candidates(self) -> bool:
         return self.candidates is not None and self.candidates.ndim > 1
 
-    def mark(self, settings: ScoreSettings) -> ScoredMark | None:
-        """The instructions for the engine's workers, if vLLM's prompt logprobs are not enough."""
+    def spec(self, settings: ScoreSettings) -> RowSpec:
+        """The rows that the engine's workers compute."""
         first, candidates = max(1, self.first), self.candidates
-        if candidates is None and settings.temperature == 1.0 and not (self.only_from_first and first > 1):
-            return None
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - self.first :]
-        return ScoredMark(
+        return RowSpec(
             first=first if self.only_from_first or self.has_own_candidates else 1,
-            last_token=self.token_ids[-1],
             num_top=settings.top_logprobs,
             temperature=settings.temperature,
             num_candidates=self.num_candidates,
@@ -86,18 +83,18 @@ class Scorer:
         )
 
     async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
-        token_ids, mark = sequence.token_ids, sequence.mark(settings)
+        token_ids, spec = sequence.token_ids, sequence.spec(settings)
         if len(token_ids) == 1:
             settings.queue.done(1, 0)
             await self._turns.wait()
-            return ScoredRows(Rows.empty(0, mark.num_columns if mark else settings.top_logprobs + 1), 0)
+            return ScoredRows(Rows.empty(0, spec.num_columns), 0)
         # Keys and values that no other request may read have a salt of their own.
         salt = settings.cache_salt if settings.use_cache else random_uuid()
         request = RowsRequest.score(
             token_ids,
+            spec,
             request_id=f"{settings.request_id}-{index}",
             first=max(1, sequence.first),
-            top_logprobs=settings.top_logprobs,
             use_cache=settings.use_cache,
             cache_salt=salt,
             # Only the same request again could use rows with these candidates.
@@ -105,7 +102,6 @@ class Scorer:
             owner=settings.owner,
             options=settings.options,
             queue=settings.queue,
-            mark=mark,
         )
         result = await self._engine.rows(request)
         await self._turns.wait()
@@ -121,8 +117,8 @@ def check_engine(config: VllmConfig) -> None:
     mode = config.model_config.logprobs_mode
     if mode != "raw_logprobs":
         raise ValueError(
-            f"scoring needs --logprobs-mode raw_logprobs, got {mode}: the last token of a sequence is scored by a step "
-            "that allows that token only, and a processed logprob of it would always be 0"
+            f"scoring needs --logprobs-mode raw_logprobs, got {mode}: logprobs of tokens that requests sample or force "
+            "would be of another distribution than those of prompts"
         )
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")

@@ -23,8 +23,9 @@ from scoremode_server.errors import EngineOutputError, RequestError, Unavailable
 from scoremode_server.prefix_cache.admission import Admission, Gate
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.vllm_patches.head_memory import FAILED
-from scoremode_server.vllm_patches.reference_windows import HeadOrder, Orders, WindowMark
-from scoremode_server.vllm_patches.window_params import call_engines
+from scoremode_server.vllm_patches.reference_windows import HeadOrder, Orders
+from scoremode_server.vllm_patches.row_spec import WindowMark
+from scoremode_server.vllm_patches.worker_extension import call_engines
 
 SECONDS_TO_READ = 120
 """Time for a worker to read a window or an LM head."""

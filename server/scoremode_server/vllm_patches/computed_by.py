@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from scoremode.wire.protocol import ComputedBy
-from scoremode_server.vllm_patches.window_params import call_workers
+from scoremode_server.vllm_patches.worker_extension import call_workers
 
 # vLLM shows only the messages of loggers below its own.
 logger = init_logger("vllm.scoremode.computed_by")

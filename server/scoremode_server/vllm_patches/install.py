@@ -61,12 +61,11 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
 
     from scoremode_server.vllm_patches import adapters, runner_v1, runner_v2
     from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
-    from scoremode_server.vllm_patches.scored_windows import ScoredWindows
 
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
     root = reference_directory()
-    windows = ScoredWindows() if root is None else ReferenceWindows(ReferenceDirectory(root), head_bytes)
+    windows = None if root is None else ReferenceWindows(ReferenceDirectory(root), head_bytes)
     adapters.patch()
     runner_v1.patch(budget_bytes, windows)
     runner_v2.patch(budget_bytes, windows)

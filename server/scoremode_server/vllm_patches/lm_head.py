@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from scoremode_server.kernels.tensor_parallel import Shard, all_ranks_agree
+from scoremode_server.kernels.tensor_parallel import Shard, agreed
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -76,7 +76,7 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
     local = _LocalProjection(logits_fn, call.processor) if call else None
     # What a rank computes by itself must be the very columns that it gets from all.
     same = call is not None and shard is not None and local is not None and _same(local(example), shard, call.output)
-    if group.world_size > 1 and not all_ranks_agree(group, same):
+    if group.world_size > 1 and not agreed(group, [same])[0]:
         logger.warning(
             "Prompt logprobs gather the whole vocabulary on each rank: the module that computes logits is not known"
         )

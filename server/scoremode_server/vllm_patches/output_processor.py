@@ -11,9 +11,8 @@ the token adds, and here only the prompt's end.
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self, cast
+from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detokenizer
@@ -21,6 +20,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.rows import PromptLogprobs
+from scoremode_server.vllm_patches.scoring_params import ScoringParams
 
 DECODED_TOKENS = 16
 """Tokens at a prompt's end that the text of the next token may depend on. A character has at most four bytes, so that
@@ -28,20 +28,6 @@ four tokens can be part of it; vLLM's detokenizer for slow tokenizers looks at s
 
 INCOMPLETE = "�"
 """What the bytes of a part of a character decode to."""
-
-
-class ScoringParams(SamplingParams):
-    """Sampling parameters of a scoring request. The type is what marks it, since no client can send a type.
-
-    The engine's processes receive plain `SamplingParams`: fields are sent, not the type.
-    """
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> Self:
-        """The same parameters, which were checked when they were made."""
-        marked = copy(params)
-        marked.__class__ = cls
-        return cast("Self", marked)
 
 
 def is_scoring(state: Any) -> bool:

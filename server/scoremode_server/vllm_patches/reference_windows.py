@@ -1,37 +1,27 @@
-"""Windows of references in an engine worker: their hidden states are kept, or compared with those that were kept.
+"""Windows of references in an engine worker: what becomes of their rows, and the files and the memory for that."""
 
-The API server marks the sampling parameters of such a window, and no other request may carry the mark (`guard_marks`).
-"""
-
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.kernels.working_memory import RESERVED_TOP
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead, copy_to_host
-from scoremode_server.vllm_patches.scored_windows import ScoredWindows
-from scoremode_server.vllm_patches.windows import Projections, Window, marked_with
+from scoremode_server.vllm_patches.row_spec import WindowMark
 
 # vLLM shows only the messages of loggers below its own.
 logger = init_logger(f"vllm.{__name__}")
-
-MARK = "scoremode_reference"
-"""The key in `SamplingParams.extra_args`."""
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
@@ -39,33 +29,6 @@ disk does not answer, and fail."""
 
 MAX_OUTCOMES = 4096
 """Files that were written, or not, and of which nobody has asked. API servers ask for far fewer at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class WindowMark:
-    """What is to be done with a request's hidden states."""
-
-    action: Literal["record", "compare"]
-    reference: str
-    identity: str
-    index: int
-    """Of the window."""
-    first: int
-    """Position of the first target."""
-    num_scored: int
-    """Targets."""
-    last_token: int
-    """The last target, which is not fed."""
-    num_top: int = 0
-    """Likeliest tokens that are wanted of both sides."""
-    ticket: str = ""
-    """Names what is read for the window or written of it, for API servers."""
-    head: str = ""
-    """The key of the reference's LM head, if the window is compared."""
-
-    def as_extra_args(self) -> dict[str, Any]:
-        """For `SamplingParams`."""
-        return {MARK: asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,70 +62,28 @@ class Orders:
     """Keys of which the state is asked."""
 
 
-def find_mark(sampling_params: Any) -> WindowMark | None:
-    """The mark of a request, if it has one."""
-    mark = marked_with(sampling_params, MARK)
-    return None if mark is None else WindowMark(**mark)
+class ComparedWindow:
+    """A window whose rows are compared with those of a reference.
+
+    Attributes:
+        key: of the reference's LM head.
+        hidden_states: the reference's, on the host; None if they could not be read.
+    """
+
+    def __init__(self, key: str, hidden_states: torch.Tensor | None, heads: HeadMemory) -> None:
+        self.key = key
+        self.hidden_states = hidden_states
+        self._heads = heads
+
+    def head(self, *, local: bool) -> ReferenceHead | None:
+        """The reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
+        return None if self.hidden_states is None else self._heads.find(self.key, local=local)
 
 
-class ComparedWindow(Window):
-    """Tokens: of the served model the target and the top tokens, of the reference the same, the reference's rank of the
-    target [2 (1 + k) + 1]. Logprobs: theirs in the same order, KL(reference||served), KL(served||reference), acceptance
-    [2 (1 + k) + 3]. Ranks: the served model's. Where the reference was not read, all logprobs are NaN."""
+class RecordedWindow:
+    """A window whose hidden states and logprobs go to a file."""
 
-    def __init__(
-        self,
-        mark: WindowMark,
-        hidden_states: torch.Tensor | None,
-        head: Callable[[bool], ReferenceHead | None],
-    ) -> None:
-        super().__init__(mark.first, mark.last_token)
-        self.mark = mark
-        self._hidden_states = hidden_states
-        self._head = head
-
-    def _rows(
-        self, row: int, targets: torch.Tensor, hidden_states: torch.Tensor, projections: Projections
-    ) -> LogprobsTensors:
-        kept, head = self._hidden_states, self._head(projections.shard is not None)
-        # Ranks compute together or not at all.
-        if not projections.all_ranks_agree(kept is not None and head is not None):
-            return self._unreadable(targets)
-        assert kept is not None
-        assert head is not None
-        kept_rows = kept[row : row + len(targets)].to(targets.device, non_blocking=True)
-        found = projections.compare(targets, hidden_states, head, kept_rows, self.mark.num_top)
-        served, reference = found.served, found.reference
-        return LogprobsTensors(
-            torch.cat((served.tokens, reference.tokens, reference.ranks[:, None]), 1),
-            torch.cat(
-                (
-                    served.logprobs,
-                    reference.logprobs,
-                    torch.stack((found.kld, found.reverse_kld, found.acceptance), 1),
-                ),
-                1,
-            ),
-            served.ranks,
-        )
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-    def _unreadable(self, targets: torch.Tensor) -> LogprobsTensors:
-        num_columns = 2 * (1 + max(1, self.mark.num_top))
-        return LogprobsTensors(
-            targets.new_full((len(targets), num_columns + 1), -1, dtype=torch.int32),
-            targets.new_full((len(targets), num_columns + 3), math.nan, dtype=torch.float32),
-            targets.new_zeros(len(targets), dtype=torch.int32),
-        )
-
-
-class RecordedWindow(Window):
-    """Rows are those of prompt logprobs; hidden states and logprobs go to a file."""
-
-    def __init__(self, mark: WindowMark, write: Callable[["RecordedWindow"], None] | None) -> None:
-        super().__init__(mark.first, mark.last_token)
+    def __init__(self, mark: WindowMark, write: Callable[["RecordedWindow"], None]) -> None:
         self.mark = mark
         self._write = write
         self.hidden_states: list[torch.Tensor] = []
@@ -170,22 +91,17 @@ class RecordedWindow(Window):
         self.copied: Any = None
         """An event of the device, after which both are on the host; None on a CPU."""
 
-    def _rows(
-        self, row: int, targets: torch.Tensor, hidden_states: torch.Tensor, projections: Projections
-    ) -> LogprobsTensors:
-        tokens, logprobs, ranks = projections.score(targets, hidden_states)
-        if self._write is not None:
-            self.hidden_states.append(_to_host(hidden_states))
-            self.logprobs.append(_to_host(logprobs[:, 0]))
-        return LogprobsTensors(tokens, logprobs, ranks)
+    def add(self, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Copy some rows to the host."""
+        self.hidden_states.append(_to_host(hidden_states))
+        self.logprobs.append(_to_host(logprobs))
 
     def finish(self) -> None:
         """All rows were given."""
-        if self._write is not None:
-            if self.hidden_states[0].is_pinned():
-                self.copied = torch.cuda.Event()
-                self.copied.record()
-            self._write(self)
+        if self.hidden_states[0].is_pinned():
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        self._write(self)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,8 +111,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-class ReferenceWindows(ScoredWindows):
-    """The windows in this worker, the files that they need, and the memory for references' LM heads.
+class ReferenceWindows:
+    """The files that windows in this worker need, and the memory for references' LM heads.
 
     No step and no call waits for a file: threads read what API servers order before they send a window, and write what
     windows leave. API servers ask about the progress.
@@ -211,7 +127,6 @@ class ReferenceWindows(ScoredWindows):
             root: where references are.
             head_bytes: memory for LM heads, all ranks together.
         """
-        super().__init__()
         self.root = root
         self.heads: HeadMemory | None = None
         self._head_bytes = head_bytes
@@ -224,24 +139,15 @@ class ReferenceWindows(ScoredWindows):
         self._outcomes: OrderedDict[str, str] = OrderedDict()
         """By ticket: why something was not written, or nothing if it was."""
 
-    def begin(self, sampling_params: Any, *, writes: bool, device: torch.device) -> Window | None:
-        """The window that parameters mark, of a reference or not; None if they mark none."""
-        mark = find_mark(sampling_params)
-        if mark is None:
-            return super().begin(sampling_params, writes=writes, device=device)
+    def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
+        """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
         if mark.action == "record":
-            return RecordedWindow(mark, self._write_later if writes else None)
+            return RecordedWindow(mark, self._write_later) if writes else None
+        assert self.heads is not None
         read = self._read.get(mark.ticket)
-        hidden_states = read.result() if read is not None and _outcome(read) == "" else None
-        return ComparedWindow(mark, hidden_states, lambda local: self._head(mark, local))
-
-    def reserve(self, runner: Any, hidden_states: torch.Tensor, projections: Projections) -> None:
-        """Allocate the memory for references' heads, and compare as many rows as a chunk has, while vLLM profiles."""
-        self.allocate_heads(runner.vllm_config, hidden_states.device)
-        states = hidden_states.new_zeros((runner.max_num_tokens, hidden_states.shape[-1]))
-        targets = torch.zeros(len(states), dtype=torch.int64, device=states.device)
-        head = ReferenceHead(projections.project, runner.model_config.head_dtype.itemsize)
-        projections.compare(targets, states, head, states, RESERVED_TOP)
+        return ComparedWindow(
+            mark.head, read.result() if read is not None and _outcome(read) == "" else None, self.heads
+        )
 
     def allocate_heads(self, config: VllmConfig, device: torch.device) -> HeadMemory:
         """The memory for references' heads."""
@@ -300,10 +206,6 @@ class ReferenceWindows(ScoredWindows):
         if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
         return hidden_states.pin_memory() if pinned else hidden_states
-
-    def _head(self, mark: WindowMark, local: bool) -> ReferenceHead | None:
-        assert self.heads is not None
-        return self.heads.find(mark.head, local=local)
 
     def written(self, ticket: str, failure: str = "") -> None:
         """Keep for API servers that something was written, or why not."""

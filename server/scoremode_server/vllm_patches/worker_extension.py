@@ -1,4 +1,4 @@
-"""What API servers ask of engine workers by vLLM's `collective_rpc`: its `--worker-extension-cls`."""
+"""What API servers ask of engine workers by vLLM's `collective_rpc`, and its `--worker-extension-cls`."""
 
 from typing import Any
 
@@ -72,3 +72,18 @@ class ReferenceWorker:
     def _scoremode_windows(self) -> ReferenceWindows:
         windows: ReferenceWindows = type(self._scoremode_runner())._scoremode_windows
         return windows
+
+
+async def call_engines(client: Any, method: str, *args: Any) -> list[list[Any]]:
+    """What a method of `ReferenceWorker` returns on each worker, engine by engine."""
+    # Not by the client's own `collective_rpc`: with several engines it returns what the first one's workers do, and it
+    # is wrapped to drop the cached rows, since weights may change by it. They do not change by these methods.
+    of_engines: list[list[Any]] = await client.engine_core.call_utility_all_async(
+        "collective_rpc", method, None, args, {}
+    )
+    return of_engines
+
+
+async def call_workers(client: Any, method: str, *args: Any) -> list[Any]:
+    """What a method of `ReferenceWorker` returns on each worker of each engine."""
+    return [result for results in await call_engines(client, method, *args) for result in results]

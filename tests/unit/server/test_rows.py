@@ -6,8 +6,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError
-from scoremode_server.offline import SequenceScore, read_score
-from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.offline import SequenceScore, read_score, score_params
 from scoremode_server.rows import NO_RANK, PromptLogprobs, Rows, json_logprobs, read_rows
 from tests.unit.server.prefix_cache.fake_engine import prompt_logprobs
 
@@ -77,21 +76,18 @@ def test_the_error_says_that_the_engine_aborted_the_request(reason: str):
     assert error.value.finish_reason == reason
 
 
-def test_rows_of_cached_positions_are_never_used():
-    """The V1 runner returns them with anything in them; the V2 runner leaves them out."""
-    token_ids, garbage = [1, 2, 3, 4, 5], -99.0
-    ids, logprobs = np.array([[2], [3], [4], [5]], np.int32), np.array([[garbage], [garbage], [-3], [-4]], np.float32)
-    ranks = np.array([1, 1, 3, 4], np.int32)
-    for first in (0, 2):
-        rows, num_missing = read_rows(
-            token_ids,
-            5,
-            1,
-            output_of(prompt_logprobs(ids[first:], logprobs[first:], ranks[first:]), None, num_cached_tokens=2),
-        )
-        assert num_missing == 2
-        assert rows.logprobs[2:, 0].tolist() == [-3, -4]
-        assert rows.ranks[2:].tolist() == [3, 4]
+@pytest.mark.parametrize(("first", "spoilt", "num_missing"), [(0, 2, 3), (2, None, 2), (2, 1, 4), (1, None, 4)])
+def test_rows_are_valid_after_the_last_that_is_not(first: int, spoilt: int | None, num_missing: int):
+    """Of the last case there is one row too few."""
+    ids, logprobs = np.array([[2], [3], [4], [5]], np.int32), np.array([[-1], [-2], [-3], [-4]], np.float32)
+    columns = ids[max(first, 2 * (first == 1)) :], logprobs[max(first, 2 * (first == 1)) :], np.array([1, 1, 3, 4])
+    columns = columns[0].copy(), columns[1], columns[2][-len(columns[0]) :]
+    if spoilt is not None:
+        columns[0][spoilt] = 9
+    rows, missing = read_rows([1, 2, 3, 4, 5], 1, columns, first)
+    assert missing == num_missing
+    assert rows.logprobs[missing:, 0].tolist() == [-1, -2, -3, -4][missing:]
+    assert rows.ranks[missing:].tolist() == [1, 1, 3, 4][missing:]
 
 
 def test_parts_of_a_prompt_are_joined():

@@ -56,7 +56,7 @@ def light_app(
     tokenizer: Any = None,
 ) -> FastAPI:
     """The app. A request that vLLM's own routes would answer fails with 500."""
-    engine = engine or FakeEngine(BLOCK_SIZE, "v2")
+    engine = engine or FakeEngine(BLOCK_SIZE)
     renderer = SimpleNamespace(tokenizer=tokenizer)
     scoring = ScoringEngine(engine, RowStore(BLOCK_SIZE, 1 << 20), Metrics(0, CollectorRegistry()), size)
     turns = Turns()
@@ -94,7 +94,7 @@ def _app_with_default_flags() -> FastAPI:
 def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI, HeldEngine]:
     """The app with our handlers of completions and of token ids around vLLM's, and its engine, which is not held."""
     model_config = ModelConfig(str(model), dtype="float32")
-    config, engine = VllmConfig(model_config=model_config), HeldEngine(BLOCK_SIZE, "v2")
+    config, engine = VllmConfig(model_config=model_config), HeldEngine(BLOCK_SIZE)
     engine.let_go.set()
     # What vLLM's handlers use of an engine client.
     engine.vllm_config, engine.model_config, engine.input_processor = config, model_config, None

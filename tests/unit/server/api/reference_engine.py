@@ -16,11 +16,12 @@ from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows, find_mark
+from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.prefix_cache.fake_engine import VOCABULARY, HeldEngine
 from tests.unit.server.references.reference_setup import HEAD, HIDDEN, MODEL
-from tests.unit.server.vllm_patches.test_reference_windows import LinearProjections
+from tests.unit.server.vllm_patches.linear_scorer import LinearWorker, make_scorer
 
 CPU = torch.device("cpu")
 HEAD_FORMAT = HEAD.model_copy(update={"vocab_size": VOCABULARY, "weight_dtype": "float32", "head_dtype": "float32"})
@@ -37,11 +38,10 @@ async def record(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
     return answer.json()
 
 
-class LinearModel(LinearProjections):
+class LinearModel:
     """Hidden states follow from a token and its position, logits are linear in them. `noise` makes another model."""
 
     def __init__(self, noise: float) -> None:
-        super().__init__()
         generator = torch.Generator().manual_seed(7)
         self.embeddings, weight, more = (torch.randn(VOCABULARY, HIDDEN, generator=generator) for _ in range(3))
         self.weight = weight + noise * more
@@ -87,7 +87,7 @@ class ReferenceEngine(HeldEngine):
     """
 
     def __init__(self, root: Path, noise: float = 0.0, num_heads: int = 1, **identity: Any) -> None:
-        super().__init__(16, "v2")
+        super().__init__(16)
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
         self.windows = ReferenceWindows(self.directory)
@@ -122,16 +122,15 @@ class ReferenceEngine(HeldEngine):
         return [[methods[method](*arguments)]]
 
     async def _compute(self, prompt: Any, params: Any, request_id: str, lora: Any) -> RequestOutput:
-        mark, token_ids = find_mark(params), prompt["prompt_token_ids"]
-        window = self.windows.add(request_id, params, writes=True, device=CPU)
-        if mark is None or window is None:
+        spec, token_ids = RowSpec.read(params), prompt["prompt_token_ids"]
+        if spec is None or spec.window is None:
             return await super()._compute(prompt, params, request_id, lora)
         hidden_states = self.model.hidden_states(token_ids)
         if self.nan_at is not None:
-            hidden_states[mark.first - 1 + self.nan_at] = torch.nan
+            hidden_states[spec.first - 1 + self.nan_at] = torch.nan
+        worker = LinearWorker(make_scorer(VOCABULARY, self.windows, chunk=100), self.model.project)
         logprobs = PromptLogprobs()
-        logprobs.append(window.step(0, hidden_states, torch.tensor(token_ids), len(token_ids), self.model))
-        self.windows.remove(request_id)
-        self.computed.append(mark.index)
-        completion = CompletionOutput(0, "", [mark.last_token], None, None, finish_reason="length")
+        logprobs.append(worker.whole(spec, hidden_states, token_ids))
+        self.computed.append(spec.window.index)
+        completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)

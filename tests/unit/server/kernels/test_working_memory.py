@@ -13,8 +13,7 @@ from scoremode_server.kernels.working_memory import (
     block_bytes,
     row_bytes_compared,
     row_bytes_fused,
-    row_bytes_v1,
-    row_bytes_v2,
+    row_bytes_unfused,
     rows_per_chunk,
 )
 
@@ -22,25 +21,21 @@ MEBIBYTE = 1024**2
 
 
 @pytest.mark.parametrize(
-    ("shape", "v1", "v2"),
+    ("shape", "expected"),
     [
-        # 128,256 entries, bfloat16. V1: 2 logits + 4 float32 copy + 4 logprobs. V2: 2 logits, and 2 after capping.
-        # 588 bytes of results for 20 likeliest tokens and the actual one.
-        (LogitsShape(128_256, 2), 128_256 * 10 + 588, 128_256 * 4 + 588),
-        (LogitsShape(262_144, 2), 262_144 * 10 + 588, 262_144 * 4 + 588),
-        # float32: V1 needs no copy.
-        (LogitsShape(128_256, 4), 128_256 * 8 + 588, 128_256 * 8 + 588),
-        # Two ranks, bfloat16: half a row, a row gathered, a row in order.
-        (LogitsShape(128_256, 2, 2), 128_256 * 10 + 588, 128_256 * 5 + 588),
-        # Two ranks, float32: gathering is the V1 runner's peak too.
-        (LogitsShape(128_256, 4, 2), 128_256 * 10 + 588, 128_256 * 10 + 588),
+        # 128,256 entries, bfloat16: 2 logits + 4 float32 copy + 4 logprobs. 588 bytes of results for 20 top tokens and
+        # the actual one.
+        (LogitsShape(128_256, 2), 128_256 * 10 + 588),
+        # float32: no copy.
+        (LogitsShape(128_256, 4), 128_256 * 8 + 588),
+        # Two ranks, float32: half a row, a row gathered, a row in order.
+        (LogitsShape(128_256, 4, 2), 128_256 * 10 + 588),
         # 50,257 is padded to 50,304.
-        (LogitsShape(50_257, 2), 50_304 * 10 + 588, 50_304 * 4 + 588),
+        (LogitsShape(50_257, 2), 50_304 * 10 + 588),
     ],
 )
-def test_bytes_of_a_row(shape: LogitsShape, v1: int, v2: int):
-    assert row_bytes_v1(shape) == v1
-    assert row_bytes_v2(shape) == v2
+def test_bytes_of_a_row_in_vllms_functions(shape: LogitsShape, expected: int):
+    assert row_bytes_unfused(shape, 20) == expected
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
-from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.scoring_params import ScoringParams
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestError, expected_rows
 
 ROOM = 1 << 24
 SIZE = 4
 LARGE = EngineSize(tokens=3072, sequences=192, max_scoring_tokens=100_000)
 LORAS = {0: None, 1: LoRARequest("one", 1, "/one"), 2: LoRARequest("two", 2, "/two")}
-RUNNERS = ["v1", "v2"]
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Ask:
         if self.scores:
             return RowsRequest.score(
                 self.token_ids,
+                RowSpec(num_top=self.top),
                 request_id=request_id,
-                top_logprobs=self.top,
                 cache_salt=self.salt,
                 first=self.first,
                 use_cache=self.cached,
@@ -66,12 +66,13 @@ class Ask:
             logprobs=self.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        spec = RowSpec(num_top=self.top)
         return RowsRequest(
             request_id,
             self.fed,
-            len(self.fed),
+            spec,
             tokens_input(self.fed, cache_salt=self.salt),
-            ScoringParams.of(params),
+            ScoringParams.of(params, spec),
             first=self.first,
             use_cache=self.cached,
             options=options,
@@ -144,8 +145,8 @@ class Setup:
         return sum(len(block) + ENTRY_BYTES for block in self.store._blocks.values())
 
 
-def setup(runner: str = "v2", max_bytes: int = ROOM, size: int = SIZE, **settings: Any) -> Setup:
-    return Setup(FakeEngine(size, runner, **settings), RowStore(size, max_bytes))
+def setup(max_bytes: int = ROOM, size: int = SIZE, **settings: Any) -> Setup:
+    return Setup(FakeEngine(size, **settings), RowStore(size, max_bytes))
 
 
 async def outcome(setup: Setup, ask: Ask) -> EngineResult | None:

@@ -1,4 +1,4 @@
-"""An engine client without an engine: a prefix cache and outputs as vLLM's two model runners have them.
+"""An engine client without an engine: a prefix cache and outputs as vLLM's workers have them.
 
 Logprobs are a known function of what the engine would have attended to: tokens, adapter, the caller's salt and the
 weights at the time at which each token's keys and values were computed. So a row of another prefix, of older weights,
@@ -20,6 +20,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.rows import PromptLogprobs
+from scoremode_server.vllm_patches.row_spec import RowSpec
 
 VOCABULARY = 1000
 MAX_TOP = 4
@@ -88,7 +89,6 @@ class FakeEngine:
     def __init__(
         self,
         block_size: int,
-        runner: str,
         *,
         seed: int = 0,
         losses: float = 0,
@@ -99,7 +99,6 @@ class FakeEngine:
         in_order: bool = False,
     ) -> None:
         self.block_size = block_size
-        self.runner = runner
         self.random = random.Random(seed)
         self.losses, self.give_ups, self.evictions, self.preemptions = losses, give_ups, evictions, preemptions
         self.latency = latency
@@ -115,7 +114,6 @@ class FakeEngine:
         self.aborted: list[list[str]] = []
         """Ids of each call."""
         self.requests: list[tuple[list[int], Any]] = []
-        self.kept_rows: list[tuple[np.ndarray, ...]] = []
         self.vllm_config = SimpleNamespace()
 
     async def _pause(self) -> None:
@@ -201,12 +199,12 @@ class FakeEngine:
     def _output(
         self, token_ids: list[int], params: Any, request_id: str, states: list[bytes], reported: int, start: int
     ) -> RequestOutput:
-        width = params.prompt_logprobs + 1
-        computed = rows_after(states[start:-1], token_ids[start + 1 :], width)
-        rows = computed if self.runner == "v2" else self._with_garbage(computed, len(token_ids) - 1, width, reported)
-        if rows is not computed:
-            self.kept_rows.append(rows)
-        sampled = (params.allowed_token_ids or [7])[0]
+        spec = RowSpec.read(params)
+        assert spec is not None
+        targets = [*token_ids[1:], *([] if spec.last_token is None else [spec.last_token])]
+        first = max(start, spec.first - 1)
+        rows = rows_after(states[first : len(targets)], targets[first:], spec.num_columns)
+        sampled = 7
         logprobs = prompt_logprobs(*rows)
         completion = CompletionOutput(0, "", [sampled], None, None, finish_reason="length")
         if params.logprobs is not None:
@@ -219,35 +217,11 @@ class FakeEngine:
         flat.append_fast(ids[:width], logprobs[:width], [rank, *range(1, width)], [None] * width)
         return flat
 
-    def _with_garbage(
-        self, computed: tuple[np.ndarray, ...], num_rows: int, width: int, reported: int
-    ) -> tuple[np.ndarray, ...]:
-        """All rows, in memory that was not cleared: zeros, anything, or the rows of an earlier request. With
-        the V1 runner patched the logprobs of the last kind and of those after `reported` are NaN."""
-        ids = np.zeros((num_rows, width), np.int32)
-        logprobs = np.zeros((num_rows, width), np.float32)
-        ranks = np.zeros(num_rows, np.int32)
-        kind = self.random.choice(["zeros", "noise", "earlier"])
-        if kind == "noise":
-            ids[:] = self.random.randrange(5)
-            logprobs[:] = -self.random.random()
-        if kind == "earlier" and self.kept_rows:
-            earlier = self.random.choice(self.kept_rows)
-            size = min(len(earlier[0]), num_rows)
-            columns = min(width, earlier[0].shape[1])
-            ids[:size, :columns] = earlier[0][:size, :columns]
-            logprobs[:size, :columns] = earlier[1][:size, :columns]
-            ranks[:size] = earlier[2][:size]
-        logprobs[reported:] = np.nan
-        num_computed = len(computed[0])
-        for target, source in zip((ids, logprobs, ranks), computed, strict=True):
-            target[num_rows - num_computed :] = source
-        return ids, logprobs, ranks
-
     def _given_up(self, token_ids: list[int], request_id: str, reported: int) -> RequestOutput:
         completion = CompletionOutput(0, "", [], None, FlatLogprobs(), finish_reason="abort")
-        logprobs = prompt_logprobs(*self.kept_rows[-1]) if self.kept_rows else PromptLogprobs()
-        return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=reported)
+        return RequestOutput(
+            request_id, None, token_ids, PromptLogprobs(), [completion], True, num_cached_tokens=reported
+        )
 
     async def _change(self, *, forget: bool) -> None:
         await self._pause()
@@ -287,8 +261,8 @@ class FakeEngine:
 class HeldEngine(FakeEngine):
     """An engine that answers nothing until it is let go."""
 
-    def __init__(self, block_size: int, runner: str) -> None:
-        super().__init__(block_size, runner)
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
         self.has_any, self.let_go = asyncio.Event(), asyncio.Event()
         self.inside: list[str] = []
         """Ids of the requests that came."""

@@ -9,7 +9,7 @@ import pytest
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.prefix_cache.engine import make_store
 from scoremode_server.prefix_cache.store import RowStore
-from tests.unit.server.prefix_cache.cache_setup import ROOM, RUNNERS, SIZE, Ask, Setup, setup
+from tests.unit.server.prefix_cache.cache_setup import ROOM, SIZE, Ask, Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, prompt_logprobs
 
 
@@ -17,7 +17,7 @@ class RecordingEngine(FakeEngine):
     """Keeps the prompts that it is given."""
 
     def __init__(self) -> None:
-        super().__init__(SIZE, "v1")
+        super().__init__(SIZE)
         self.prompts: list[Any] = []
 
     def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ async def test_the_engine_refuses_a_token_outside_the_vocabulary():
             raise ValueError(f"Token id {max(prompt['prompt_token_ids'])} is out of vocabulary")
             yield
 
-    made = Setup(RefusingEngine(SIZE, "v1"), RowStore(SIZE, ROOM))
+    made = Setup(RefusingEngine(SIZE), RowStore(SIZE, ROOM))
     with pytest.raises(ValueError, match=f"{1 << 40} is out of vocabulary"):
         await made.ask(Ask([*range(12), 1 << 40, 1]))
 
@@ -62,11 +62,10 @@ async def test_the_requests_params_and_prompt_stay_as_they_are():
 # Rows that are needed from a position on
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("first", [40, 41, 42, 43])
-async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(runner: str, first: int):
+async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(first: int):
     """A continuation after a prompt whose rows were let go, while its keys and values are still with the engine."""
-    made = setup(runner)
+    made = setup()
     context = [index % 7 for index in range(first)]
     await made.ask(Ask([*context, 10, 11, 12, 13]))
     made.store._blocks.clear()
@@ -118,8 +117,8 @@ def test_no_rows_are_stored_where_another_server_may_change_the_weights(
 class BrokenEngine(FakeEngine):
     """Spoils the rows of the first requests: `spoil` is given the arrays and returns others."""
 
-    def __init__(self, spoil: Any, num_spoilt: int, runner: str = "v1") -> None:
-        super().__init__(SIZE, runner)
+    def __init__(self, spoil: Any, num_spoilt: int) -> None:
+        super().__init__(SIZE)
         self.spoil, self.num_spoilt = spoil, num_spoilt
 
     async def generate(self, *given: Any, **options: Any) -> Any:

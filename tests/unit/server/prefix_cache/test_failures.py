@@ -15,7 +15,7 @@ class HeldEngine(FakeEngine):
     """Answers a request when the test says so: `gates` by number, failures by `lost`."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(SIZE, "v2", latency=0, **settings)
+        super().__init__(SIZE, latency=0, **settings)
         self.gates = [asyncio.Event() for _ in range(12)]
         self.lost: set[int] = set()
 
@@ -88,7 +88,7 @@ async def test_the_engine_works_on_a_request_that_will_have_to_wait():
 
 
 async def test_a_waiter_gets_rows_of_the_owner_that_the_cache_did_not_store():
-    made = Setup(FakeEngine(SIZE, "v1", in_order=True), RowStore(SIZE, ENTRY_BYTES))
+    made = Setup(FakeEngine(SIZE, in_order=True), RowStore(SIZE, ENTRY_BYTES))
     outputs = await asyncio.gather(*(made.ask(Ask([*range(22), option, 50])) for option in range(3)))
     assert len(made.store) == 0
     assert sorted(output.num_cached_tokens for output in outputs) == [0, 20, 20]
@@ -167,4 +167,4 @@ async def test_an_engine_without_a_method_that_changes_weights_is_refused():
         update_weights = None
 
     with pytest.raises(RuntimeError, match="update_weights"):
-        within_changes(OlderEngine(SIZE, "v1"), RowStore(SIZE, ROOM).change, lambda: None)
+        within_changes(OlderEngine(SIZE), RowStore(SIZE, ROOM).change, lambda: None)

@@ -7,14 +7,13 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from scoremode_server.prefix_cache.store import RowStore
-from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, RUNNERS, SIZE, Ask, Setup, setup
+from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one after", "three after"])
-async def test_four_options_at_once_compute_their_prefix_once(runner: str, shared: int):
-    made = setup(runner, in_order=True)
+async def test_four_options_at_once_compute_their_prefix_once(shared: int):
+    made = setup(in_order=True)
     context = [index % 7 for index in range(shared)]
     asks = [Ask([*context, 10 + option, 20, 21, 22, 23]) for option in range(4)]
     outputs = await asyncio.gather(*map(made.ask, asks))
@@ -29,10 +28,9 @@ async def test_four_options_at_once_compute_their_prefix_once(runner: str, share
     assert made.counted("joined") == 3
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("scores", [True, False])
-async def test_requests_one_after_another_compute_only_what_is_new(runner: str, scores: bool):
-    made = setup(runner)
+async def test_requests_one_after_another_compute_only_what_is_new(scores: bool):
+    made = setup()
     first, second = Ask(list(range(30)), scores=scores), Ask([*range(22), 90, 91, 92], scores=scores)
     assert (await made.ask(first)).num_cached_tokens == 0
     computed = made.engine.num_computed
@@ -52,7 +50,7 @@ async def test_rows_that_a_short_run_computed_again_are_not_hits():
             async for output in super().generate(prompt, params, request_id, **options):
                 yield output
 
-    made = Setup(ForgettingEngine(SIZE, "v2"), RowStore(SIZE, ROOM))
+    made = Setup(ForgettingEngine(SIZE), RowStore(SIZE, ROOM))
     await made.ask(Ask([*range(40), 50, 51]))
     output = await made.ask(Ask([*range(40), 60, 61]))
     assert output.num_cached_tokens == 0

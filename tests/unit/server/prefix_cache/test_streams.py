@@ -7,7 +7,7 @@ import pytest
 
 from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.prefix_cache.store import ENTRY_BYTES
-from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, RUNNERS, Ask, Setup, outcome, setup
+from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, Ask, Setup, outcome, setup
 
 
 def random_ask(draws: random.Random, known: list[list[int]], size: int) -> Ask:
@@ -50,7 +50,7 @@ async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float
     size = draws.choice([1, 2, 3, 4])
     max_bytes = draws.choice([ROOM, 20 * ENTRY_BYTES, 3 * ENTRY_BYTES, ENTRY_BYTES])
     chances = dict.fromkeys(("losses", "give_ups", "evictions", "preemptions"), trouble)
-    made = setup(RUNNERS[seed % 2], max_bytes, size, seed=seed, latency=draws.choice([0, 3, 8]), **chances)
+    made = setup(max_bytes, size, seed=seed, latency=draws.choice([0, 3, 8]), **chances)
     known: list[list[int]] = []
     pending: set[asyncio.Task[EngineResult | None]] = set()
 

@@ -13,7 +13,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.scoring import worker_files
 from scoremode_server.scoring.worker_files import Loaded, UnreadableFileError, WorkerFiles
-from scoremode_server.vllm_patches.reference_windows import WindowMark
+from scoremode_server.vllm_patches.row_spec import WindowMark
 from tests.unit.server.references.reference_setup import HEAD
 
 Orders = dict[str, Any]
@@ -72,7 +72,7 @@ def admission() -> Admission:
 
 def mark(reference: str, index: int = 0) -> WindowMark:
     ticket, key = f"{reference} {index}", f"key of {reference}"
-    return WindowMark("compare", reference, "identity", index, 1, 7, 5, ticket=ticket, head=key)
+    return WindowMark("compare", reference, "identity", index, 7, ticket=ticket, head=key)
 
 
 async def loaded(files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None) -> Loaded:

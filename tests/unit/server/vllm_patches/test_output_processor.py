@@ -7,10 +7,11 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.offline import score_params
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.vllm_patches import output_processor
-from scoremode_server.vllm_patches.output_processor import ScoringParams
+from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.scoring_params import ScoringParams
 
 
 def engine_request(params: SamplingParams) -> EngineCoreRequest:
@@ -48,11 +49,16 @@ def test_no_client_can_send_what_marks_a_scoring_request(patched: None, name: st
 
 
 def test_the_mark_stays_on_copies_and_never_reaches_the_engine():
-    params = ScoringParams.of(SamplingParams(n=3, temperature=0.5, logprobs=2, prompt_logprobs=2, stop=["x"]))
+    params = ScoringParams.of(
+        SamplingParams(n=3, temperature=0.5, logprobs=2, prompt_logprobs=2, stop=["x"]), RowSpec()
+    )
     assert isinstance(params.clone(), ScoringParams)
     received = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(params))
     assert type(received) is SamplingParams
-    assert received == SamplingParams(n=3, temperature=0.5, logprobs=2, prompt_logprobs=2, stop=["x"])
+    extra_args = RowSpec().as_extra_args()
+    assert received == SamplingParams(
+        n=3, temperature=0.5, logprobs=2, prompt_logprobs=2, stop=["x"], extra_args=extra_args
+    )
 
 
 def test_patching_twice_is_patching_once(patched: None):

@@ -11,7 +11,7 @@ from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor
 
-from scoremode_server.prefix_cache.run import score_params
+from scoremode_server.offline import score_params
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone, exempt_from_queue_bounds
 
 pytestmark = pytest.mark.usefixtures("patched")

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import kl_divergence
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.vllm_patches.lm_head import LMHead
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import Projections, RecordedWindow, ReferenceWindows, WindowMark
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.row_scorer import StepPart
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, files
+from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, make_scorer
 from tests.unit.server.vllm_patches.written import let_all_be_written
 
 VOCAB = 100
@@ -36,27 +39,6 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 """Where a prompt's first and second step of three end; fewer steps among them."""
 
 
-class LinearProjections(Projections):
-    """Float32 logits of `WEIGHT`; `agrees` is what the other ranks of a group say."""
-
-    shard = None
-
-    def __init__(self, *, agrees: bool = True) -> None:
-        self.project = lambda hidden_states: hidden_states @ WEIGHT
-        self._agrees = agrees
-
-    def all_ranks_agree(self, yes: bool) -> bool:
-        return yes and self._agrees
-
-    def score(self, targets: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logprobs = self.project(hidden_states).log_softmax(1)
-        of_targets = logprobs.gather(1, targets[:, None].long())
-        return targets[:, None].int(), of_targets, (logprobs >= of_targets).sum(1).int()
-
-    def compared_rows(self, num_top: int, reference_logit_bytes: int) -> int:
-        return 5
-
-
 class Room:
     """A head that is there at once."""
 
@@ -64,26 +46,28 @@ class Room:
         return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
 
 
-def mark(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> WindowMark:
-    return WindowMark(
-        action, "base", identity, index, first, len(TOKENS) - first, TOKENS[-1], num_top, ticket=f"{identity} {index}"
-    )
+def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: str = "one") -> RowSpec:
+    mark = WindowMark(action, "base", identity, index, len(TOKENS) - first, ticket=f"{identity} {index}")
+    return RowSpec(first, TOKENS[-1], num_top, window=mark)
 
 
-def add(windows: ReferenceWindows, window: WindowMark, request_id: str = "request", *, writes: bool = True) -> Any:
+def add(windows: ReferenceWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
     """Begin a window as the API server has it, which sends it once it was read, or could not be."""
-    if window.action == "compare":
-        windows._read[window.ticket] = windows._threads.submit("base", partial(windows._read_shard, window, False))
-        wait([windows._read[window.ticket]])
-    params = SamplingParams(extra_args=window.as_extra_args())
-    return windows.add(request_id, params, writes=writes, device=CPU)
+    mark = wanted.window
+    assert mark is not None
+    if mark.action == "compare":
+        windows._read[mark.ticket] = windows._threads.submit("base", partial(windows._read_shard, mark, False))
+        wait([windows._read[mark.ticket]])
+    worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), lambda states: states @ WEIGHT)
+    worker.scorer.begin(name, wanted)
+    return worker
 
 
 def failure(windows: ReferenceWindows, ticket: str) -> str | None:
     return windows._outcomes.get(ticket)
 
 
-def steps(window: Any, *ends: int, projections: Projections | None = None) -> LogprobsTensors | None:
+def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> LogprobsTensors | None:
     """Feed the prompt up to each of `ends`; the rows of the last step."""
     # The V2 runner's row of tokens is longer than the prompt.
     token_ids = torch.tensor([*TOKENS[:-1], 77, 78], dtype=torch.int32)
@@ -91,7 +75,7 @@ def steps(window: Any, *ends: int, projections: Projections | None = None) -> Lo
     for start, end in zip([0, *ends], ends, strict=False):
         if start < end:
             assert rows is None
-            rows = window.step(start, STATES[start:end], token_ids, NUM_FED, projections or LinearProjections())
+            rows = worker.step("request", start, states[start:end], token_ids, NUM_FED)
     return rows
 
 
@@ -105,7 +89,8 @@ def windows_in(root: Path) -> Iterator[ReferenceWindows]:
 
 
 def whole_rows(first: int) -> tuple[torch.Tensor, ...]:
-    return LinearProjections().score(torch.tensor(TOKENS[first:]), STATES[first - 1 :])
+    logprobs, targets = (STATES[first - 1 :] @ WEIGHT).log_softmax(1), torch.tensor(TOKENS[first:])[:, None]
+    return targets.int(), logprobs.gather(1, targets), (logprobs >= logprobs.gather(1, targets)).sum(1).int()
 
 
 @pytest.fixture
@@ -118,18 +103,12 @@ def reference(tmp_path: Path) -> StoredReference:
     return reference
 
 
-def test_requests_without_a_mark_are_not_ours(tmp_path: Path):
-    with windows_in(tmp_path) as windows:
-        assert windows.add("request", SamplingParams(prompt_logprobs=0), writes=True, device=CPU) is None
-        assert windows.get("request") is None
-
-
 @pytest.mark.parametrize("first", FIRSTS)
 def test_a_recorded_window_is_the_same_however_its_prompt_is_split(tmp_path: Path, first: int):
     reference = create(tmp_path)
     with windows_in(tmp_path) as windows:
         for index, split in enumerate(SPLITS):
-            rows = steps(add(windows, mark("record", first, index)), *split, NUM_FED)
+            rows = steps(add(windows, spec("record", first, index)), *split, NUM_FED)
             assert rows is not None
             for actual, expected in zip(rows, whole_rows(first), strict=False):
                 assert torch.allclose(actual, expected)
@@ -157,7 +136,7 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
     width = 1 + max(1, num_top)
     with windows_in(reference.path.parent) as windows:
         for split in SPLITS:
-            rows = steps(add(windows, mark("compare", first, FIRSTS.index(first), num_top)), *split, NUM_FED)
+            rows = steps(add(windows, spec("compare", first, FIRSTS.index(first), num_top)), *split, NUM_FED)
             assert rows is not None
             tokens, logprobs, ranks, *_ = rows
             assert torch.equal(tokens[:, :width], expected.served.tokens)
@@ -173,9 +152,8 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
 def test_a_preempted_window_begins_again(tmp_path: Path):
     reference = create(tmp_path)
     with windows_in(tmp_path) as windows:
-        assert steps(add(windows, mark("record", 3)), 4, 6) is None
-        windows.remove("request")
-        rows = steps(add(windows, mark("record", 3)), 5, NUM_FED)
+        assert steps(add(windows, spec("record", 3)), 4, 6) is None
+        rows = steps(add(windows, spec("record", 3)), 5, NUM_FED)
         assert rows is not None
         assert torch.allclose(rows.logprobs, whole_rows(3)[1])
     assert torch.equal(reference.read_shard(0)[0], STATES[2:])
@@ -185,10 +163,10 @@ def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
     """The runner writes those of the next step into the same memory."""
     reference, buffer = create(tmp_path), torch.empty(NUM_FED, HIDDEN)
     with windows_in(tmp_path) as windows:
-        window = add(windows, mark("record", 1))
+        window = add(windows, spec("record", 1))
         for start in range(NUM_FED):
             buffer[0] = STATES[start]
-            window.step(start, buffer[:1], torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
+            window.step("request", start, buffer[:1], torch.tensor(TOKENS[:-1]), NUM_FED)
             buffer.fill_(math.nan)
     assert torch.equal(reference.read_shard(0)[0], STATES)
 
@@ -196,7 +174,8 @@ def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
 def test_of_several_ranks_one_writes(tmp_path: Path):
     reference = create(tmp_path)
     with windows_in(tmp_path) as windows:
-        rows = steps(add(windows, mark("record", 1), writes=False), NUM_FED)
+        second = SimpleNamespace(world_size=1, rank_in_group=1, device=CPU)
+        rows = steps(add(windows, spec("record", 1), group=second), NUM_FED)
         assert rows is not None
         assert torch.allclose(rows.logprobs, whole_rows(1)[1])
     assert reference.recorded() == set()
@@ -205,10 +184,11 @@ def test_of_several_ranks_one_writes(tmp_path: Path):
 def test_nan_is_returned_and_not_written(tmp_path: Path):
     reference = create(tmp_path)
     with windows_in(tmp_path) as windows:
-        window = add(windows, mark("record", 1))
+        window = add(windows, spec("record", 1))
         states = STATES.clone()
         states[4] = math.nan
-        rows = window.step(0, states, torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
+        rows = steps(window, NUM_FED, states=states)
+        assert rows is not None
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
     assert reference.recorded() == set()
     assert failure(windows, "one 0") == "the model computed NaN"
@@ -240,10 +220,10 @@ def test_unreadable_files_give_rows_that_are_not_numbers(
 ):
     """As wide as the others, so that nothing depends on which it is."""
     with windows_in(reference.path.parent) as windows:
-        good = steps(add(windows, mark("compare", 1, 0, num_top)), NUM_FED)
+        good = steps(add(windows, spec("compare", 1, 0, num_top)), NUM_FED)
     harm(reference)
     with windows_in(reference.path.parent) as windows:
-        bad = steps(add(windows, mark("compare", 1, 0, num_top)), 4, NUM_FED)
+        bad = steps(add(windows, spec("compare", 1, 0, num_top)), 4, NUM_FED)
     assert good is not None
     assert bad is not None
     for one, other in zip(good[:3], bad[:3], strict=True):
@@ -254,10 +234,10 @@ def test_unreadable_files_give_rows_that_are_not_numbers(
 def test_another_reference_of_the_name_is_not_read_and_not_written_to(reference: StoredReference):
     before = files(reference.path)
     with windows_in(reference.path.parent) as windows:
-        rows = steps(add(windows, mark("compare", 1, identity="deleted")), NUM_FED)
+        rows = steps(add(windows, spec("compare", 1, identity="deleted")), NUM_FED)
         assert rows is not None
         assert rows.logprobs.isnan().all()
-        steps(add(windows, mark("record", 1, identity="deleted")), NUM_FED)
+        steps(add(windows, spec("record", 1, identity="deleted")), NUM_FED)
     assert failure(windows, "deleted 0") == "another reference has the name 'base' now"
     assert files(reference.path) == before
 
@@ -265,12 +245,12 @@ def test_another_reference_of_the_name_is_not_read_and_not_written_to(reference:
 def test_a_name_may_be_given_again_while_a_window_is_computed(reference: StoredReference):
     root = reference.path.parent
     with windows_in(root) as windows:
-        steps(add(windows, mark("record", 1)), NUM_FED)
-        window = add(windows, mark("record", 1, 1), "other")
+        steps(add(windows, spec("record", 1)), NUM_FED)
+        window = add(windows, spec("record", 1, 1))
         steps(window, 5)
         ReferenceDirectory(root).delete("base")
         create(root, identity="two")
-        window.step(5, STATES[5:], torch.tensor(TOKENS[:-1]), NUM_FED, LinearProjections())
+        window.step("request", 5, STATES[5:], torch.tensor(TOKENS[:-1]), NUM_FED)
     assert failure(windows, "one 1") == "another reference has the name 'base' now"
     assert ReferenceDirectory(root).open("base").recorded() == set()
 
@@ -278,34 +258,53 @@ def test_a_name_may_be_given_again_while_a_window_is_computed(reference: StoredR
 def test_a_head_that_is_not_in_its_place_gives_no_numbers(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
         windows.heads = SimpleNamespace(find=lambda key, local: None)  # type: ignore[assignment]
-        rows = steps(add(windows, mark("compare", 1)), NUM_FED)
+        rows = steps(add(windows, spec("compare", 1)), NUM_FED)
     assert rows is not None
     assert rows.logprobs.isnan().all()
 
 
 def test_all_ranks_compare_or_none_does(reference: StoredReference):
+    """A rank that has all its files, next to one that lacks those of one window."""
+
+    def all_gather(answers: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat((answers, torch.tensor([1.0, 0.0][: len(answers)])))
+
+    others = SimpleNamespace(world_size=2, rank_in_group=0, device=CPU, all_gather=all_gather)
     with windows_in(reference.path.parent) as windows:
-        rows = steps(add(windows, mark("compare", 1)), NUM_FED, projections=LinearProjections(agrees=False))
-    assert rows is not None
-    assert rows.logprobs.isnan().all()
+        worker = add(windows, spec("compare", 1), "first", others)
+        worker.scorer._examined = worker.logits_fn, LMHead(lambda states: states @ WEIGHT, 1, None, None)
+        mark = spec("compare", 2, 1).window
+        assert mark is not None
+        windows._read[mark.ticket] = windows._threads.submit("base", partial(windows._read_shard, mark, False))
+        wait([windows._read[mark.ticket]])
+        worker.scorer.begin("second", spec("compare", 2, 1))
+        parts = [StepPart(name, 0, NUM_FED * row, NUM_FED, NUM_FED) for row, name in enumerate(("first", "second"))]
+        targets = torch.tensor([*TOKENS[1:-1], 0, *TOKENS[1:-1], 0])
+        found = worker.scorer.score(parts, STATES.repeat(2, 1), targets, worker.logits_fn)
+    assert not found["first"].logprobs.isnan().any()
+    assert found["second"].logprobs.isnan().all()
 
 
-def test_windows_of_requests_that_are_gone_are_released(reference: StoredReference):
+def test_windows_of_one_reference_are_compared_together(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
-        for name in "abc":
-            add(windows, mark("compare", 1), name)
-        windows.keep_only({"b": None})
-        assert [name for name in "abc" if windows.get(name)] == ["b"]
-        windows.remove("b")
-        windows.remove("b")
-        assert not windows._windows
+        alone = [steps(add(windows, spec("compare", first, index)), NUM_FED) for index, first in enumerate(FIRSTS)]
+        worker = LinearWorker(make_scorer(VOCAB, windows, chunk=1000), lambda states: states @ WEIGHT)
+        for index, first in enumerate(FIRSTS):
+            worker.scorer.begin(str(index), spec("compare", first, index))
+        parts = [StepPart(str(index), 0, NUM_FED * index, NUM_FED, NUM_FED) for index in range(len(FIRSTS))]
+        targets = torch.tensor([*TOKENS[1:-1], 0] * len(FIRSTS))
+        found = worker.scorer.score(parts, STATES.repeat(len(FIRSTS), 1), targets, worker.logits_fn)
+    assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
+    for index, expected in enumerate(alone):
+        assert expected is not None
+        for one, other in zip(found[str(index)][:3], expected[:3], strict=True):
+            assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_a_window_that_is_released_early_is_not_written(tmp_path: Path):
     reference = create(tmp_path)
     with windows_in(tmp_path) as windows:
-        window = add(windows, mark("record", 1))
-        assert isinstance(window, RecordedWindow)
-        steps(window, 5)
-        windows.remove("request")
+        worker = add(windows, spec("record", 1))
+        steps(worker, 5)
+        worker.scorer.drop("request")
     assert reference.recorded() == set()

@@ -12,14 +12,13 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
-from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.vllm_patches import runner_v2
-from scoremode_server.vllm_patches import windows as windows_module
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
-from scoremode_server.vllm_patches.scored_windows import ScoredMark
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create
+from tests.unit.server.vllm_patches.linear_scorer import ALONE, make_scorer
 from tests.unit.server.vllm_patches.written import let_all_be_written
 
 MEBIBYTE = 1024**2
@@ -56,42 +55,37 @@ def token_ids(num_tokens: int, starts: torch.Tensor, mapping: torch.Tensor, comp
 @pytest.fixture
 def windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReferenceWindows:
     create(tmp_path)
-    alone = SimpleNamespace(world_size=1, rank_in_group=0, device=CPU)
-    for module in (runner_v2, windows_module):
-        monkeypatch.setattr(module, "get_tp_group", lambda: alone)
     monkeypatch.setattr(prompt_logprob, "get_prompt_logprobs_token_ids", token_ids)
     worker_class = prompt_logprob.PromptLogprobsWorker
     for name in ("add_request", "remove_request", "compute_prompt_logprobs"):
         monkeypatch.setattr(worker_class, name, getattr(worker_class, name))
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    compute = runner_v2.PromptLogprobs(VOCAB * 4 * 2 * 6, prompt_logprob.compute_prompt_logprobs_with_chunking)
-    compute.load(LogitsShape(VOCAB, 4))
-    monkeypatch.setattr(prompt_logprob, "compute_prompt_logprobs_with_chunking", compute)
-    runner_v2._patch_windows(compute, windows)
+    runner_v2._patch_worker(worker_class)
     return windows
 
 
 class Engine:
     """As much of the V2 runner as calls prompt logprobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: ReferenceWindows) -> None:
         generator = torch.Generator().manual_seed(5)
         self.weight = torch.randn(HIDDEN, VOCAB, generator=generator)
         self.states = {name: torch.randn(length + 1, HIDDEN, generator=generator) for name, length in LENGTHS.items()}
         self.tokens = torch.randint(VOCAB, (len(LENGTHS), 14), generator=generator).int()
         self.worker = prompt_logprob.PromptLogprobsWorker(len(LENGTHS), CPU)
+        self.worker._scoremode_scorer = make_scorer(VOCAB, windows, chunk=6)
         self.computed = dict.fromkeys(LENGTHS, 0)
         self.prefill = dict(LENGTHS)
 
-    def add(self, name: str, mark: Any = None, prompt_logprobs: int | None = 0) -> None:
+    def add(self, name: str, spec: RowSpec | None = None, prompt_logprobs: int | None = 0) -> None:
         self.computed[name] = 0
-        extra_args = mark and mark.as_extra_args()
+        extra_args = spec and spec.as_extra_args()
         params = SamplingParams(prompt_logprobs=prompt_logprobs, extra_args=extra_args)
         self.worker.add_request(name, list(LENGTHS).index(name), params)
 
     def add_window(self, name: str, action: Any, index: int) -> None:
-        last_token = self.last_token(name)
-        self.add(name, WindowMark(action, "base", "one", index, FIRST, 9 + 1 - FIRST, last_token, TOP, str(index)))
+        mark = WindowMark(action, "base", "one", index, 9 + 1 - FIRST, str(index))
+        self.add(name, RowSpec(FIRST, self.last_token(name), TOP, window=mark))
 
     def last_token(self, name: str) -> int:
         return 50 + list(LENGTHS).index(name)
@@ -140,7 +134,7 @@ class Engine:
 
 
 def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
-    engine, generator = Engine(), torch.Generator().manual_seed(8)
+    engine, generator = Engine(windows), torch.Generator().manual_seed(8)
     reference_weight = torch.randn(HIDDEN, VOCAB, generator=generator)
     head = ReferenceHead(lambda hidden_states: hidden_states @ reference_weight, 4)
     windows.heads = SimpleNamespace(find=lambda key, local: head)  # type: ignore[assignment]
@@ -159,7 +153,7 @@ def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
         assert not finished.keys() & results.keys()
         results |= finished
     assert results.keys() == LENGTHS.keys() - {"plain"}
-    assert not windows._windows
+    assert not any(map(engine.worker._scoremode_scorer.get, LENGTHS))
     let_all_be_written(windows)
 
     # vLLM's have the rows of all prompt tokens but the first.
@@ -178,11 +172,11 @@ def test_windows_and_ordinary_requests_in_one_batch(windows: ReferenceWindows):
 
 
 def test_a_preempted_window_starts_again(windows: ReferenceWindows):
-    engine = Engine()
+    engine = Engine(windows)
     engine.add_window("recorded", "record", 0)
     assert not engine.step({"recorded": 6})
     engine.worker.remove_request("recorded")
-    assert not windows._windows
+    assert not any(map(engine.worker._scoremode_scorer.get, LENGTHS))
     engine.add_window("recorded", "record", 0)
     assert not engine.step({"recorded": 2})
     assert engine.step({"recorded": 7}).keys() == {"recorded"}
@@ -192,7 +186,7 @@ def test_a_preempted_window_starts_again(windows: ReferenceWindows):
 
 def test_a_window_preempted_after_its_prompt_is_not_returned_again(windows: ReferenceWindows):
     """vLLM does not return prompt logprobs twice either."""
-    engine = Engine()
+    engine = Engine(windows)
     engine.add_window("recorded", "record", 0)
     engine.prefill["recorded"] += 1
     assert not engine.step({"recorded": 10})
@@ -201,9 +195,9 @@ def test_a_window_preempted_after_its_prompt_is_not_returned_again(windows: Refe
 
 
 def test_candidates_at_a_temperature(windows: ReferenceWindows):
-    engine, length = Engine(), LENGTHS["other"]
+    engine, length = Engine(windows), LENGTHS["other"]
     last_token, chosen = engine.last_token("other"), np.array([2, 40], np.int32)
-    engine.add("other", ScoredMark(FIRST, last_token, TOP, 0.5, len(chosen), chosen.tobytes()))
+    engine.add("other", RowSpec(FIRST, last_token, TOP, 0.5, len(chosen), chosen.tobytes()))
     assert not engine.step({"other": 3})
     (rows,) = engine.step({"other": length - 3}).values()
     exact = ((engine.states["other"][FIRST - 1 : length] @ engine.weight).double() / 0.5).log_softmax(1)
@@ -211,48 +205,47 @@ def test_candidates_at_a_temperature(windows: ReferenceWindows):
     assert rows.logprob_token_ids[-1, 0] == last_token
     assert torch.allclose(rows.logprobs.double(), exact.gather(1, rows.logprob_token_ids.long()), atol=1e-5)
     assert torch.equal(rows.logprob_token_ids[:, 1:3], torch.tensor(chosen).expand(len(rows.logprobs), -1))
-    assert not windows._windows
+    assert not any(map(engine.worker._scoremode_scorer.get, LENGTHS))
 
 
 def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    worker_class = prompt_logprob.PromptLogprobsWorker
     for owner, name in (
         (GPUModelRunner, "load_model"),
-        (prompt_logprob.PromptLogprobsWorker, "add_request"),
-        (prompt_logprob.PromptLogprobsWorker, "remove_request"),
-        (prompt_logprob.PromptLogprobsWorker, "compute_prompt_logprobs"),
+        (worker_class, "add_request"),
+        (worker_class, "remove_request"),
+        (worker_class, "compute_prompt_logprobs"),
         (GPUModelRunner, "_dummy_sampler_run"),
         (prompt_logprob, "CHUNK_SIZE"),
-        (prompt_logprob, "compute_prompt_logprobs_with_chunking"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     loaded = []
     monkeypatch.setattr(GPUModelRunner, "load_model", lambda self, **options: loaded.append(self))
     monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
+    monkeypatch.setattr(runner_v2, "get_tp_group", lambda: ALONE)
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))
     runner_v2.patch(256 * MEBIBYTE, windows)
     # `ReferenceWorker` looks for them there.
     assert GPUModelRunner._scoremode_windows is windows
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    )
-    GPUModelRunner.load_model(runner)
-    assert loaded == [runner]
-    assert prompt_logprob.CHUNK_SIZE == 512
-    assert isinstance(prompt_logprob.compute_prompt_logprobs_with_chunking, runner_v2.PromptLogprobs)
-
-
-@pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (257, "raw_logprobs"), (0, "raw_logits")])
-def test_vllm_computes_what_one_pass_does_not_give(num_top: int, mode: str):
-    compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
-    arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
-    assert compute(*arguments) == arguments
+    # The last pipeline rank, and another.
+    for worker in (worker_class(1, CPU), None):
+        runner = SimpleNamespace(
+            model_config=SimpleNamespace(
+                get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16, logprobs_mode="raw_logprobs"
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            prompt_logprobs_worker=worker,
+        )
+        GPUModelRunner.load_model(runner)
+        assert loaded.pop() is runner
+        assert prompt_logprob.CHUNK_SIZE == 512
+        assert worker is None or worker._scoremode_scorer._budget_bytes == 256 * MEBIBYTE
 
 
 @pytest.mark.parametrize("first_step", [{}, {"other": 6, "short": 1, "recorded": 8}], ids=["whole", "one token left"])
 def test_placeholders_for_drafts_have_no_rows(windows: ReferenceWindows, first_step: dict[str, int]):
     """vLLM adds them to a prompt of which one token is left."""
-    engine, num_drafts = Engine(), 3
+    engine, num_drafts = Engine(windows), 3
     for name in ("other", "short"):
         engine.add(name, prompt_logprobs=TOPS[name])
     engine.add_window("recorded", "record", 0)

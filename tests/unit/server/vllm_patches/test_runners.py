@@ -1,4 +1,4 @@
-"""The patched model runners: the replaced V1 method beside vLLM's own on the same made-up steps, and what V2 leaves."""
+"""The patched V1 model runner: the replaced method next to vLLM's own on the same made-up steps."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,64 +12,23 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_v1
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.vllm_patches import runner_v1, runner_v2
-from scoremode_server.vllm_patches import windows as windows_module
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows, WindowMark
-from scoremode_server.vllm_patches.scored_windows import ScoredWindows
+from scoremode_server.vllm_patches import runner_v1
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.row_scorer import RowScorer
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import create
+from tests.unit.server.vllm_patches.linear_scorer import ALONE, make_scorer
 from tests.unit.server.vllm_patches.written import let_all_be_written
 
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
 VOCAB, HIDDEN = 128, 8
-FLOAT32_SHAPE = LogitsShape(VOCAB, 4)
-WIDEST_ROW = row_bytes_v1(FLOAT32_SHAPE, VOCAB)
-BLOCK = block_bytes(FLOAT32_SHAPE)
-"""What is held next to the rows."""
 
 
-def test_the_second_runner_is_patched_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-    from vllm.v1.worker.gpu.sample import prompt_logprob
-
-    for owner, name in (
-        (RunnerV2, "load_model"),
-        (prompt_logprob.PromptLogprobsWorker, "add_request"),
-        (prompt_logprob.PromptLogprobsWorker, "remove_request"),
-        (prompt_logprob.PromptLogprobsWorker, "compute_prompt_logprobs"),
-        (RunnerV2, "_dummy_sampler_run"),
-        (prompt_logprob, "CHUNK_SIZE"),
-        (prompt_logprob, "compute_prompt_logprobs_with_chunking"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    loaded = []
-    monkeypatch.setattr(
-        RunnerV2,
-        "load_model",
-        lambda self, load_dummy_weights=False, *args, model=None, **kwargs: loaded.append(self),
-    )
-    monkeypatch.setattr(RunnerV2, "_scoremode_windows", None, raising=False)
-    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    runner_v2.patch(256 * MEBIBYTE, windows)
-    # There `ReferenceWorker` looks for them.
-    assert RunnerV2._scoremode_windows is windows
-    runner = SimpleNamespace(
-        model_config=SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    )
-    RunnerV2.load_model(runner)
-    assert loaded == [runner]
-    assert prompt_logprob.CHUNK_SIZE == 512
-    assert isinstance(prompt_logprob.compute_prompt_logprobs_with_chunking, runner_v2.PromptLogprobs)
-
-
-@pytest.mark.parametrize(("num_top", "mode"), [(-1, "raw_logprobs"), (257, "raw_logprobs"), (0, "raw_logits")])
-def test_vllm_computes_what_one_pass_does_not_give(num_top: int, mode: str):
-    compute = runner_v2.PromptLogprobs(MEBIBYTE, lambda *arguments: arguments)
-    arguments = (torch.zeros(2), torch.zeros(2, HIDDEN), lambda rows: rows, num_top, mode)
-    assert compute(*arguments) == arguments
+def computing(scorer: RowScorer) -> Any:
+    """What the patch puts in the place of vLLM's method."""
+    return lambda runner, states, scheduled: runner_v1.prompt_logprobs(runner, scorer, states, scheduled)
 
 
 class Runner:
@@ -89,7 +48,7 @@ class Runner:
         self.parallel_config = SimpleNamespace(tensor_parallel_size=1)
         self.device = torch.device("cpu")
         self.num_prompt_logprobs = dict(num_top)
-        self.requests = {name: _request(name, tokens) for name, tokens in prompts.items()}
+        self.requests = {name: _request(name, tokens, num_top.get(name)) for name, tokens in prompts.items()}
         self.synchronized = 0
 
     def _sync_device(self) -> None:
@@ -105,12 +64,12 @@ class Runner:
         return results
 
 
-def _request(name: str, tokens: list[int] | None) -> CachedRequestState:
+def _request(name: str, tokens: list[int] | None, num_top: int | None) -> CachedRequestState:
     return CachedRequestState(
         req_id=name,
         prompt_token_ids=tokens,
         mm_features=[],
-        sampling_params=None,
+        sampling_params=SamplingParams(prompt_logprobs=num_top),
         generator=None,
         block_ids=(),
         num_computed_tokens=0,
@@ -141,21 +100,19 @@ def test_chunks_are_what_vllm_computes_at_once(mode: str, chunk: int):
     num_top = {"whole": 0, "parts": 5, "exact": VOCAB, "long": 3, "short": 2, "embedded": 1}
     stock, ours = (Runner({**prompts, "embedded": None}, num_top, mode) for _ in range(2))
 
-    def bounded(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, BLOCK + chunk * WIDEST_ROW, ScoredWindows())
-
+    bounded = computing(make_scorer(VOCAB, chunk=chunk, mode=mode))
     finished = set()
     for scheduled in STEPS:
         hidden_states = torch.randn(sum(scheduled.values()), HIDDEN, generator=generator)
         expected, actual = stock.step(STOCK, scheduled, hidden_states), ours.step(bounded, scheduled, hidden_states)
-        assert actual.keys() == expected.keys()
+        # A prompt of one token has no rows.
+        assert actual.keys() == expected.keys() - {"short"}
         finished |= actual.keys()
         for name, tensors in actual.items():
             _same(tensors, expected[name])
-    assert finished == LENGTHS.keys()
+    assert finished == LENGTHS.keys() - {"short"}
     assert ours.num_prompt_logprobs == stock.num_prompt_logprobs == {"embedded": 1}
     assert ours.synchronized == stock.synchronized
-    assert all(request.in_progress_prompt_logprobs_cpu is None for request in ours.requests.values())
 
 
 def _same(actual: Any, expected: Any) -> None:
@@ -164,37 +121,20 @@ def _same(actual: Any, expected: Any) -> None:
     assert torch.allclose(actual.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
-def test_no_chunk_has_more_rows_than_the_budget():
-    runner = Runner({"one": [1] * 50}, {"one": 0}, "raw_logprobs")
-    runner.step(
-        lambda *step: runner_v1.prompt_logprobs(*step, BLOCK + 7 * row_bytes_v1(FLOAT32_SHAPE, 0), ScoredWindows()),
-        {"one": 50},
-        torch.zeros(50, HIDDEN),
-    )
-    assert runner.projected == [7] * 7
-
-
-def test_rows_from_the_prefix_cache_are_not_numbers():
+@pytest.mark.parametrize("spec", [None, RowSpec()])
+def test_rows_from_the_prefix_cache_are_left_out_or_not_numbers(spec: RowSpec | None):
+    """vLLM's own requests get a row for each token, as from vLLM's own method."""
     runner = Runner({"one": [1] * 10}, {"one": 0}, "raw_logprobs")
     runner.requests["one"].num_computed_tokens = 4
-    results = runner.step(
-        lambda *step: runner_v1.prompt_logprobs(*step, MEBIBYTE, ScoredWindows()), {"one": 6}, torch.zeros(6, HIDDEN)
-    )
-    assert results["one"].logprobs.isnan().squeeze(1).tolist() == [True] * 4 + [False] * 5
-
-
-def test_profiling_computes_one_chunk():
-    runner = Runner({}, {}, "raw_logprobs")
-    runner.max_num_tokens = 64
-    sampled = torch.zeros(4, HIDDEN)
-    runner_v1.reserve(runner, sampled, BLOCK + 9 * row_bytes_v1(FLOAT32_SHAPE), ScoredWindows())
-    runner_v1.reserve(runner, sampled, 256 * MEBIBYTE, ScoredWindows())
-    assert runner.projected == [4, 9, 4, 64]
+    runner.requests["one"].sampling_params.extra_args = spec and spec.as_extra_args()
+    results = runner.step(computing(make_scorer(VOCAB)), {"one": 6}, torch.zeros(6, HIDDEN))
+    expected = [False] * 5 if spec else [True] * 4 + [False] * 5
+    assert results["one"].logprobs.isnan().squeeze(1).tolist() == expected
 
 
 WINDOW_LENGTHS = {"window": 9, "ordinary": 10}
 WINDOW_STEPS = [
-    {"window": 3, "ordinary": 5},
+    {"window": 5, "ordinary": 5},
     # Preempted, and begun again.
     {"ordinary": 2},
     {"window": 5},
@@ -203,10 +143,7 @@ WINDOW_STEPS = [
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
-    alone = SimpleNamespace(world_size=1, rank_in_group=0)
-    for module in (runner_v1, windows_module):
-        monkeypatch.setattr(module, "get_tp_group", lambda: alone)
+def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, chunk: int):
     generator = torch.Generator().manual_seed(5)
     prompts = {
         name: torch.randint(VOCAB, (length,), generator=generator).tolist() for name, length in WINDOW_LENGTHS.items()
@@ -214,12 +151,9 @@ def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch:
     states = {name: torch.randn(length, HIDDEN, generator=generator) for name, length in WINDOW_LENGTHS.items()}
     runner = Runner(prompts, {"window": 0, "ordinary": 0}, "raw_logprobs")
     reference, windows = create(tmp_path), ReferenceWindows(ReferenceDirectory(tmp_path))
-    mark = WindowMark("record", "base", "one", 2, first=4, num_scored=6, last_token=17)
-    runner.requests["window"].sampling_params = SamplingParams(extra_args=mark.as_extra_args())
-
-    def compute(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, BLOCK + chunk * WIDEST_ROW, windows)
-
+    spec = RowSpec(4, 17, window=WindowMark("record", "base", "one", 2, num_scored=6))
+    runner.requests["window"].sampling_params = SamplingParams(extra_args=spec.as_extra_args())
+    scorer = make_scorer(VOCAB, windows, chunk=chunk)
     results: dict[str, Any] = {}
     for scheduled in WINDOW_STEPS:
         if "window" not in scheduled:
@@ -228,9 +162,9 @@ def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch:
             states[name][(start := runner.requests[name].num_computed_tokens) : start + count]
             for name, count in scheduled.items()
         ]
-        results |= runner.step(compute, scheduled, torch.cat(of_step))
+        results |= runner.step(computing(scorer), scheduled, torch.cat(of_step))
     assert results.keys() == WINDOW_LENGTHS.keys()
-    assert not windows._windows
+    assert not any(map(scorer.get, WINDOW_LENGTHS))
     let_all_be_written(windows)
     weight = runner.model.compute_logits(torch.eye(HIDDEN))
     for name, first, targets in (("ordinary", 1, prompts["ordinary"][1:]), ("window", 4, [*prompts["window"][4:], 17])):
@@ -242,22 +176,13 @@ def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, monkeypatch:
     assert torch.equal(logprobs, results["window"].logprobs[:, 0])
 
 
-def test_windows_of_requests_that_have_ended_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runner_v1, "get_tp_group", lambda: SimpleNamespace(rank_in_group=0))
-    create(tmp_path)
-    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    runner = Runner({"window": [1] * 9}, {"window": 0}, "raw_logprobs")
-    mark = WindowMark("record", "base", "one", 0, first=1, num_scored=9, last_token=17)
-    runner.requests["window"].sampling_params = SamplingParams(extra_args=mark.as_extra_args())
-
-    def compute(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
-        return runner_v1.prompt_logprobs(runner, hidden_states, scheduled, MEBIBYTE, windows)
-
-    runner.step(compute, {"window": 5}, torch.zeros(5, HIDDEN))
-    assert windows.get("window") is not None
-    del runner.requests["window"], runner.num_prompt_logprobs["window"]
-    runner.step(compute, {}, torch.zeros(0, HIDDEN))
-    assert windows.get("window") is None
+def test_rows_of_requests_that_have_ended_are_dropped():
+    scorer, runner = make_scorer(VOCAB), Runner({"one": [1] * 9}, {"one": 0}, "raw_logprobs")
+    runner.step(computing(scorer), {"one": 5}, torch.zeros(5, HIDDEN))
+    assert scorer.get("one") is not None
+    del runner.requests["one"], runner.num_prompt_logprobs["one"]
+    runner.step(computing(scorer), {}, torch.zeros(0, HIDDEN))
+    assert scorer.get("one") is None
 
 
 def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch):
@@ -274,7 +199,8 @@ def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
     monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
-    runner_v1.patch(MEBIBYTE, ScoredWindows())
+    monkeypatch.setattr(runner_v1, "get_tp_group", lambda: ALONE)
+    runner_v1.patch(MEBIBYTE, None)
 
     def sample(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
         schedule = SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()))

@@ -13,7 +13,8 @@ import torch
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.vllm_patches import install, reference_windows
-from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows, WindowMark
+from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows
+from scoremode_server.vllm_patches.row_spec import WindowMark
 from tests.unit.server.references.reference_setup import HEAD, HIDDEN, create, manifest, random_shard
 from tests.unit.server.vllm_patches.written import let_all_be_written
 
@@ -28,14 +29,12 @@ def windows(tmp_path: Path) -> ReferenceWindows:
 
 
 def mark(action: Any, index: int) -> WindowMark:
-    return WindowMark(action, "base", "one", index, 1, 5, 7, ticket=str(index))
+    return WindowMark(action, "base", "one", index, 5, ticket=str(index))
 
 
 def finish(windows: ReferenceWindows, index: int) -> None:
     """What a step does with the last rows of a window that is recorded."""
-    window = windows.begin(
-        SimpleNamespace(extra_args=mark("record", index).as_extra_args()), writes=True, device=torch.device("cpu")
-    )
+    window = windows.begin(mark("record", index), writes=True)
     assert isinstance(window, RecordedWindow)
     window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
     window.finish()

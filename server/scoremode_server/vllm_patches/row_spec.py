@@ -1,0 +1,85 @@
+"""What a scoring request wants of its rows, as it reaches the engine's workers in `SamplingParams.extra_args`."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any, Literal
+
+ROWS = "scoremode_rows"
+"""The key in `SamplingParams.extra_args`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMark:
+    """What becomes of the rows of a reference's window."""
+
+    action: Literal["record", "compare"]
+    reference: str
+    identity: str
+    index: int
+    """Of the window."""
+    num_scored: int
+    """Targets."""
+    ticket: str = ""
+    """Names what is read for the window or written of it, for API servers."""
+    head: str = ""
+    """The key of the reference's LM head, if the window is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """The rows of a request, one per target: the target, the candidates, the top tokens."""
+
+    first: int = 1
+    """Position of the first target."""
+    last_token: int | None = None
+    """The last target, which is not fed; None if the last target is the prompt's last token."""
+    num_top: int = 0
+    """Top tokens; -1 for the whole vocabulary."""
+    temperature: float = 1.0
+    num_candidates: int = 0
+    candidates: bytes = b""
+    """int32: [m] for all rows, or [rows, m] from the first target's on."""
+    window: WindowMark | None = None
+    """Of a reference, if the rows are recorded or compared; else they are only returned."""
+
+    @classmethod
+    def read(cls, params: Any) -> "RowSpec | None":
+        """What parameters want: a scoring request's, or vLLM's own prompt logprobs; None if they want no rows."""
+        marked: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(ROWS)
+        if marked is not None:
+            window = marked.get("window")
+            return cls(**{**marked, "window": WindowMark(**window)} if window else marked)
+        if params is None or params.prompt_logprobs is None:
+            return None
+        return cls(num_top=params.prompt_logprobs)
+
+    def as_extra_args(self) -> dict[str, Any]:
+        """For `SamplingParams`; fields that have their default are left out."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        marked = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+        if self.window is not None:
+            marked["window"] = asdict(self.window)
+        return {ROWS: marked}
+
+    @property
+    def num_columns(self) -> int:
+        return 1 + self.num_candidates + self.num_top
+
+    @property
+    def has_own_candidates(self) -> bool:
+        """Whether each row has candidates of its own."""
+        return len(self.candidates) > 4 * self.num_candidates
+
+    @property
+    def identity(self) -> tuple[Any, ...] | None:
+        """What determines the rows of a sequence, except the number of top tokens, which come last; None for those of
+        prompt logprobs."""
+        if self.temperature == 1.0 and not self.candidates:
+            return None
+        digest = blake2b(self.candidates, digest_size=16).hexdigest()
+        # The rows that candidates of their own belong to depend on where these begin.
+        return self.temperature, self.num_candidates, digest, self.first if self.has_own_candidates else None
+
+
+_DEFAULTS = {each.name: each.default for each in fields(RowSpec) if each.default is not MISSING}

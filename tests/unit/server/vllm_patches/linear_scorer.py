@@ -1,0 +1,58 @@
+"""A worker's `RowScorer` on the CPU, of a model whose logits are linear in its hidden states."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
+from scoremode_server.vllm_patches.row_spec import RowSpec
+
+ALONE = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"))
+
+
+def make_scorer(
+    vocab: int,
+    windows: ReferenceWindows | None = None,
+    *,
+    chunk: int = 3,
+    mode: str = "raw_logprobs",
+    group: Any = ALONE,
+) -> RowScorer:
+    """A scorer whose working memory holds so many rows, each with its target."""
+    shape = LogitsShape(vocab, 4)
+    return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, mode, group, windows)
+
+
+class LinearWorker:
+    """A worker that feeds each prompt by itself.
+
+    Attributes:
+        num_projected: rows of each projection.
+    """
+
+    def __init__(self, scorer: RowScorer, project: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.scorer = scorer
+        self.num_projected: list[int] = []
+
+        def logits_fn(hidden_states: torch.Tensor) -> torch.Tensor:
+            self.num_projected.append(len(hidden_states))
+            return project(hidden_states)
+
+        self.logits_fn = logits_fn
+
+    def step(self, name: str, start: int, hidden_states: torch.Tensor, token_ids: torch.Tensor, num_fed: int) -> Any:
+        """One step of one request, whose tokens from `start` on are computed."""
+        targets = torch.zeros(len(hidden_states), dtype=torch.int64)
+        following = token_ids[start + 1 : min(start + 1 + len(hidden_states), num_fed)]
+        targets[: len(following)] = following
+        part = StepPart(name, start, 0, len(hidden_states), num_fed)
+        return self.scorer.score([part], hidden_states, targets, self.logits_fn).get(name)
+
+    def whole(self, spec: RowSpec, hidden_states: torch.Tensor, token_ids: list[int]) -> Any:
+        """The rows of a request that is computed in one step."""
+        self.scorer.begin("whole", spec)
+        return self.step("whole", 0, hidden_states, torch.tensor(token_ids), len(token_ids))

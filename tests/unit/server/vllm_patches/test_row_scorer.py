@@ -1,0 +1,141 @@
+"""Rows in a worker: which a request gets, in one step or several, alone or grouped with others."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
+from scoremode_server.vllm_patches.row_spec import RowSpec
+from tests.unit.server.vllm_patches.linear_scorer import LinearWorker, make_scorer
+
+VOCAB, HIDDEN = 50, 16
+TOKENS = [3, 14, 15, 9, 26, 5, 35, 8]
+"""The last one is not fed."""
+NUM_FED = len(TOKENS) - 1
+GENERATOR = torch.Generator().manual_seed(1)
+STATES = torch.randn(NUM_FED, HIDDEN, generator=GENERATOR)
+WEIGHT = torch.randn(HIDDEN, VOCAB, generator=GENERATOR)
+OWN = np.random.default_rng(0).integers(0, VOCAB, (NUM_FED, 3)).astype(np.int32)
+
+
+def project(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states @ WEIGHT
+
+
+def exact(temperature: float = 1.0) -> torch.Tensor:
+    return ((STATES @ WEIGHT).double() / temperature).log_softmax(1)
+
+
+def check(rows: Any, spec: RowSpec, first: int) -> None:
+    """Compare the rows of the targets from a position on with float64."""
+    expected = exact(spec.temperature)[first - 1 :]
+    targets = TOKENS[first:] if spec.last_token is not None else TOKENS[first:-1]
+    assert rows.logprob_token_ids[:, 0].tolist() == targets
+    assert rows.logprobs.shape == (len(targets), spec.num_columns)
+    found = expected[: len(targets)].gather(1, rows.logprob_token_ids.long())
+    assert torch.allclose(rows.logprobs.double(), found, atol=1e-5)
+    top = expected[: len(targets)].topk(spec.num_top).values
+    assert torch.allclose(rows.logprobs[:, 1 + spec.num_candidates :].double(), top, atol=1e-5)
+    of_targets = (STATES @ WEIGHT)[first - 1 :][: len(targets)]
+    ranks = (of_targets >= of_targets.gather(1, torch.tensor(targets)[:, None])).sum(1)
+    assert torch.equal(rows.selected_token_ranks.long(), ranks)
+
+
+def candidates_from(first: int, **fields: Any) -> RowSpec:
+    """With candidates of each row's own."""
+    return RowSpec(first, TOKENS[-1], num_candidates=3, candidates=OWN[first - 1 :].tobytes(), **fields)
+
+
+@pytest.mark.parametrize("lengths", [[7], [3, 4], [1] * 7, [5, 4]], ids=str)
+@pytest.mark.parametrize("first", [1, 4, 7])
+def test_rows_from_the_first_target_on_however_the_prompt_is_split(lengths: list[int], first: int):
+    """With the last split, placeholders for drafts follow the prompt."""
+    worker, spec = LinearWorker(make_scorer(VOCAB), project), candidates_from(first, num_top=2, temperature=0.5)
+    worker.scorer.begin("one", spec)
+    start, rows = 0, None
+    for length in lengths:
+        assert rows is None
+        states = torch.cat((STATES, torch.full((2, HIDDEN), torch.nan)))[start : start + length]
+        rows = worker.step("one", start, states, torch.tensor(TOKENS[:-1]), NUM_FED)
+        start += length
+    check(rows, spec, first)
+    assert np.array_equal(rows.logprob_token_ids[:, 1:4], OWN[first - 1 :])
+    assert worker.scorer.get("one") is None
+
+
+def test_rows_of_cached_positions_are_left_out():
+    worker = LinearWorker(make_scorer(VOCAB), project)
+    spec = RowSpec(3, TOKENS[-1])
+    worker.scorer.begin("one", spec)
+    check(worker.step("one", 4, STATES[4:], torch.tensor(TOKENS[:-1]), NUM_FED), spec, 5)
+
+
+SPECS = {
+    "prompt": RowSpec(num_top=2),
+    "plain": RowSpec(1, TOKENS[-1]),
+    "more": RowSpec(3, TOKENS[-1], 4),
+    "warm": RowSpec(1, TOKENS[-1], 1, temperature=2.0),
+    "shared": RowSpec(2, TOKENS[-1], num_candidates=2, candidates=np.array([7, 9], np.int32).tobytes()),
+    "own": candidates_from(5),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_requests_of_one_step_are_computed_in_groups(chunk: int):
+    """Next to each other and not, with the tokens of other requests between."""
+    worker = LinearWorker(make_scorer(VOCAB, chunk=chunk), project)
+    parts, states, targets = [], [torch.full((2, HIDDEN), torch.nan)], [0, 0]
+    for name, spec in SPECS.items():
+        worker.scorer.begin(name, spec)
+        parts.append(StepPart(name, 0, len(targets), NUM_FED, NUM_FED))
+        states.append(STATES)
+        targets += [*TOKENS[1:-1], 0]
+        if name == "more":
+            states.append(torch.full((1, HIDDEN), torch.nan))
+            targets.append(0)
+    found = worker.scorer.score(parts, torch.cat(states), torch.tensor(targets), worker.logits_fn)
+    assert found.keys() == SPECS.keys()
+    for name, spec in SPECS.items():
+        check(found[name], spec, spec.first)
+    # Of the plain group's rows all but two are wanted, which come before `more`'s first target.
+    if chunk == 1000:
+        assert worker.num_projected == [7 + 5 + 7, 7, 6, 3]
+    assert max(worker.num_projected) <= chunk
+
+
+@pytest.mark.parametrize(("mode", "num_top"), [("raw_logprobs", -1), ("raw_logprobs", 300), ("raw_logits", 2)])
+def test_vllm_computes_what_one_pass_does_not_give(mode: str, num_top: int):
+    vocab = 400
+    weight = torch.randn(HIDDEN, vocab, generator=torch.Generator().manual_seed(2))
+    worker = LinearWorker(make_scorer(vocab, chunk=30, mode=mode), lambda states: states @ weight)
+    rows = worker.whole(RowSpec(num_top=num_top), STATES, TOKENS[:-1])
+    logits = (STATES @ weight)[:-1]
+    expected = logits if mode == "raw_logits" else logits.double().log_softmax(1)
+    targets = torch.tensor(TOKENS[1:-1])[:, None]
+    assert rows.logprobs.shape == (NUM_FED - 1, 1 + (vocab if num_top < 0 else num_top))
+    assert torch.allclose(rows.logprobs[:, :1].double(), expected.double().gather(1, targets), atol=1e-4)
+    top = expected.double().topk(rows.logprobs.shape[1] - 1).values
+    assert torch.allclose(rows.logprobs[:, 1:].double(), top, atol=1e-4)
+
+
+def test_profiling_computes_the_largest_chunks():
+    worker = LinearWorker(make_scorer(VOCAB, chunk=40), project)
+    runner = SimpleNamespace(model=SimpleNamespace(compute_logits=worker.logits_fn), max_num_tokens=30)
+    worker.scorer.reserve(runner, torch.zeros(4, HIDDEN))
+    targets_alone, with_top = worker.num_projected
+    assert targets_alone == 30
+    assert 0 < with_top < 30
+
+
+def test_requests_that_are_gone_are_dropped():
+    scorer: RowScorer = make_scorer(VOCAB)
+    for name in "abc":
+        scorer.begin(name, RowSpec())
+    scorer.keep_only({"b": None})
+    assert [name for name in "abc" if scorer.get(name)] == ["b"]
+    scorer.drop("b")
+    scorer.drop("b")
+    assert scorer.get("b") is None
