@@ -44,7 +44,10 @@ class ScoredSequence:
     candidates: np.ndarray | None = None
     """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
     only_from_first: bool = False
-    """Whether rows before `first` are always left out; else they are computed and stored for other requests."""
+    """Whether rows before `first` are left out, unless they are in a block with it that can be stored; else they are
+    computed and stored for other requests."""
+    least_top: int = 0
+    """Top tokens that the rows have at least."""
 
     @property
     def num_candidates(self) -> int:
@@ -54,17 +57,22 @@ class ScoredSequence:
     def has_own_candidates(self) -> bool:
         return self.candidates is not None and self.candidates.ndim > 1
 
-    def mark(self, settings: ScoreSettings) -> ScoredMark | None:
+    def mark(self, settings: ScoreSettings, block_size: int) -> ScoredMark | None:
         """The instructions for the engine's workers, if vLLM's prompt logprobs are not enough."""
         first, candidates = max(1, self.first), self.candidates
-        if candidates is None and settings.temperature == 1.0 and not (self.only_from_first and first > 1):
-            return None
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - self.first :]
+        elif not self.only_from_first:
+            first = 1
+        elif (block := (first - 1) // block_size) < (len(self.token_ids) - 1) // block_size:
+            # A block is stored whole or not at all. Another request may have it in common, and vLLM then leaves it out.
+            first = block * block_size + 1
+        if candidates is None and settings.temperature == 1.0 and first == 1:
+            return None
         return ScoredMark(
-            first=first if self.only_from_first or self.has_own_candidates else 1,
+            first=first,
             last_token=self.token_ids[-1],
-            num_top=settings.top_logprobs,
+            num_top=max(settings.top_logprobs, self.least_top),
             temperature=settings.temperature,
             num_candidates=self.num_candidates,
             candidates=b"" if candidates is None else candidates.tobytes(),
@@ -86,7 +94,7 @@ class Scorer:
         )
 
     async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
-        token_ids, mark = sequence.token_ids, sequence.mark(settings)
+        token_ids, mark = sequence.token_ids, sequence.mark(settings, self._engine.block_size)
         if len(token_ids) == 1:
             settings.queue.done(1, 0)
             await self._turns.wait()
