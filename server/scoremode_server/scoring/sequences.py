@@ -127,7 +127,8 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
         raise RequestError(
             f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
         )
-    return given
+    per_prompt: list[list[Any]] = given
+    return per_prompt
 
 
 async def _continued(
