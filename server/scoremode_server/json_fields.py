@@ -36,17 +36,18 @@ _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
 _TOKEN_IDS = msgspec.json.Decoder(list[int])
 _TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
+_TEXT_LISTS = msgspec.json.Decoder(list[list[str]])
 _NESTED_TOKEN_LISTS = msgspec.json.Decoder(list[list[list[int]]])
 
 PROMPTS = {'"': _TEXT, '["': _TEXTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
 """Decoders by how a field's JSON begins: a text, texts, lists of token ids, token ids."""
-CONTINUATIONS = {'["': _TEXTS, "[": _TOKEN_LISTS}
+CONTINUATIONS = {'[["': _TEXT_LISTS, "[[[": _NESTED_TOKEN_LISTS, '["': _TEXTS, "[": _TOKEN_LISTS}
 ONE_PROMPT = {'"': _TEXT, "[": _TOKEN_IDS}
 TEXTS = {"[": _TEXTS}
 TOKENS = {"[": _TOKEN_IDS}
 CANDIDATES = {"[[[": _NESTED_TOKEN_LISTS, "[[": _TOKEN_LISTS, "[": _TOKEN_IDS}
 
-_BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(?:(")|(\[)[ \t\n\r]*(\[?))?')
+_BEGINNING = re.compile(rb'"|\{|\[[ \t\n\r]*(?:(")|(\[)[ \t\n\r]*(["\[]?))?')
 _NAMES = {
     "int": "a token id",
     "float": "a float",
@@ -119,7 +120,7 @@ def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
     decoder = next((forms[opening[:length]] for length in (3, 2, 1) if opening[:length] in forms), None)
     if decoder is None:
         return read_anything(raw, field)
-    if decoder in (_TOKEN_LISTS, _NESTED_TOKEN_LISTS) and len(raw) > MAX_LISTS:
+    if decoder in (_TOKEN_LISTS, _TEXT_LISTS, _NESTED_TOKEN_LISTS) and len(raw) > MAX_LISTS:
         _check_count(bytes(raw).count(b"[") - 1, MAX_LISTS, "lists", field)
     return _decode(raw, field, decoder)
 

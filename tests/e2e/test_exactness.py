@@ -57,7 +57,7 @@ def test_ranks_and_alternatives_equal_transformers(smollm2_client, smollm2, toke
 
 def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm2):
     context, continuations = "The capital of France is", [" Paris", " the city of Lyon", "Ångström"]
-    scores = smollm2_client.score(context, continuations)
+    scores = smollm2_client.score(context, continuations, return_ranks=True)
     start = len(smollm2_client.tokenize(context))
     for score, continuation in zip(scores, continuations, strict=True):
         whole = smollm2_client.tokenize(context + continuation)

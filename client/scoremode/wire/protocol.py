@@ -45,8 +45,8 @@ Prompt = Annotated[
     _one_message("must be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
 ]
 Continuations = Annotated[
-    list[str] | list[TokenIds],
-    _one_message("must be a list of strings or a list of lists of token ids"),
+    list[str] | list[TokenIds] | list[list[str]] | list[list[TokenIds]],
+    _one_message("must be a list of strings or of lists of token ids, or such a list for each prompt"),
 ]
 Candidates = Annotated[
     TokenIds | list[TokenIds] | list[list[TokenIds]],
@@ -74,7 +74,8 @@ class ScoreRequest(_Request):
     prompt: Prompt = Field(description="One text or several, as text or as token ids.")
     continuations: Continuations | None = Field(
         None,
-        description="Score these instead, each after each prompt. A text after a text is tokenized together with it.",
+        description="Score these instead, each after each prompt, or a list for each prompt. A text after a text is "
+        "tokenized together with it.",
     )
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens at every position.")

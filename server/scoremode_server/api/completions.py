@@ -34,7 +34,7 @@ async def _create_scoring_completion(request: CompletionRequest, raw_request: Re
     state = scoremode_state(raw_request)
     state.admission.check()
     if request.prompt:
-        state.limits.check_num_sequences(len(as_prompts(request.prompt)), None)
+        state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
     accept = partial(accepted, state.admission, ROUTE)
     result = await state.completions.create_completion(request, raw_request, owner_of(raw_request), accept)
     format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")

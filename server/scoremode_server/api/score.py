@@ -20,10 +20,9 @@ from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
 from scoremode_server.scoring.model_identity import with_adapter
-from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.scorer import ScoredSequence, ScoreSettings
 from scoremode_server.scoring.sequences import RequestedSequence, read_sequences
 from scoremode_server.scoring.token_strings import TokenStrings
-from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.turns import WRITTEN_AT_ONCE
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
@@ -55,12 +54,12 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     state.limits.check_top_logprobs(request.top_logprobs)
     with state.admission.until_stopped():
         model = await state.models.resolve(request.model)
-        sequences = await read_sequences(request, state.tokenizer, state.limits)
-    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        sequences, passes = await read_sequences(request, state.tokenizer, state.limits)
+    num_tokens = sum(len(each.token_ids) for each in passes)
     num_values = [_num_values(request, sequence) for sequence in sequences]
     state.limits.check_num_values(num_values, request.encoding_format)
     request_id = f"score-{raw_request.state.request_id}"
-    async with accepted(state.admission, "/v1/score", request_id, len(sequences), num_tokens) as queue:
+    async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -71,10 +70,17 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             owner=owner_of(raw_request),
             options=await state.models.engine_options(raw_request, model),
         )
-        async with aclosing(state.scorer.scores(sequences, settings)) as scores:
+        async with aclosing(state.scorer.scores(passes, settings)) as scores:
             answers = [answer async for answer in scores]
         write = partial(
-            _response, request, request_id, model.name, state.tokenizer, sequences, answers, num_tokens=num_tokens
+            _response,
+            request,
+            request_id,
+            model.name,
+            state.tokenizer.strings,
+            sequences,
+            list(zip(passes, answers, strict=True)),
+            num_tokens=num_tokens,
         )
         # Within the request, so that a server that shuts down waits for it.
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
@@ -90,9 +96,9 @@ def _response(
     request: ScoreRequest,
     request_id: str,
     model_name: str,
-    tokenizer: Tokenizer,
+    strings: TokenStrings,
     sequences: list[RequestedSequence],
-    answers: list[ScoredRows],
+    scored: list[tuple[ScoredSequence, ScoredRows]],
     *,
     num_tokens: int,
 ) -> Response:
@@ -103,53 +109,74 @@ def _response(
             "created": int(time.time()),
             "model": model_name,
             "data": [
-                {"index": index, **_result(request, tokenizer.strings, sequence, answer.rows)}
-                for index, (sequence, answer) in enumerate(zip(sequences, answers, strict=True))
+                {"index": index, **_result(request, strings, sequence, *scored[sequence.pass_index])}
+                for index, sequence in enumerate(sequences)
             ],
             "usage": {
                 "prompt_tokens": num_tokens,
-                "cached_tokens": sum(answer.num_cached_tokens for answer in answers),
+                "cached_tokens": sum(answer.num_cached_tokens for _, answer in scored),
                 "total_tokens": num_tokens,
             },
         }
     )
 
 
-def _result(request: ScoreRequest, strings: TokenStrings, sequence: RequestedSequence, rows: Rows) -> dict[str, Any]:
+def _result(
+    request: ScoreRequest,
+    strings: TokenStrings,
+    sequence: RequestedSequence,
+    scored_by: ScoredSequence,
+    answer: ScoredRows,
+) -> dict[str, Any]:
     """One entry of `data`."""
-    token_ids = sequence.token_ids[sequence.first :]
+    token_ids, rows = sequence.token_ids[sequence.first :], answer.rows
     # A prompt's first token has no context, so no row.
     without_row = [None] * (len(token_ids) - len(rows))
-    scored = json_logprobs(rows.logprobs[:, 0])
+    logprobs = rows.logprobs[:, 0]
+    if sequence.column:
+        logprobs = np.append(logprobs[:-1], rows.logprobs[-1, sequence.column])
+    scored = json_logprobs(logprobs)
     result: dict[str, Any] = {
         "prompt_index": sequence.prompt_index,
         "continuation_index": sequence.continuation_index,
         "token_ids": token_ids,
-        "logprobs": _logprobs(request, len(without_row), rows, scored),
+        "logprobs": _logprobs(request, len(without_row), logprobs, scored),
         "sum_logprob": math.fsum(scored),
         "num_scored": len(rows),
     }
-    if request.return_ranks or request.continuations is not None:
+    first_top = 1 + scored_by.num_candidates
+    if request.return_ranks:
         result["ranks"] = [*without_row, *rows.ranks.tolist()]
-        result["is_greedy"] = bool((rows.ranks == 1).all())
+    if request.return_ranks or request.continuations is not None:
+        result["is_greedy"] = bool(
+            (rows.ranks[:-1] == 1).all() and _is_most_likely(rows, sequence, first_top)
+            if sequence.column
+            else (rows.ranks == 1).all()
+        )
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
     if sequence.candidates is not None:
         chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
         result["candidate_logprobs"] = _candidate_logprobs(request, len(without_row), chosen)
     if request.top_logprobs:
-        top = slice(1 + sequence.num_candidates, None)
+        top = slice(first_top, first_top + request.top_logprobs)
         result["top_logprobs"] = _top_logprobs(
             request, strings, len(without_row), rows.token_ids[:, top], rows.logprobs[:, top]
         )
     return result
 
 
-def _logprobs(request: ScoreRequest, num_without: int, rows: Rows, scored: np.ndarray) -> str | np.ndarray:
+def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> bool:
+    """Whether the last token would have rank 1 in the last row of a pass that it shares: no other is as likely."""
+    first, second = rows.logprobs[-1, first_top : first_top + 2]
+    return bool(rows.token_ids[-1, first_top] == sequence.token_ids[-1] and first > second)
+
+
+def _logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray, scored: np.ndarray) -> str | np.ndarray:
     """The actual tokens' logprobs, NaN where there is no row: JSON null, or base64 of little-endian float32."""
     if request.encoding_format == "float":
         return _padded(scored, num_without, np.nan)
-    return as_base64(_padded(rows.logprobs[:, 0], num_without, np.nan).astype("<f4"))
+    return as_base64(_padded(logprobs, num_without, np.nan).astype("<f4"))
 
 
 def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray) -> dict[str, Any] | list[Any]:
@@ -176,6 +203,8 @@ def _top_logprobs(
 
 def _padded(values: np.ndarray, num_without: int, missing: float) -> np.ndarray:
     """Values after a filler for each position without a row."""
+    if not num_without:
+        return np.ascontiguousarray(values)
     before = np.full((num_without, *values.shape[1:]), missing, values.dtype)
     padded: np.ndarray = np.concatenate([before, values])
     return padded

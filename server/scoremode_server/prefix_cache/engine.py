@@ -26,6 +26,7 @@ from scoremode_server.prefix_cache.request import CachedRequest
 from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.rows import Columns, Rows, read_columns
+from scoremode_server.vllm_patches.row_spec import RowSpec
 from scoremode_server.vllm_patches.weight_changes import may_go_unnoticed, within_changes
 
 logger = init_logger(f"vllm.{__name__}")
@@ -53,6 +54,10 @@ class EngineResult(ScoredRows):
     """How many of the first blocks the engine took from its prefix cache."""
 
 
+MAX_COMPUTED = 2**16
+"""Blocks of which the engine client remembers that they were computed, in some 8 MiB."""
+
+
 class ScoringEngine:
     """vLLM's engine client for scoring requests, with a store for rows of shared prefixes."""
 
@@ -63,6 +68,7 @@ class ScoringEngine:
         self._metrics = metrics
         self._hasher = BlockHasher(store.block_size)
         self._in_flight = InFlightRequests()
+        self._computed = dict[bytes, None]()
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
 
@@ -108,10 +114,18 @@ class ScoringEngine:
 
     async def _cached(self, request: RowsRequest, token_ids: np.ndarray) -> EngineResult:
         salt = self._salt(request)
-        block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
-        cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes)
+        # Keys and values do not depend on what is wanted of the rows.
+        computed = block_hashes = self._hasher.hashes(token_ids, self._identity(replace(request, spec=RowSpec()), salt))
+        if request.first_row // self._store.block_size == len(computed):
+            # No whole block has rows that are needed.
+            block_hashes = []
+        elif request.spec.identity is not None:
+            block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
+        cached = CachedRequest(
+            self._engine, self._store, self._in_flight, salted, block_hashes, self._num_computed(computed)
+        )
         run = await cached.run()
         rows = run.rows[request.first_row :]
         self._metrics.hits.inc(cached.num_hits)
@@ -128,6 +142,18 @@ class ScoringEngine:
             block_hashes if cached.is_current else (),
             num_cached_blocks if cached.is_current else 0,
         )
+
+    def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
+        """Tokens of the first blocks whose keys and values other requests have computed or compute. From now on this
+        request computes those of the rest."""
+        num_blocks = next(
+            (index for index, block_hash in enumerate(block_hashes) if block_hash not in self._computed),
+            len(block_hashes),
+        )
+        self._computed.update(dict.fromkeys(block_hashes[num_blocks:]))
+        while len(self._computed) > MAX_COMPUTED:
+            del self._computed[next(iter(self._computed))]
+        return num_blocks * self._store.block_size
 
     def _identity(self, request: RowsRequest, salt: str) -> str:
         """Everything except the tokens that rows depend on."""

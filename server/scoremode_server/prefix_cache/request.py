@@ -21,12 +21,15 @@ class CachedRequest:
         in_flight: InFlightRequests,
         request: RowsRequest,
         block_hashes: Sequence[bytes],
+        num_computed: int,
     ) -> None:
         self._engine = engine
         self._store = store
         self._in_flight = in_flight
         self._request = request
         self._block_hashes = block_hashes
+        self._num_computed = num_computed
+        """Tokens at the start that are probably in the prefix cache."""
         self._generation = store.generation
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
         self._registered = InFlightRequest(
@@ -66,10 +69,11 @@ class CachedRequest:
 
     async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> EnginePass:
         """A pass whose missing rows are all found. The engine starts before this waits for other requests."""
-        first_hash = self._block_hashes[0]
         # If the first block is not found, a hit helps only if its rows are not needed.
-        reads = first_hash in self._found or first_hash in earlier or self._request.first_row >= self._store.block_size
-        run = await self._run(reads_prefix_cache=reads, num_known=self._num_known(earlier) if reads else 0)
+        reads = self._request.first_row >= self._store.block_size or (
+            (first_hash := self._block_hashes[0]) in self._found or first_hash in earlier
+        )
+        run = await self._run(reads_prefix_cache=reads, num_known=self._num_computed if reads else 0)
         missing = self._missing(run)
         if missing and self.is_current:
             missing = await self._collect(run, missing, earlier)
@@ -86,15 +90,6 @@ class CachedRequest:
         )
         self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         return run
-
-    def _num_known(self, earlier: Mapping[bytes, InFlightRequest]) -> int:
-        """Tokens at the start that were computed for other requests."""
-        num_blocks = 0
-        for block_hash in self._block_hashes:
-            if block_hash not in self._found and block_hash not in earlier:
-                break
-            num_blocks += 1
-        return num_blocks * self._store.block_size
 
     def _needed(self, run: EnginePass) -> range:
         """The blocks with rows that a pass left out and the request needs."""

@@ -36,14 +36,13 @@ class Limits:
         vocab_size = model.get_vocab_size()
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
-    def check_num_sequences(self, num_prompts: int, num_continuations: int | None) -> None:
-        num_sequences = num_prompts * (1 if num_continuations is None else num_continuations)
+    def check_num_sequences(self, num_sequences: int, field: str) -> None:
+        """Refuse more prompts, or more continuations of all prompts together, than a request may have."""
         if num_sequences > self.max_sequences:
-            each = "" if num_continuations is None else f" with {num_continuations} continuations each"
             raise RequestError(
-                f"{num_prompts} prompts{each} are {num_sequences} sequences, and a request may have at most "
-                f"{self.max_sequences} (--max-request-sequences)",
-                "prompt" if num_continuations is None else "continuations",
+                f"the request has {num_sequences} sequences to score, of at most {self.max_sequences} "
+                "(--max-request-sequences)",
+                field,
             )
 
     def check_num_windows(self, num_windows: int, stride: int) -> None:

@@ -44,7 +44,10 @@ class ScoredSequence:
     candidates: np.ndarray | None = None
     """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
     only_from_first: bool = False
-    """Whether rows before `first` are always left out; else they are computed and stored for other requests."""
+    """Whether rows before `first` are left out, unless they are in a block with it that can be stored; else they are
+    computed and stored for other requests."""
+    least_top: int = 0
+    """Top tokens that the rows have at least."""
 
     @property
     def num_candidates(self) -> int:
@@ -54,14 +57,19 @@ class ScoredSequence:
     def has_own_candidates(self) -> bool:
         return self.candidates is not None and self.candidates.ndim > 1
 
-    def spec(self, settings: ScoreSettings) -> RowSpec:
+    def spec(self, settings: ScoreSettings, block_size: int) -> RowSpec:
         """The rows that the engine's workers compute."""
         first, candidates = max(1, self.first), self.candidates
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - self.first :]
+        elif not self.only_from_first:
+            first = 1
+        elif (block := (first - 1) // block_size) < (len(self.token_ids) - 1) // block_size:
+            # A block is stored whole or not at all. Another request may have it in common, and vLLM then leaves it out.
+            first = block * block_size + 1
         return RowSpec(
-            first=first if self.only_from_first or self.has_own_candidates else 1,
-            num_top=settings.top_logprobs,
+            first=first,
+            num_top=max(settings.top_logprobs, self.least_top),
             temperature=settings.temperature,
             num_candidates=self.num_candidates,
             candidates=b"" if candidates is None else candidates.tobytes(),
@@ -83,7 +91,7 @@ class Scorer:
         )
 
     async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
-        token_ids, spec = sequence.token_ids, sequence.spec(settings)
+        token_ids, spec = sequence.token_ids, sequence.spec(settings, self._engine.block_size)
         if len(token_ids) == 1:
             settings.queue.done(1, 0)
             await self._turns.wait()

@@ -1,4 +1,5 @@
-"""The token sequences of a request to `/v1/score`: prompts, or continuations of them."""
+"""The token sequences of a request to `/v1/score`: prompts, or continuations of them, and the passes through the engine
+that score them."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -6,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from scoremode.wire.protocol import ScoreRequest
+from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import ScoredSequence
@@ -19,6 +20,10 @@ class RequestedSequence(ScoredSequence):
 
     prompt_index: int
     continuation_index: int | None = None
+    pass_index: int = 0
+    """Of the pass that scores it."""
+    column: int = 0
+    """The last token's in the last row of the pass; 0 if it is the pass's own last token."""
 
     @property
     def name(self) -> str:
@@ -28,41 +33,112 @@ class RequestedSequence(ScoredSequence):
         return f"continuations[{self.continuation_index}] after prompt[{self.prompt_index}]"
 
 
-async def read_sequences(request: ScoreRequest, tokenizer: Tokenizer, limits: Limits) -> list[RequestedSequence]:
-    """The sequences of a request, in the order of its prompts."""
+async def read_sequences(
+    request: ScoreRequest, tokenizer: Tokenizer, limits: Limits
+) -> tuple[list[RequestedSequence], list[ScoredSequence]]:
+    """The sequences of a request, in the order of its prompts, and the passes that score them."""
     prompts = as_prompts(request.prompt)
-    limits.check_num_sequences(len(prompts), None if request.continuations is None else len(request.continuations))
-    sequences = await _sequences(prompts, request, tokenizer)
+    if request.continuations is None:
+        limits.check_num_sequences(len(prompts), "prompt")
+        sequences = await _prompts(prompts, request, tokenizer)
+        for sequence in sequences:
+            limits.check_sequence(sequence.token_ids, sequence.name)
+            if sequence.first >= len(sequence.token_ids):
+                raise RequestError(
+                    f"logprobs_from is {sequence.first}, but {sequence.name} has {len(sequence.token_ids)} tokens",
+                    "logprobs_from",
+                )
+        return _in_passes(request, _with_candidates(request, sequences, limits))
+    continuations = _continuations(request, len(prompts))
+    limits.check_num_sequences(sum(map(len, continuations)), "continuations")
+    sequences = await _continued(prompts, continuations, request, tokenizer)
+    placed, passes = _in_passes(request, _with_candidates(request, sequences, limits))
+    for sequence in placed:
+        if sequence.column:
+            # The rest is that of its pass.
+            limits.check_vocabulary(sequence.token_ids[-1:], sequence.name)
+        else:
+            limits.check_sequence(sequence.token_ids, sequence.name)
+    return placed, passes
+
+
+def _in_passes(
+    request: ScoreRequest, sequences: list[RequestedSequence]
+) -> tuple[list[RequestedSequence], list[ScoredSequence]]:
+    """The sequences with their places, and the passes. Continuations that differ in their last token alone share a
+    pass, as candidates of its last row. A row has one token's rank, so with ranks each has a pass of its own."""
+    if request.continuations is None or request.return_ranks:
+        return [replace(sequence, pass_index=index) for index, sequence in enumerate(sequences)], list(sequences)
+    placed, passes, last_tokens = [], list[ScoredSequence](), list[dict[int, int]]()
+    passes_by_beginning: dict[tuple[int, tuple[int, ...]], int] = {}
     for sequence in sequences:
-        limits.check_sequence(sequence.token_ids, sequence.name)
-        if sequence.first >= len(sequence.token_ids):
-            raise RequestError(
-                f"logprobs_from is {sequence.first}, but {sequence.name} has {len(sequence.token_ids)} tokens",
-                "logprobs_from",
-            )
-    return _with_candidates(request, sequences, limits)
+        last = sequence.token_ids[-1]
+        key = sequence.first, tuple(sequence.token_ids[:-1])
+        index = passes_by_beginning.get(key, len(passes))
+        if index < len(passes) and last not in last_tokens[index]:
+            num_candidates = sequence.num_candidates + len(last_tokens[index])
+            # All rows of a pass have the same candidates.
+            if num_candidates * (len(sequence.token_ids) - sequence.first) > MAX_CANDIDATES:
+                index = len(passes)
+        if index == len(passes):
+            passes_by_beginning[key] = index
+            passes.append(sequence)
+            last_tokens.append({last: 0})
+        column = last_tokens[index].setdefault(last, sequence.num_candidates + len(last_tokens[index]))
+        placed.append(replace(sequence, pass_index=index, column=column))
+    for index, (_, *others) in enumerate(last_tokens):
+        if others:
+            shared = passes[index]
+            candidates = [*([] if shared.candidates is None else shared.candidates), *others]
+            # The two top tokens tell which token is the most likely one, and alone.
+            passes[index] = replace(shared, candidates=np.array(candidates, np.int32), least_top=2)
+    return placed, passes
 
 
-async def _sequences(
+async def _prompts(
     prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer
 ) -> list[RequestedSequence]:
-    if request.continuations is None:
-        firsts = _firsts(request, len(prompts))
-        return [
-            RequestedSequence(
-                token_ids=await _encode(prompt, tokenizer, request.add_special_tokens),
-                first=first,
-                only_from_first=True,
-                prompt_index=index,
-            )
-            for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
-        ]
+    firsts = _firsts(request, len(prompts))
+    return [
+        RequestedSequence(
+            token_ids=await _encode(prompt, tokenizer, request.add_special_tokens),
+            first=first,
+            only_from_first=True,
+            prompt_index=index,
+        )
+        for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
+    ]
+
+
+def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
+    """The continuations of each prompt."""
+    given: Any = request.continuations
     if request.logprobs_from != 0:
         raise RequestError("logprobs_from: a continuation's logprobs begin where it does", "logprobs_from")
-    if not request.continuations:
+    if not given:
         raise RequestError("continuations is empty: leave it out to score the prompt", "continuations")
+    if isinstance(given[0], str) or not given[0] or isinstance(given[0][0], int):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"continuations has lists for {len(given)} prompts, and there are {num_prompts}", "continuations"
+        )
+    if [] in given:
+        raise RequestError(
+            f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
+        )
+    per_prompt: list[list[Any]] = given
+    return per_prompt
+
+
+async def _continued(
+    prompts: list[str | list[int]], continuations: list[list[Any]], request: ScoreRequest, tokenizer: Tokenizer
+) -> list[RequestedSequence]:
     per_prompt = await asyncio.gather(
-        *(_continued(prompt, index, request, tokenizer) for index, prompt in enumerate(prompts))
+        *(
+            _continued_prompt(prompt, index, own, request, tokenizer)
+            for index, (prompt, own) in enumerate(zip(prompts, continuations, strict=True))
+        )
     )
     return [sequence for sequences in per_prompt for sequence in sequences]
 
@@ -131,11 +207,10 @@ async def _encode(prompt: str | list[int], tokenizer: Tokenizer, add_special_tok
     return await tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
 
 
-async def _continued(
-    prompt: str | list[int], index: int, request: ScoreRequest, tokenizer: Tokenizer
+async def _continued_prompt(
+    prompt: str | list[int], index: int, continuations: list[Any], request: ScoreRequest, tokenizer: Tokenizer
 ) -> list[RequestedSequence]:
-    """One prompt with each continuation of a request."""
-    continuations: list[Any] = list(request.continuations or ())
+    """One prompt with each of its continuations."""
     if isinstance(prompt, str) and isinstance(continuations[0], str):
         first, sequences = await tokenizer.encode_continuations(prompt, continuations, request.add_special_tokens)
     else:
@@ -143,7 +218,9 @@ async def _continued(
         first = len(context)
         sequences = [context + await _encode(continuation, tokenizer, False) for continuation in continuations]
     requested = [
-        RequestedSequence(token_ids=token_ids, first=first, prompt_index=index, continuation_index=place)
+        RequestedSequence(
+            token_ids=token_ids, first=first, only_from_first=True, prompt_index=index, continuation_index=place
+        )
         for place, token_ids in enumerate(sequences)
     ]
     for sequence in requested:

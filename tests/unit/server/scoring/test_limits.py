@@ -11,8 +11,8 @@ LIMITS = Limits(max_model_len=8, vocab_size=10, max_top_logprobs=5, max_sequence
 @pytest.mark.parametrize(
     ("check", "allowed", "refused", "field"),
     [
-        (LIMITS.check_num_sequences, (6, None), (7, None), "prompt"),
-        (LIMITS.check_num_sequences, (2, 3), (1, 7), "continuations"),
+        (LIMITS.check_num_sequences, (6, "prompt"), (7, "prompt"), "prompt"),
+        (LIMITS.check_num_sequences, (6, "continuations"), (7, "continuations"), "continuations"),
         (LIMITS.check_num_windows, (6, 4), (7, 4), "stride"),
     ],
 )

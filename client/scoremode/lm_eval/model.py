@@ -1,0 +1,346 @@
+"""lm-eval's model `scoremode`: its requests, answered by a Scoremode server as lm-eval's `hf` backend answers them."""
+
+import asyncio
+import json
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from jinja2.exceptions import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    _add_special_kwargs,
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient, ScoreClient
+from scoremode.runs.pool import Pool
+from scoremode.wire.calls import call
+
+RETRY_FOR = 600.0
+MAX_PROMPTS, MAX_TOKENS = 32, 65_536
+"""Of one request to `/v1/score`."""
+NUM_CONCURRENT = 16
+ENCODED_AT_ONCE = 1024
+PROBE = "Scoremode, 1 + 2:\n  naïve “quotes” 你好\n"
+"""A text that the local tokenizer must encode as the server does."""
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+Answer = tuple[float, bool]
+TokenRequest = tuple[Any, list[int], list[int]]
+"""As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
+
+
+class ScoremodeLM(TemplateLM):
+    """A Scoremode server as a model of lm-eval.
+
+    Args:
+        base_url: Address of the server, with or without `/v1`.
+        model: Served model or LoRA adapter; the served model when left out.
+        tokenizer: Name or folder of its tokenizer; the path of the served model when left out.
+        max_length: Tokens that the model is fed at most. The server takes the last target as well, so this is one less
+            than its `--max-model-len` at most, and by default.
+        max_gen_toks: Tokens to generate where a task does not say.
+        add_bos_token: Whether the tokenizer adds BOS; as it does by itself when left out.
+        custom_prefix_token_id: The context of an empty context; BOS, else EOS when left out.
+        num_concurrent: Requests in flight.
+        api_key: As for `ScoreClient`; likewise `timeout` and `retry_for`.
+        think_end_token: Generated text up to it is dropped.
+        trust_remote_code: For the tokenizer; likewise `revision`.
+        **_: `batch_size`, `max_batch_size` and `device`, which lm-eval gives every model, are the server's.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        custom_prefix_token_id: int | None = None,
+        num_concurrent: int = NUM_CONCURRENT,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry_for: float = RETRY_FOR,
+        think_end_token: str | None = None,
+        trust_remote_code: bool = False,
+        revision: str = "main",
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self._url = base_url
+        self._connection: dict[str, Any] = {
+            "model": model,
+            "api_key": None if api_key is None else str(api_key),
+            "timeout": timeout,
+            "retry_for": retry_for,
+        }
+        self._num_concurrent = num_concurrent
+        with ScoreClient(base_url, **self._connection) as client:
+            self._info = client.info()
+            served = self._info.model
+            path = tokenizer or client.send(call("GET", "/v1/models", lambda body: _root(body, served)))
+            bos = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                path, revision=revision, trust_remote_code=trust_remote_code, **bos
+            )
+            if self.tokenizer.encode(PROBE, add_special_tokens=False) != client.tokenize(PROBE, False):
+                raise ValueError(f"the tokenizer {path} is not that of {served} on {client.address}: set tokenizer=")
+        longest = self._info.max_model_len - 1
+        self.max_length = longest if max_length is None else max_length
+        if self.max_length > longest:
+            raise ValueError(
+                f"max_length: {max_length} exceeds the server's limit of {longest} (--max-model-len less 1)"
+            )
+        self._max_gen_toks = max_gen_toks
+        self._add_bos_token = add_bos_token
+        self._prefix_token_id = custom_prefix_token_id
+        self._think_end_token = think_end_token
+        self._encoded: dict[str, Any] = {}
+
+    @property
+    def cache_name(self) -> str:
+        """All that an answer depends on, apart from its request."""
+        settings = [
+            self.max_length,
+            self.prefix_token_id,
+            self._add_bos_token,
+            self._max_gen_toks,
+            self._think_end_token,
+        ]
+        return "-".join(map(str, [self._info.fingerprint, *settings]))
+
+    @property
+    def eot_token_id(self) -> int:
+        """EOS."""
+        token_id: int = self.tokenizer.eos_token_id
+        return token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The context of an empty context."""
+        tokenizer = self.tokenizer
+        for token_id in (self._prefix_token_id, tokenizer.bos_token_id):
+            if token_id is not None:
+                return int(token_id)
+        return self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name by which lm-eval caches requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat; without its system message where the template refuses that."""
+
+        def text(messages: list[dict[str, str]]) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
+            )
+
+        try:
+            return text(chat_history)
+        except TemplateError:
+            return text([message for message in chat_history if message["role"] != "system"])
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """The tokens of a text."""
+        encoded = self._encoded.get(string) if add_special_tokens is None else None
+        if encoded is None:
+            [encoded] = self._encode([string], add_special_tokens)
+        return list(encoded)
+
+    def _encode(self, texts: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
+        """A text that begins with BOS gets no other."""
+        options = [_add_special_kwargs(add_special_tokens, self._add_bos_token)] * len(texts)
+        if add_special_tokens is None:
+            bos = self.tokenizer.decode(self.prefix_token_id)
+            options = [
+                {"add_special_tokens": False} if has_bos_prefix(text, bos) else usual
+                for text, usual in zip(texts, options, strict=True)
+            ]
+        if all(each == options[0] for each in options):
+            encoded: list[list[int]] = self.tokenizer(texts, **options[0])["input_ids"]
+            return encoded
+        return [self.tokenizer(text, **own)["input_ids"] for text, own in zip(texts, options, strict=True)]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
+        """As lm-eval does it, with the texts encoded many at a time and each once: by itself it encodes two for each
+        request."""
+        texts: dict[str, None] = {}
+        for context, continuation in (request.args for request in requests):
+            if context:
+                texts |= {context.rstrip(): None, context + continuation: None}
+        for some in _parts(list(texts), ENCODED_AT_ONCE):
+            # Arrays have a tenth of a list's memory.
+            self._encoded |= {text: array("i", ids) for text, ids in zip(some, self._encode(some), strict=True)}
+        try:
+            answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._encoded.clear()
+        return answers
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **_: object
+    ) -> list[Answer]:
+        answers: list[Answer] = [(0.0, False)] * len(requests)
+
+        def keep(index: int, answer: Answer) -> None:
+            answers[index] = answer
+            if requests[index][0] is not None:
+                self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+
+        self._score(requests, keep, disable_tqdm)
+        return answers
+
+    def _score(
+        self, requests: Sequence[TokenRequest], keep: Callable[[int, Answer], object], disable_tqdm: bool
+    ) -> None:
+        """Score continuations, those of one context together, and contexts with the same beginning one after another.
+        `keep` gets the place of a request with its answer."""
+        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"a continuation has {len(continuation)} tokens, and the model takes {self.max_length} (max_length)"
+                )
+            by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
+        jobs = list(self._jobs(sorted(by_context.items())))
+
+        async def score(
+            client: AsyncScoreClient, job: list[tuple[tuple[int, ...], list[int]]]
+        ) -> list[tuple[int, Answer]]:
+            scores = await client.score(
+                [list(context) for context, _ in job], [[requests[index][2] for index in own] for _, own in job]
+            )
+            answers = [(each.sum_logprob, bool(each.is_greedy)) for each in scores]
+            return list(zip((index for _, own in job for index in own), answers, strict=True))
+
+        with tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable_tqdm) as bar:
+
+            def keep_all(answered: list[tuple[int, Answer]]) -> None:
+                for index, answer in answered:
+                    keep(index, answer)
+                bar.update(len(answered))
+
+                self._commit()
+
+            self._run(jobs, score, keep_all)
+
+    def _commit(self) -> None:
+        if self.cache_hook.dbdict is not None:
+            self.cache_hook.dbdict.commit(blocking=False)
+
+    def _jobs(
+        self, groups: list[tuple[tuple[int, ...], list[int]]]
+    ) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
+        """The contexts of each request to the server."""
+        most = min(MAX_PROMPTS, -(-len(groups) // self._num_concurrent))
+        job: list[tuple[tuple[int, ...], list[int]]] = []
+        num_tokens = 0
+        for context, own in groups:
+            if job and (len(job) == most or num_tokens + len(context) > MAX_TOKENS):
+                yield job
+                job, num_tokens = [], 0
+            job.append((context, own))
+            num_tokens += len(context)
+        if job:
+            yield job
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of documents, in windows as `hf` cuts them."""
+        windows: list[TokenRequest] = []
+        owners: list[int] = []
+        for document, (text,) in enumerate(request.args for request in requests):
+            tokens = self.tok_encode(text)
+            cut = get_rolling_token_windows(tokens, self.prefix_token_id, max_seq_len=self.max_length, context_len=1)
+            windows += [(None, *make_disjoint_window(window)) for window in cut]
+            owners += [document] * (len(windows) - len(owners))
+        missing, sums = Counter(owners), [0.0] * len(requests)
+
+        def keep(index: int, answer: Answer) -> None:
+            document = owners[index]
+            sums[document] += answer[0]
+            missing[document] -= 1
+            if not missing[document]:
+                self.cache_hook.add_partial("loglikelihood_rolling", requests[document].args, sums[document])
+
+        self._score(windows, keep, disable_tqdm)
+        return sums
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts that vLLM's completions generate."""
+        texts = [""] * len(requests)
+        eos = self.tokenizer.decode(self.eot_token_id)
+
+        async def generate(client: AsyncScoreClient, index: int) -> tuple[int, str]:
+            context, given = requests[index].args
+            options = normalize_gen_kwargs(given, self._max_gen_toks)
+            stop = handle_stop_sequences(options.pop("until", None), eos=eos)
+            max_tokens = options.pop("max_gen_toks")
+            if max_tokens >= self.max_length:
+                raise ValueError(f"max_gen_toks: {max_tokens} leaves no room for a context in {self.max_length} tokens")
+            if not options.pop("do_sample"):
+                options["temperature"] = 0.0
+            text = await client.send(
+                call(
+                    "POST",
+                    "/v1/completions",
+                    lambda body: str(json.loads(body)["choices"][0]["text"]),
+                    model=self._info.model,
+                    prompt=self.tok_encode(context)[-(self.max_length - max_tokens) :],
+                    max_tokens=max_tokens,
+                    stop=stop,
+                    **options,
+                )
+            )
+            return index, postprocess_generated_text(text, stop, self._think_end_token)
+
+        with tqdm(total=len(requests), desc="Generating", unit="request", disable=disable_tqdm) as bar:
+
+            def keep(answer: tuple[int, str]) -> None:
+                index, texts[index] = answer
+                self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
+                self._commit()
+                bar.update()
+
+            self._run(range(len(requests)), generate, keep)
+        return texts
+
+    def _run(
+        self,
+        jobs: Iterable[Job],
+        ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
+        keep: Callable[[Result], object],
+    ) -> None:
+        async def run() -> None:
+            async with AsyncScoreClient(self._url, **self._connection) as client:
+                pool = Pool([client], [self._info], self._num_concurrent)
+                await pool.score(jobs, ask, keep)
+
+        asyncio.run(run())
+
+
+def _root(body: bytes, name: str) -> str:
+    """The path of a served model or of an adapter's model, from `/v1/models`."""
+    models = {model["id"]: model for model in json.loads(body)["data"]}
+    return str(models[models[name].get("parent") or name]["root"])
+
+
+def _parts(texts: list[str], size: int) -> Iterator[list[str]]:
+    for start in range(0, len(texts), size):
+        yield texts[start : start + size]
