@@ -1,7 +1,7 @@
 """What a scoring request wants of its rows, as it reaches the engine's workers in `SamplingParams.extra_args`."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -56,8 +56,7 @@ class RowSpec:
 
     def as_extra_args(self) -> dict[str, Any]:
         """For `SamplingParams`; fields that have their default are left out."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        marked = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+        marked = {name: each for name, default in _DEFAULTS.items() if (each := getattr(self, name)) != default}
         if self.window is not None:
             marked["window"] = asdict(self.window)
         return {ROWS: marked}
@@ -82,4 +81,4 @@ class RowSpec:
         return self.temperature, self.num_candidates, digest, self.first if self.has_own_candidates else None
 
 
-_DEFAULTS = {each.name: each.default for each in fields(RowSpec) if each.default is not MISSING}
+_DEFAULTS = {each.name: each.default for each in fields(RowSpec)}

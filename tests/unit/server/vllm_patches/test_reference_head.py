@@ -18,6 +18,7 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.tensor_files import BrokenFileError
@@ -32,6 +33,8 @@ from scoremode_server.vllm_patches.reference_head import (
     gather_head,
 )
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
+from scoremode_server.vllm_patches.row_spec import RowSpec
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
@@ -280,6 +283,31 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     assert "not one projection" in str(worker.scoremode_write_head("asked", "asked", "third"))
 
 
+def rows_of_a_step(root: Path, config: VllmConfig) -> None:
+    """Of a model that ranks keep their own parts of, and of one whose logits each gathers."""
+    group = get_tp_group()
+    targets = torch.tensor([7, 999, 0, 3, 8, 8])
+    for model, shape in ((Model(1000), LogitsShape(1000, 4, group.world_size)), (Masked(1000), LogitsShape(1000, 4))):
+        states = model.hidden_states()
+        scorer = RowScorer(2**30, shape, "raw_logprobs", group)
+        chosen = torch.tensor([5, 998], dtype=torch.int32).numpy().tobytes()
+        scorer.begin("plain", RowSpec(1, 500, 3))
+        scorer.begin("warm", RowSpec(2, 501, 2, 0.5, 2, chosen))
+        parts = [StepPart("plain", 0, 0, 3, 3), StepPart("warm", 0, 3, 2, 2)]
+        found = scorer.score(parts, states, targets.clone(), model.compute_logits)
+        logits = model.compute_logits(states).double()
+        for name, rows, expected in (
+            ("plain", [7, 999, 500], logits[:3].log_softmax(1)),
+            ("warm", [501], (logits[4:5] / 0.5).log_softmax(1)),
+        ):
+            tokens, logprobs, ranks, *_ = found[name]
+            assert tokens[:, 0].tolist() == rows
+            assert torch.allclose(logprobs.double(), expected.gather(1, tokens.long()), atol=1e-5)
+            num_top = tokens.shape[1] - (1 if name == "plain" else 3)
+            assert torch.allclose(logprobs[:, -num_top:].double(), expected.topk(num_top).values, atol=1e-5)
+            assert torch.equal(ranks.long(), (expected >= expected.gather(1, tokens[:, :1].long())).sum(1))
+
+
 def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
     """Of pipeline stages but the last."""
 
@@ -304,6 +332,7 @@ def one_rank(_: int, config: VllmConfig, root: Path) -> None:
         heads_that_do_not_fit_or_are_damaged,
         models_that_cannot_be_references,
         what_api_servers_ask_of_workers,
+        rows_of_a_step,
         ranks_without_a_head,
     ):
         check(root / check.__name__, config)
