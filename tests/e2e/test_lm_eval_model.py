@@ -53,7 +53,7 @@ def check_loglikelihoods(url: str, model: Path, pairs: list[tuple[str, str]], ma
 
 def test_every_shape_of_request_is_answered_as_by_the_hf_backend(smollm2_server, smollm2, wikitext):
     examples = wikitext[30_000:30_400]
-    endings = [" the river and", " the river but", " a long way from the sea", ", which", "ly"]
+    endings = [" the river and", " the river but", " a long way from the sea", ", which", "."]
     pairs = [
         *((f"{examples}{question}\nAnswer:", letter) for question in ("Red?", "Blue?") for letter in LETTERS),
         *((examples, ending) for ending in endings),
