@@ -159,7 +159,7 @@ class _Client(Generic[Transport]):
 
         Args:
             prompt: A text, several, the token ids of a text, or those of several.
-            continuations: Score these instead, each after each prompt.
+            continuations: Score these instead, each after each prompt; or a list of them for each prompt.
             add_special_tokens: Let the tokenizer add its special tokens (BOS) to a text.
             top_logprobs: Return the k most likely tokens at every position, at most what the server's `--max-logprobs`
                 allows, and 256.
@@ -173,7 +173,7 @@ class _Client(Generic[Transport]):
             model: In place of the client's.
 
         Returns:
-            One score per prompt; with continuations one per pair, the continuations of the first prompt first.
+            One score per prompt; with continuations one for each, those of the first prompt first.
         """
         return call(
             "POST",

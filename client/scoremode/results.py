@@ -37,7 +37,7 @@ class Score:
     """Sum over the scored tokens, in float64."""
     num_scored: int
     ranks: list[int | None] | None
-    """Rank of each token in the vocabulary, 1 for the most likely; with `return_ranks` or continuations."""
+    """Rank of each token in the vocabulary, 1 for the most likely; with `return_ranks`."""
     is_greedy: bool | None
     """Whether every scored token was the most likely one; with `return_ranks` or continuations."""
     tokens: list[str] | None

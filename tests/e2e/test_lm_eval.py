@@ -1,4 +1,5 @@
-"""Unmodified lm-eval against our server: the numbers of its own `hf` backend in float32, request by request.
+"""lm-eval against our server, with its own `local-completions` backend and with ours: the numbers of its `hf` backend,
+request by request, in float32.
 
 lm-eval's API backends cut rolling windows two tokens shorter than its `hf` backend, so they get two tokens more.
 Tolerance a request: 1e-3 nats, over up to some thousands of tokens whose float32 errors are below 1e-4 each.
@@ -42,7 +43,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, wikitext: str) -> Path:
 
 
 def evaluate(
-    tasks: Path, model: str, arguments: dict[str, Any], *names: str, limit: int = NUM_QUESTIONS
+    tasks: Path, model: Any, arguments: dict[str, Any], *names: str, limit: int = NUM_QUESTIONS
 ) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -66,9 +67,14 @@ def reference(tasks: Path, random_model: Path) -> dict[str, Any]:
     return evaluate(tasks, "hf", {**arguments, "batch_size": 1}, TASK, ROLLING)
 
 
-@pytest.fixture(scope="module")
-def ours(tasks: Path, server: str) -> dict[str, Any]:
-    """lm-eval's `local-completions` backend on our server, tokenizing remotely."""
+@pytest.fixture(scope="module", params=["scoremode", "local-completions"])
+def ours(request: pytest.FixtureRequest, tasks: Path, server: str, random_model: Path) -> dict[str, Any]:
+    """Our backend, and lm-eval's `local-completions`, which tokenizes remotely."""
+    if request.param == "scoremode":
+        from scoremode.lm_eval.model import ScoremodeLM
+
+        model = ScoremodeLM(server, tokenizer=str(random_model), max_length=MAX_LENGTH, num_concurrent=4)
+        return evaluate(tasks, model, {}, TASK, ROLLING)
     arguments = {
         "model": "tiny",
         "base_url": f"{server}/v1/completions",
