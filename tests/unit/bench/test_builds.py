@@ -11,8 +11,8 @@ def test_ratios_are_those_of_paired_turns():
     runs = [run("before", 0, 1.0), run("after", 0, 0.5, api=2.0), run("after", 1, 1.0, api=4.0), run("before", 1, 4.0)]
     before, after = report(runs, "before").splitlines()[2:]
     assert before == "| 1b | echo | before | 2 | 62.5 | 43,812 | - | - | 10.00 | - | 5.00 | - |"
-    # Twice and four times as fast is 2 sqrt(2) in the mean, within a factor of exp(12.706 ln(2) / 2).
-    ratio, one = "2.828 [0.035, 231.200]", "1.000 [1.000, 1.000]"
+    # Twice and four times as fast is 2 sqrt(2) in the mean, within a factor of exp(12.7062 ln(2) / 2).
+    ratio, one = "2.828 [0.035, 231.217]", "1.000 [1.000, 1.000]"
     assert after == f"| 1b | echo | after | 2 | 150.0 | 105,150 | {ratio} | - | 30.00 | {ratio} | 5.00 | {one} |"
 
 
