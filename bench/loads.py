@@ -5,7 +5,8 @@ score      the same tokens through `/v1/score`, base64       top50      the same
 trl        the same with `prompt_logprobs: 100`, as TRL asks a teacher
 unshared   256 random tokens, `echo` and `logprobs: 1`
 choices    701 tokens, echoed: 600 shared by all, 100 by four requests, 1 of its own
-options    the same as one request to `/v1/score` for every four: a prompt of 700 and four continuations of one token
+mmlu       a subject's questions to `/v1/score`, 32 per request: 600 to 900 shared tokens, 80 to 160 own, four letters
+questions  such prompts as prefill, one per request, to compare questions per second with
 alone      1,023 random tokens through `/v1/score`, one request after another
 record     windows of 2,048 tokens, recorded as a reference by one request
 kld        such a reference's windows, one per request to `/v1/kld`; recording is not timed
@@ -48,6 +49,8 @@ LARGE_SEQUENCES, LARGE_LENGTH = 12_000, 64
 PREFILL = {"max_tokens": 1, "temperature": 0}
 ECHO = {**PREFILL, "echo": True, "logprobs": 1}
 SCORE = {"encoding_format": "base64"}
+TOP50 = {**SCORE, "top_logprobs": 50}
+TRL = {**PREFILL, "temperature": 1.0, "prompt_logprobs": 100}
 MANY_LOGPROBS = ("--max-logprobs", "128")
 
 Body = dict[str, Any]
@@ -155,22 +158,24 @@ def completions(source: Source, prompts: Sequence[list[int]], options: Body) -> 
     return bodies_to("/v1/completions", [{"model": source.shape, "prompt": prompt, **options} for prompt in prompts])
 
 
-def draw_questions(count: int, seed: str) -> list[tuple[list[int], list[list[int]]]]:
-    """Prompts of 700 tokens that share 600, each with four answers of one token."""
+def draw_choices(source: Source, count: int, seed: str) -> Drawn:
     rng = random.Random(seed)
     shared = random_tokens(rng, 600)
-    return [(shared + random_tokens(rng, 100), [random_tokens(rng, 1) for _ in range(4)]) for _ in range(count)]
+    questions = [shared + random_tokens(rng, 100) for _ in range(count // 4)]
+    return completions(source, [question + random_tokens(rng, 1) for question in questions for _ in range(4)], ECHO)
 
 
-def draw_choices(source: Source, count: int, seed: str) -> Drawn:
-    questions = draw_questions(count // 4, seed)
-    return completions(source, [question + answer for question, answers in questions for answer in answers], ECHO)
-
-
-def draw_options(source: Source, count: int, seed: str) -> Drawn:
-    questions = draw_questions(count, seed)
-    bodies = [{"model": source.shape, "prompt": prompt, "continuations": all_, **SCORE} for prompt, all_ in questions]
-    return bodies_to("/v1/score", bodies)
+def draw_mmlu(source: Source, count: int, seed: str, *, prefill: bool = False) -> Drawn:
+    rng = random.Random(seed)
+    shared = random_tokens(rng, rng.randint(600, 900))
+    prompts = [shared + random_tokens(rng, rng.randint(80, 160)) for _ in range(count)]
+    if prefill:
+        return completions(source, prompts, PREFILL)
+    letters = [[letter] for letter in random_tokens(rng, 4)]
+    parts = [prompts[start : start + 32] for start in range(0, count, 32)]
+    bodies = [{"prompt": part, "continuations": [letters] * len(part), **SCORE} for part in parts]
+    done = bodies_to("/v1/score", bodies, 16)
+    return Drawn(lambda target: replace(done.send(target), tokens=sum(map(len, prompts)), requests=count))
 
 
 def forget(target: Target) -> None:
@@ -348,18 +353,12 @@ LOADS: dict[str, Load] = {
         partial(draw_prompts, "/v1/completions", ECHO, length=256), 800, 1500, floor="prefill", is_on_stock=True
     ),
     "prefill": Load(partial(draw_prompts, "/v1/completions", PREFILL), 96, 256, is_on_stock=True),
-    "top50": Load(
-        partial(draw_prompts, "/v1/score", SCORE | {"top_logprobs": 50}), 96, 256, floor="prefill", flags=MANY_LOGPROBS
-    ),
+    "top50": Load(partial(draw_prompts, "/v1/score", TOP50), 96, 256, floor="prefill", flags=MANY_LOGPROBS),
     "trl": Load(
-        partial(draw_prompts, "/v1/completions", {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 100}),
-        32,
-        64,
-        floor="prefill",
-        is_on_stock=True,
-        flags=MANY_LOGPROBS,
+        partial(draw_prompts, "/v1/completions", TRL), 32, 64, floor="prefill", is_on_stock=True, flags=MANY_LOGPROBS
     ),
-    "options": Load(draw_options, 100, sets=3),
+    "mmlu": Load(draw_mmlu, 512, 2048, floor="questions"),
+    "questions": Load(partial(draw_mmlu, prefill=True), 512, 2048, is_on_stock=True),
     "alone": Load(partial(draw_prompts, "/v1/score", SCORE, length=1023, in_flight=1), 50),
     "record": Load(draw_record, 128, floor="score"),
     "kld": Load(draw_kld, 128, floor="score"),
