@@ -49,6 +49,8 @@ LARGE_SEQUENCES, LARGE_LENGTH = 12_000, 64
 PREFILL = {"max_tokens": 1, "temperature": 0}
 ECHO = {**PREFILL, "echo": True, "logprobs": 1}
 SCORE = {"encoding_format": "base64"}
+TOP50 = {**SCORE, "top_logprobs": 50}
+TRL = {**PREFILL, "temperature": 1.0, "prompt_logprobs": 100}
 MANY_LOGPROBS = ("--max-logprobs", "128")
 
 Body = dict[str, Any]
@@ -351,16 +353,9 @@ LOADS: dict[str, Load] = {
         partial(draw_prompts, "/v1/completions", ECHO, length=256), 800, 1500, floor="prefill", is_on_stock=True
     ),
     "prefill": Load(partial(draw_prompts, "/v1/completions", PREFILL), 96, 256, is_on_stock=True),
-    "top50": Load(
-        partial(draw_prompts, "/v1/score", SCORE | {"top_logprobs": 50}), 96, 256, floor="prefill", flags=MANY_LOGPROBS
-    ),
+    "top50": Load(partial(draw_prompts, "/v1/score", TOP50), 96, 256, floor="prefill", flags=MANY_LOGPROBS),
     "trl": Load(
-        partial(draw_prompts, "/v1/completions", {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 100}),
-        32,
-        64,
-        floor="prefill",
-        is_on_stock=True,
-        flags=MANY_LOGPROBS,
+        partial(draw_prompts, "/v1/completions", TRL), 32, 64, floor="prefill", is_on_stock=True, flags=MANY_LOGPROBS
     ),
     "mmlu": Load(draw_mmlu, 512, 2048, floor="questions"),
     "questions": Load(partial(draw_mmlu, prefill=True), 512, 2048, is_on_stock=True),
