@@ -67,7 +67,8 @@ def test_a_prefix_that_is_cached_changes_no_logprob(served: Served, tokens: list
         scores = served.client.score(prompt, endings)
         for score, whole in zip(scores, exact, strict=True):
             oracle.assert_close(score.logprobs, whole[-2:], scale=SCALE)
-    usage = httpx.post(f"{served.url}/v1/score", json={"prompt": prompt}, timeout=300).json()["usage"]
+    another = {"prompt": prompt, "continuations": [[7000, 8000]]}
+    usage = httpx.post(f"{served.url}/v1/score", json=another, timeout=300).json()["usage"]
     assert usage["cached_tokens"] >= 512
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -77,6 +78,8 @@ class ScoremodeLM(TemplateLM):
         **_: object,
     ) -> None:
         super().__init__()
+        # lm-eval's command line turns it off; one core takes minutes for the texts of MMLU.
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
         self._url = base_url
         self._connection: dict[str, Any] = {
             "model": model,
@@ -236,7 +239,6 @@ class ScoremodeLM(TemplateLM):
                 for index, answer in answered:
                     keep(index, answer)
                 bar.update(len(answered))
-
                 self._commit()
 
             self._run(jobs, score, keep_all)
