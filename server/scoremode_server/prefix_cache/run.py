@@ -76,7 +76,8 @@ class RowsRequest:
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            prompt_logprobs=spec.num_top,
+            # Top tokens are the specification's; vLLM holds those asked for here against --max-logprobs.
+            prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )

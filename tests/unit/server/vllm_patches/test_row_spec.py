@@ -43,6 +43,8 @@ async def test_a_spec_reaches_the_worker_as_it_is(spec: RowSpec):
         assert (await guarded_engine().add_request("id", "prompt", passed, priority=2))[2:] == (passed, 2)
         sent = MsgpackDecoder(SamplingParams).decode(MsgpackEncoder().encode(passed))
         assert type(sent) is SamplingParams
+        # A question's options need two top tokens on a server with --max-logprobs 1 too.
+        assert sent.prompt_logprobs == 0
         got = RowSpec.read(sent)
         assert got is not None
         assert got.last_token == 7
