@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -26,10 +27,12 @@ from scoremode_server.prefix_cache.request import CachedRequest
 from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.rows import Columns, Rows, read_columns
-from scoremode_server.vllm_patches.row_spec import RowSpec
 from scoremode_server.vllm_patches.weight_changes import may_go_unnoticed, within_changes
 
 logger = init_logger(f"vllm.{__name__}")
+
+MAX_COMPUTED = 2**16
+"""Blocks of which the engine client remembers that they were computed, in some 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,6 @@ class EngineResult(ScoredRows):
     """Of the sequence's whole blocks; none if its rows may not be stored."""
     num_cached_blocks: int = 0
     """How many of the first blocks the engine took from its prefix cache."""
-
-
-MAX_COMPUTED = 2**16
-"""Blocks of which the engine client remembers that they were computed, in some 8 MiB."""
 
 
 class ScoringEngine:
@@ -117,12 +116,12 @@ class ScoringEngine:
         engine_salt = f"scoremode-{self._process}-{self._store.generation}-{salt}"
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
         # Keys and values do not depend on what is wanted of the rows.
-        computed = block_hashes = self._hasher.hashes(token_ids, self._identity(replace(request, spec=RowSpec()), salt))
+        computed = block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
         if request.first_row // self._store.block_size == len(computed):
             # No whole block has rows that are needed.
             block_hashes = []
-        elif request.spec.identity is not None:
-            block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
+        elif (of_rows := request.spec.identity) is not None:
+            block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt, of_rows))
         cached = CachedRequest(
             self._engine, self._store, self._in_flight, salted, block_hashes, self._num_computed(computed)
         )
@@ -155,11 +154,11 @@ class ScoringEngine:
             del self._computed[next(iter(self._computed))]
         return num_blocks * self._store.block_size
 
-    def _identity(self, request: RowsRequest, salt: str) -> str:
-        """Everything except the tokens that rows depend on."""
+    def _identity(self, request: RowsRequest, salt: str, of_rows: tuple[Any, ...] | None = None) -> str:
+        """Everything except the tokens that keys and values depend on, or with a `RowSpec.identity`, rows."""
         lora = request.options.get("lora_request")
         adapter = None if lora is None else (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        return repr((self._store.generation, adapter, salt, request.spec.identity))
+        return repr((self._store.generation, adapter, salt, of_rows))
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""
