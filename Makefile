@@ -45,7 +45,7 @@ lint: $(INSTALLED) ## Check style and types
 	$(BIN)/lint-imports
 
 # What `check` has run is not run again. Tests that share servers run in one worker (tests/conftest.py).
-test: check ## Run every test, real engines included
+test: check ## Run make check, then engines, servers, clients and browsers
 	@scripts/install_browser.sh
 	$(IN_PARALLEL) --dist loadgroup -m "$(USUAL) and processes"
 	@scripts/install_browser.sh --left-out
