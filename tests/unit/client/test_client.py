@@ -53,7 +53,7 @@ def test_every_field_of_a_score_request_is_sent_and_its_answer_read(call):
     result = score_response([[65]])
     result["data"][0] |= {
         "continuation_index": 0,
-        "logprobs": [-0.5],
+        "logprobs": "AAAAvw==",
         "ranks": [1],
         "is_greedy": True,
         "tokens": ["A"],

@@ -9,6 +9,7 @@ from fake_server import (
     answer,
     changed,
     client_of,
+    encoded,
     error,
     logprob,
     rank,
@@ -120,7 +121,7 @@ async def test_a_text_too_short_for_a_window_is_refused():
     ("change", "message"),
     [
         ({"token_ids": [1] * 8}, "did not score the tokens"),
-        ({"logprobs": [None] * 8}, "0 logprobs for the 7"),
+        ({"logprobs": encoded([math.nan] * 8, "<f4")}, "0 logprobs for the 7"),
         ({"ranks": [None] * 8}, "0 ranks for the 7"),
     ],
 )
