@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ServersDifferError
-from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.results import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.kld import KldPositions, statistics
+from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
@@ -34,10 +33,6 @@ class _Line(BaseModel):
 class KldPlan:
     """A comparison, as its journal has it."""
 
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 6 * (len(POSITION_DTYPES) + 4 * NUM_TOP)
-    """Four bytes are six in base64, at most."""
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 4 * (len(POSITION_DTYPES) + 4 * NUM_TOP)
-
     server: ServerInfo
     model: str
     reference: Reference
@@ -47,11 +42,6 @@ class KldPlan:
     def num_windows(self) -> int:
         """Of the reference."""
         return self.reference.num_windows
-
-    @property
-    def num_scored(self) -> int:
-        """Positions of all windows."""
-        return self.reference.num_scored
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
         """Compare a window at a server."""
@@ -227,8 +217,8 @@ async def _measurement(
     """Of a finished run; `concurrency` is None for that of a noise floor."""
     windows, seconds = run.in_order(), run.seconds()
     positions = KldPositions.concatenate([window.positions for window in windows])
-    if len(positions) != plan.num_scored:
-        raise ResponseError(f"the server gave {len(positions)} positions for the {plan.num_scored} of the reference")
+    if len(positions) != (wanted := plan.reference.num_scored):
+        raise ResponseError(f"the server gave {len(positions)} positions for the {wanted} of the reference")
     reference = await client.reference(plan.reference.name)
     if differing := differences(_identity(reference), _identity(plan.reference)):
         raise ResponseError(f"the reference was replaced while it was compared with: {differing}")

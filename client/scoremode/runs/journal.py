@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Buffer
@@ -20,7 +20,6 @@ from typing_extensions import Buffer
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError
 from scoremode.runs.plan import obstacles
-from scoremode.wire.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 
@@ -50,18 +49,8 @@ Result = TypeVar("Result", bound=WindowResult)
 class Measurement(Protocol[Result]):
     """What a run measures in each window, and how its journal has it."""
 
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int]
-    """Upper estimate of what a scored token takes in the journal."""
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int]
-    """Upper estimate of its size in the output and the arrays next to it."""
-
-    @property
-    def server(self) -> ServerInfo: ...
     @property
     def num_windows(self) -> int: ...
-    @property
-    def num_scored(self) -> int:
-        """Targets of all windows."""
 
     async def measure(self, client: AsyncScoreClient, index: int) -> Result:
         """Have a server score a window."""
@@ -177,9 +166,6 @@ def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
         else:
             check_same_run(path, header, _header(plan), "delete it to start afresh")
             journal.resume()
-    except OSError as error:
-        file.close()
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
     except BaseException:
         file.close()
         raise
@@ -208,7 +194,7 @@ def _read_header(path: Path) -> dict[str, Any] | None:
     """The header, or None where a process was killed before it was whole."""
     with path.open("rb") as file:
         line = file.readline()
-    if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+    if not line.endswith(b"\n") and _BEGINNING.startswith(line[: len(_BEGINNING)]):
         return None
     try:
         header = json.loads(line)
