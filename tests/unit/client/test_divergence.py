@@ -109,19 +109,6 @@ async def test_a_noise_floor_needs_the_same_model_and_all_windows(references, se
         await measure_noise_floor(client_of(without_first_window), "base")
 
 
-async def test_one_of_two_servers_may_die(references):
-    other = FakeServer(references, noise=NOISE)
-
-    def dying(request):
-        if request.url.path == "/v1/kld" or (request.url.path == "/v1/references/base" and other.compared):
-            return None
-        return FakeServer(references, noise=NOISE)(request)
-
-    measurement = await measure(dying, other, concurrency=1)
-    assert same_positions(measurement.positions, expected_positions(references))
-    assert len(other.compared) == 5
-
-
 async def test_servers_with_different_references_or_models_do_not_share_a_run(references, server):
     others = await recorded(length=4)
     with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:

@@ -19,7 +19,7 @@ from scoremode import ResponseError, ServerError
 from scoremode.metrics import TextMetrics
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
-from scoremode.windows import METHODS, WindowError, cut_windows
+from scoremode.windows import METHODS, cut_windows
 
 TEXT = "The quick brown fox jumps over the lazy dog, and on it goes."
 CORPUS = Corpus("fox", TEXT, "made up", 1)
@@ -109,12 +109,6 @@ async def test_a_failed_window_cancels_the_others():
     with pytest.raises(ServerError, match="the engine died"):
         await run(one_fails, context_length=8, concurrency=2)
     assert len(cancelled) == 1
-
-
-async def test_a_text_too_short_for_a_window_is_refused():
-    with pytest.raises(WindowError) as caught:
-        await run(method="llama.cpp", context_length=64)
-    assert caught.value.field == "context_length"
 
 
 @pytest.mark.parametrize(

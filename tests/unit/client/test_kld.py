@@ -90,25 +90,6 @@ def test_perplexities_and_paired_figures_are_those_of_numpy(made_up, figures):
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-9)
 
 
-def test_token_probabilities_are_those_of_numpy(made_up, figures):
-    delta = np.exp(float64(made_up.logprobs)) - np.exp(float64(made_up.reference_logprobs))
-    quantiles = {name: np.percentile(delta, percent) for name, percent in {**QUANTILES, "p75": 75, "p25": 25}.items()}
-    rms = math.sqrt((delta**2).mean())
-    expected = {
-        "mean": delta.mean(),
-        "stderr": stderr(delta),
-        "min": delta.min(),
-        "max": delta.max(),
-        "rms": rms,
-        "rms_stderr": 0.5 / rms * stderr(delta**2),
-        **quantiles,
-    }
-    assert {name: figures["delta_p"][name] for name in expected} == pytest.approx(expected, rel=1e-9)
-    same = (made_up.top_token_ids == made_up.reference_top_token_ids).mean()
-    assert figures["same_top_p"] == same
-    assert figures["same_top_p_stderr"] == pytest.approx(math.sqrt(same * (1 - same) / 1998), rel=1e-12)
-
-
 def test_llama_cpps_formulas_by_hand():
     # Four tokens, q against base: probabilities 1/2, 1/4, 1/2, 1/8 against 1/2, 1/2, 1/4, 1/8. In units of ln 2:
     #   NLLs of q 1, 2, 1, 3: mean 1.75, squares 15/4 - 49/16 = 0.6875, over n - 1 = 3: 0.2291667, root 0.4787136
@@ -255,10 +236,3 @@ def test_no_positions_nan_and_different_shapes_are_refused():
         statistics(positions(2, kld=[0, math.nan]), [2])
     with pytest.raises(ValueError, match="different shapes"):
         dataclasses.replace(positions(3), ranks=np.ones(2))
-
-
-def test_windows_are_concatenated():
-    first, second = positions(2, seed=1), positions(3, seed=2)
-    both = KldPositions.concatenate([first, second])
-    for name in POSITION_DTYPES:
-        assert getattr(both, name).tolist() == [*getattr(first, name).tolist(), *getattr(second, name).tolist()]

@@ -64,26 +64,6 @@ async def test_the_windows_of_a_failed_server_go_to_the_other(expected, caplog, 
     assert line.startswith("http://dying is dropped")
 
 
-async def test_windows_lost_after_the_other_server_finished_are_scored(expected):
-    finished = asyncio.Event()
-
-    class Late(Server):
-        async def __call__(self, request):
-            if request.url.path == "/v1/score" and request.method == "POST":
-                await finished.wait()
-                raise httpx.ReadError("died in the last window")
-            return await super().__call__(request)
-
-    def note(progress):
-        if progress.windows_done == progress.num_windows - 2:
-            finished.set()
-
-    other = Server("other")
-    evaluation = await run(Late("late"), other, concurrency=2, on_progress=note)
-    assert evaluation.windows == expected
-    assert other.num_scored == len(expected)
-
-
 async def test_the_failure_of_the_last_server_ends_the_run(caplog):
     first = Server("a", error(500, "a died"), lambda num_scored: num_scored >= 2)
     last = Server("b", error(500, "b died"), lambda num_scored: num_scored >= 9)
