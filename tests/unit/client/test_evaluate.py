@@ -74,7 +74,6 @@ async def test_settings_left_out_are_resolved_and_kept():
     assert (plan.context_length, plan.stride) == (64, 16), "the model's 64 tokens, and a quarter of them"
     assert plan.add_special_tokens
     assert not (await run(method="rolling")).plan.add_special_tokens, "lm-eval adds none"
-    assert (plan.model, plan.server.scoremode_version) == ("bytes", "9.9.9")
 
 
 async def test_max_tokens_cuts_the_text_whose_bytes_and_words_are_counted():
