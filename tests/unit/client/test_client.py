@@ -95,6 +95,8 @@ def test_info_and_tokens(call):
     server = FakeServer()
     assert call(server, "token_texts", [105, 72, 105, BOS], client={"model": "m"}) == {72: "H", 105: "i", BOS: "<s>"}
     assert server.requests == [("POST", "/v1/tokens", {"model": "m", "token_ids": [72, 105, BOS]})]
+    with pytest.raises(scoremode.ResponseError, match="protocol"):
+        call(Outcomes(httpx.Response(200, text="<html>welcome</html>")), "info")
     with pytest.raises(scoremode.ResponseError, match="1 texts for 2 tokens"):
         call(Outcomes(ok({"object": "tokens", "tokens": ["H"]})), "token_texts", [72, 105])
 
@@ -139,12 +141,11 @@ VALIDATION = {"detail": [{"loc": ["body", "stride"], "msg": "must be positive"}]
         (httpx.Response(422, json=VALIDATION), "must be positive", "stride"),
         (httpx.Response(401, json={"error": "Unauthorized"}), "Unauthorized", None),
         (httpx.Response(500, text="<html>proxy says no</html>"), "proxy says no", None),
-        (httpx.Response(500, content=b"\xff\xfe"), "HTTP 500", None),
         (httpx.Response(500), "Internal Server Error", None),
         (httpx.Response(599, json=[1, 2]), r"\[1, ?2\]", None),
         (httpx.Response(302, headers={"Location": "/login"}), "Found", None),
     ],
-    ids=["detail", "detail list", "vLLM's bare text", "html", "not UTF-8", "empty", "other JSON", "redirect"],
+    ids=["detail", "detail list", "vLLM's bare text", "html", "empty", "other JSON", "redirect"],
 )
 def test_errors_of_other_shapes_are_read_too(call, response, message, param):
     with pytest.raises(scoremode.APIStatusError, match=message) as caught:
@@ -178,11 +179,6 @@ def test_a_score_that_breaks_the_protocol_is_an_error(call, change):
     server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
     with pytest.raises(scoremode.ResponseError):
         call(server, "score", [[BOS, 1]])
-
-
-def test_an_answer_that_is_not_json_is_an_error(call):
-    with pytest.raises(scoremode.ResponseError, match="protocol"):
-        call(Outcomes(httpx.Response(200, text="<html>welcome</html>")), "info")
 
 
 def test_perplexity_reports_windows_and_returns_the_result(call):
@@ -296,7 +292,6 @@ def test_infinity_and_a_figure_that_is_null_are_read(call, server):
     ("change", "message"),
     [
         ({"kld": "no base64"}, "kld are not float32 in base64"),
-        ({"kld": base64.b64encode(b"12345").decode()}, "kld are not float32 in base64"),
         ({"ranks": base64.b64encode(b"12345").decode()}, "ranks are not int32 in base64"),
         ({"kld": [0.5, 0.5, 0.5]}, "kld are not in base64"),
         ({"kld": encoded([0, 0], "<f4")}, "different shapes"),

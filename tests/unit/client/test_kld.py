@@ -114,7 +114,6 @@ def test_llama_cpps_formulas_by_hand():
         ),
         [2, 2],
     )
-    ln2 = math.log(2)
     expected = {
         "ppl_q": 3.363586,
         "ppl_q_stderr": 1.116101,
@@ -122,9 +121,9 @@ def test_llama_cpps_formulas_by_hand():
         "ppl_base_stderr": 1.116101,
         "ln_ppl_correlation": 7 / 11,
         "ln_ppl_ratio": 0,
-        "ln_ppl_ratio_stderr": math.sqrt(1 / 6) * ln2,
+        "ln_ppl_ratio_stderr": math.sqrt(1 / 6) * math.log(2),
         "ppl_ratio": 1,
-        "ppl_ratio_stderr": math.sqrt(1 / 6) * ln2,
+        "ppl_ratio_stderr": math.sqrt(1 / 6) * math.log(2),
         "ppl_difference": 0,
         "ppl_difference_stderr": 0.951814,
         "same_top_p": 0.75,
@@ -151,8 +150,7 @@ def test_errors_are_clustered_by_window(made_up):
 
 def test_one_window_has_no_clustered_error_and_one_position_none():
     figures = statistics(positions(5), [5])
-    assert figures["kld"]["stderr_clustered"] is None
-    assert figures["kld"]["stderr"] is not None
+    assert (figures["kld"]["stderr_clustered"], figures["kld"]["stderr"] is None) == (None, False)
     figures = statistics(positions(1), [1])
     assert [figures["kld"]["stderr"], figures["same_top_p_stderr"], figures["ppl_q_stderr"]] == [None] * 3
     assert figures["kld"]["median"] == figures["kld"]["p99"] == figures["kld"]["mean"]
@@ -223,13 +221,10 @@ def test_the_twenty_most_divergent_positions_are_in_order(made_up, figures):
     assert [entry["index"] for entry in equal] == [1, 0, *range(2, 20)]
 
 
-@pytest.mark.parametrize("sizes", [[], [4], [6], [2, 2]])
-def test_windows_of_another_number_of_positions_are_refused(sizes):
-    with pytest.raises(ValueError, match=f"5 positions in windows of {sum(sizes)}"):
-        statistics(positions(5), sizes)
-
-
-def test_no_positions_nan_and_different_shapes_are_refused():
+def test_what_does_not_fit_and_nan_are_refused():
+    for sizes in ([], [4], [6], [2, 2]):
+        with pytest.raises(ValueError, match=f"5 positions in windows of {sum(sizes)}"):
+            statistics(positions(5), sizes)
     with pytest.raises(ValueError, match="0 positions"):
         statistics(positions(0), [])
     with pytest.raises(ValueError, match="NaN"):
