@@ -237,6 +237,5 @@ async def test_a_server_that_does_not_detokenize_costs_the_texts_only(server, ca
         return copy_of(error(404, "Not Found")) if request.url.path == "/detokenize" else server(request)
 
     measurement = await measure(mute)
-    assert measurement.most_divergent[0].kld == measurement.statistics["kld"]["max"]
     assert {token.token for token in measurement.most_divergent} == {None}
     assert "shown without their text: Not Found" in caplog.text

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fake_server import FakeServer, Outcomes, client_of, error, ok, score_response
 
-from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
+from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.pool import GRACE, MAX_CONCURRENCY, Pool
@@ -152,31 +152,6 @@ async def test_a_server_that_restarts_must_have_the_same_model(expected):
 
     with pytest.raises(ServersDifferError, match="a came back as another: quantization is 'fp8'"):
         await run(replaced, retries={"max_retries": 1}, concurrency=1, on_progress=note)
-
-
-async def test_single_requests_respect_each_servers_limit_and_survive_its_loss():
-    in_flight, most, answered = {"a": 0, "b": 0}, {"a": 0, "b": 0}, []
-
-    async def ask(client, job):
-        name = client.address[-1]
-        in_flight[name] += 1
-        most[name] = max(most[name], in_flight[name])
-        await asyncio.sleep(0.001)
-        in_flight[name] -= 1
-        if name == "a" and len(answered) > 10:
-            raise TransportError("gone")
-        answered.append((name, job))
-        return job
-
-    pool = await Pool.connect([client_of(Server(), name) for name in "ab"], 3)
-    with pool.taking_over():
-        assert {client.retries.grace for client in pool.clients} == {GRACE}
-    assert {client.retries.grace for client in pool.clients} == {None}
-    with pool.taking_over():
-        assert await asyncio.gather(*(pool.ask(job, ask) for job in range(50))) == list(range(50))
-    assert most == {"a": 3, "b": 3}
-    assert {name for name, _ in answered} == {"a", "b"}
-    assert [client.address for client in pool.clients] == ["http://b"]
 
 
 async def test_the_request_that_waited_longest_is_sent_next():

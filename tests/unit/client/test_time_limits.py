@@ -3,9 +3,8 @@
 import json
 from asyncio import sleep
 
-import httpx
 import pytest
-from fake_server import FakeServer, StoredReference, client_of, copy_of, error, events
+from fake_server import FakeServer, StoredReference, client_of, copy_of, error
 
 from scoremode import ServerError
 from scoremode.corpus.documents import Document, DocumentScorer
@@ -96,17 +95,6 @@ async def test_a_recording_ends_when_nothing_of_it_is_recorded_in_time(waits, cl
     with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
         await record_reference(client_that_waits(server), CORPUS, "base", **WINDOWS)
     assert server.num_timeouts == 3
-
-    def late_in_the_stream(request):
-        response = fake(request)
-        if request.method == "GET":
-            return response
-        return httpx.Response(200, content=response.start + events({"error": {**MESSAGE, "code": 504}}))
-
-    fake = FakeServer(allowed=0)
-    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
-        await record_reference(client_that_waits(late_in_the_stream), CORPUS, "base", **WINDOWS)
-    assert [method for method, path, _ in fake.requests] == ["GET", "POST"]
 
 
 @pytest.mark.parametrize(
