@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import OutputError
+from scoremode.errors import OutputError, ResponseError
 from scoremode.runs.plan import obstacles
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Measurement(Protocol[Result]):
         """The window that a line has.
 
         Raises:
-            ValueError: it has none of this run.
+            ValueError, ResponseError: it has none of this run.
         """
 
 
@@ -146,7 +146,7 @@ class Journal(AppendedFile, Generic[Result]):
             window = self._plan.from_line({name: value for name, value in line.items() if name != "seconds"})
             if window.index in self.windows:
                 raise ValueError("a window twice")
-        except ValueError as error:
+        except (ValueError, ResponseError) as error:
             raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
         self.windows[window.index] = window
         self.seconds = max(self.seconds, seconds)
@@ -181,9 +181,7 @@ def check_same_run(path: Path, found: Mapping[str, object], wanted: Mapping[str,
 def count_windows(path: Path) -> tuple[int, int]:
     """The windows that a locked journal has, and those of its whole run; both 0 if it was killed at its header."""
     header = _read_header(path)
-    if header is None:
-        return 0, 0
-    return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
+    return (0, 0) if header is None else (sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"])
 
 
 def _header(plan: Measurement[Any]) -> dict[str, object]:
@@ -207,9 +205,7 @@ def _read_header(path: Path) -> dict[str, Any] | None:
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def open_locked(path: Path) -> FileIO:

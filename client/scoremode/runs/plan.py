@@ -68,7 +68,6 @@ class Plan:
 
     @property
     def num_windows(self) -> int:
-        """Of the whole run."""
         return len(self.windows)
 
     def target_ids(self) -> list[int]:
@@ -76,7 +75,6 @@ class Plan:
         return [token for window in self.windows for token in self.tokens[window.first_target : window.end]]
 
     async def measure(self, client: AsyncScoreClient, index: int) -> WindowNlls:
-        """Score a window at a server."""
         window = self.windows[index]
         sequence = window.token_ids(self.tokens)
         scores = await client.score([sequence], return_ranks=self.return_ranks)
@@ -92,11 +90,9 @@ class Plan:
         return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if self.return_ranks else None)
 
     def nats(self, window: WindowNlls) -> float:
-        """The sum of its NLLs."""
         return window.nll_sum
 
     def header(self) -> dict[str, object]:
-        """Everything that decides the windows and their numbers."""
         return {
             "kind": "perplexity",
             "sha256": self.corpus.fingerprint,
@@ -113,11 +109,9 @@ class Plan:
         }
 
     def to_line(self, window: WindowNlls) -> dict[str, object]:
-        """A finished window as JSON."""
         return asdict(window)
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        """The window that a line of a journal has."""
         found = WindowNlls(**cast(dict[str, Any], line))
         expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
         num_ranks = None if found.ranks is None else len(found.ranks)
