@@ -150,24 +150,20 @@ async def journal_file(references, tmp_path):
     return path
 
 
-async def test_a_resumed_run_compares_missing_windows_only(references, server, journal_file):
-    before, steps = journal_file.read_bytes(), []
-    measurement = await measure_with_journal(server, journal_file, on_progress=steps.append)
-    assert sorted(server.compared) == [3, 4]
-    assert journal_file.read_bytes().startswith(before)
-    assert same_positions(measurement.positions, expected_positions(references))
-    progress = [(step.windows_done, step.num_scored, step.num_resumed) for step in steps]
-    assert progress == [(3, 21, 21), (4, 28, 21), (5, 35, 21)]
-
-
-async def test_top_tokens_outlive_an_interruption(references, server, tmp_path, monkeypatch):
+async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(references, server, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MAX_TOP_POSITIONS", 9)
     path, settings = tmp_path / "run.json.journal", {"top_logprobs": 5, "return_token_texts": True}
     with pytest.raises(TransportError):
         await measure_with_journal(FakeServer(references, noise=NOISE, allowed=3), path, concurrency=1, **settings)
     with pytest.raises(OutputError, match="top_logprobs is 5 instead of 2"):
         await measure_with_journal(server, path, top_logprobs=2)
-    measurement = await measure_with_journal(server, path, **settings)
+    before, steps = path.read_bytes(), []
+    measurement = await measure_with_journal(server, path, on_progress=steps.append, **settings)
+    assert sorted(server.compared) == [3, 4]
+    assert path.read_bytes().startswith(before)
+    assert same_positions(measurement.positions, expected_positions(references))
+    progress = [(step.windows_done, step.num_scored, step.num_resumed) for step in steps]
+    assert progress == [(3, 21, 21), (4, 28, 21), (5, 35, 21)]
     top, at = measurement.top_tokens, np.sort(np.argsort(-measurement.positions.kld)[:9])
     # What the server makes up depends on the place in a window of seven.
     ids = (at % 7)[:, None, None] + np.tile(np.arange(5), (2, 1))

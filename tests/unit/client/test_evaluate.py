@@ -12,7 +12,6 @@ from fake_server import (
     encoded,
     error,
     logprob,
-    rank,
 )
 
 from scoremode import ResponseError, ServerError
@@ -58,15 +57,6 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     assert evaluation.text_metrics.bits_per_byte == pytest.approx(text_nll / math.log(2) / len(TEXT))
     assert evaluation.text_metrics.word_perplexity == pytest.approx(math.exp(text_nll / 13))
     assert (len(plan.tokens), plan.num_bytes, plan.num_words) == (len(tokens), len(TEXT), 13)
-
-
-async def test_ranks_are_those_of_the_targets():
-    evaluation = await run(method="llama.cpp", context_length=8, return_ranks=True)
-    windows = windows_of([BOS, *TEXT.encode()], "llama.cpp")
-    assert [window.ranks for window in evaluation.windows] == [
-        [rank(window, position) for position in range(first, len(window))] for window, first in windows
-    ]
-    assert evaluation.plan.target_ids() == [token for window, first in windows for token in window[first:]]
 
 
 async def test_settings_left_out_are_resolved_and_kept():
