@@ -36,6 +36,8 @@ class _Server:
     failures_seen: int
     """`client.retries.num_failures` when the server's identity was last checked."""
     in_flight: int = 0
+    num_asked: int = 0
+    """Requests so far: requests one at a time go to all servers in turn."""
 
 
 class Pool:
@@ -118,8 +120,9 @@ class Pool:
                 while not (free := [each for each in self._servers if each.in_flight < each.concurrency]):
                     self._answered.clear()
                     await self._answered.wait()
-                server = min(free, key=lambda each: each.in_flight)
+                server = min(free, key=lambda each: (each.in_flight, each.num_asked))
                 server.in_flight += 1
+                server.num_asked += 1
             concurrency = server.concurrency
             try:
                 result = await ask(server.client, job)
