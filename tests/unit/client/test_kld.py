@@ -1,4 +1,4 @@
-"""Statistics of KL divergence: against numpy on random vectors, and against llama.cpp's formulas worked by hand."""
+"""Statistics of KL divergence: against numpy on random vectors. `test_kld_report.py` has a case worked by hand."""
 
 import dataclasses
 import math
@@ -88,53 +88,6 @@ def test_perplexities_and_paired_figures_are_those_of_numpy(made_up, figures):
         ),
     }
     assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-9)
-
-
-def test_llama_cpps_formulas_by_hand():
-    # Four tokens, q against base: probabilities 1/2, 1/4, 1/2, 1/8 against 1/2, 1/2, 1/4, 1/8. In units of ln 2:
-    #   NLLs of q 1, 2, 1, 3: mean 1.75, squares 15/4 - 49/16 = 0.6875, over n - 1 = 3: 0.2291667, root 0.4787136
-    #   NLLs of base 1, 1, 2, 3: the same mean and error
-    #   mean of products (1 + 2 + 2 + 9) / 4 = 3.5; covariance (3.5 - 3.0625) / 3 = 0.1458333
-    #   correlation 0.1458333 / 0.2291667 = 7/11
-    #   ln ratio 0, ± sqrt(2 · 0.2291667 - 2 · 0.1458333) = sqrt(1/6)
-    # Perplexities 2^1.75 = 3.363586; ± 3.363586 · 0.4787136 ln 2 = 1.116101.
-    # Difference 0, ± 3.363586 · sqrt(1/6) · ln 2 = 0.951814.
-    # Δp 0, -1/4, 1/4, 0: mean 0 ± sqrt((1/32) / 3) = 0.1020621; squares' mean 1/32, so RMS 0.1767767;
-    #   squares' error sqrt((1/512 - 1/1024) / 3) = 0.0180422; RMS ± 0.5 / 0.1767767 · 0.0180422 = 0.0510310
-    # Same top at 3 of 4: ± sqrt(0.75 · 0.25 / 3) = 0.25.
-    # KL 0, 1, 2, 5: mean 2, ± sqrt((30/4 - 4) / 3) = 1.0801234; median 1.5; 90 % at 2.7: 2 + 0.7 · 3 = 4.1.
-    figures = statistics(
-        positions(
-            4,
-            logprobs=np.log([1 / 2, 1 / 4, 1 / 2, 1 / 8]),
-            reference_logprobs=np.log([1 / 2, 1 / 2, 1 / 4, 1 / 8]),
-            kld=[0, 1, 2, 5],
-            top_token_ids=[1, 2, 3, 4],
-            reference_top_token_ids=[1, 2, 3, 9],
-        ),
-        [2, 2],
-    )
-    expected = {
-        "ppl_q": 3.363586,
-        "ppl_q_stderr": 1.116101,
-        "ppl_base": 3.363586,
-        "ppl_base_stderr": 1.116101,
-        "ln_ppl_correlation": 7 / 11,
-        "ln_ppl_ratio": 0,
-        "ln_ppl_ratio_stderr": math.sqrt(1 / 6) * math.log(2),
-        "ppl_ratio": 1,
-        "ppl_ratio_stderr": math.sqrt(1 / 6) * math.log(2),
-        "ppl_difference": 0,
-        "ppl_difference_stderr": 0.951814,
-        "same_top_p": 0.75,
-        "same_top_p_stderr": 0.25,
-    }
-    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-7)
-    kld, delta_p = figures["kld"], figures["delta_p"]
-    assert [kld[name] for name in ("mean", "stderr", "median", "p90")] == pytest.approx([2, 1.0801234, 1.5, 4.1])
-    assert [delta_p[name] for name in ("mean", "stderr", "rms", "rms_stderr")] == pytest.approx(
-        [0, 0.1020621, 0.1767767, 0.0510310], abs=1e-7
-    )
 
 
 def test_errors_are_clustered_by_window(made_up):
