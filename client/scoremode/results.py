@@ -24,10 +24,11 @@ def _logprobs(sent: object) -> NDArray[np.float32]:
     return logprobs
 
 
-def _candidate_logprobs(sent: Any) -> NDArray[np.float32]:
-    if not isinstance(sent, dict):
-        raise ResponseError("the server's candidate_logprobs are not in base64")
-    return decode_array("candidate_logprobs", sent["logprobs"], "<f4", sent["shape"])
+def _candidate_logprobs(sent: object) -> NDArray[np.float32]:
+    match sent:
+        case {"shape": list(shape), "logprobs": logprobs}:
+            return decode_array("candidate_logprobs", logprobs, "<f4", shape)
+    raise ResponseError("the server's candidate_logprobs are not in base64")
 
 
 @dataclass(frozen=True, eq=False)

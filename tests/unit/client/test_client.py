@@ -172,8 +172,11 @@ def test_only_a_server_without_the_route_is_called_no_scoremode(call, method, ar
         {"logprobs": encoded([0], "<f4")},
         {"logprobs": [-1.0]},
         {"token_ids": ["a", "b"]},
+        {"top_logprobs": {"shape": [2, 1]}},
+        {"candidate_logprobs": {"shape": ["a"], "logprobs": ""}},
+        {"candidate_logprobs": [None, [-1.0]]},
     ],
-    ids=["not base64", "not whole floats", "one logprob for two tokens", "a list", "tokens of another type"],
+    ids=str,
 )
 def test_a_score_that_breaks_the_protocol_is_an_error(call, change):
     server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
