@@ -1,12 +1,13 @@
 """Windows spread over several servers: how many at once, and what happens when one of them fails."""
 
 import asyncio
+from collections import Counter
 
 import httpx
 import pytest
 from fake_server import FakeServer, Outcomes, client_of, error, ok, score_response
 
-from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError
+from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.pool import GRACE, MAX_CONCURRENCY, Pool
@@ -149,6 +150,25 @@ async def test_a_server_that_restarts_must_have_the_same_model(expected):
 
     with pytest.raises(ServersDifferError, match="a came back as another: quantization is 'fp8'"):
         await run(replaced, retries={"max_retries": 1}, concurrency=1, on_progress=note)
+
+
+async def test_single_requests_respect_each_servers_limit_and_survive_its_loss():
+    in_flight, most = Counter(), Counter()
+
+    async def ask(client, job):
+        name = client.address[-1]
+        in_flight[name] += 1
+        most[name] = max(most[name], in_flight[name])
+        await asyncio.sleep(0.001)
+        in_flight[name] -= 1
+        if name == "a" and job > 20:
+            raise TransportError("gone")
+        return job
+
+    pool = await Pool.connect([client_of(Server(), name) for name in "ab"], 3)
+    assert await asyncio.gather(*(pool.ask(job, ask) for job in range(50))) == list(range(50))
+    assert most == {"a": 3, "b": 3}
+    assert [client.address for client in pool.clients] == ["http://b"]
 
 
 async def test_the_request_that_waited_longest_is_sent_next():
