@@ -1,6 +1,5 @@
 """Evaluations against a server whose log-probabilities are known: every figure is worked out anew here."""
 
-import asyncio
 import math
 
 import pytest
@@ -10,11 +9,10 @@ from fake_server import (
     changed,
     client_of,
     encoded,
-    error,
     logprob,
 )
 
-from scoremode import ResponseError, ServerError
+from scoremode import ResponseError
 from scoremode.metrics import TextMetrics
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
@@ -77,27 +75,6 @@ async def test_max_tokens_cuts_the_text_whose_bytes_and_words_are_counted():
     )
     whole, limited = await run(context_length=8), await run(context_length=8, max_tokens=1000)
     assert (limited.windows, limited.plan.num_bytes) == (whole.windows, whole.plan.num_bytes)
-
-
-async def test_a_failed_window_cancels_the_others():
-    cancelled = []
-    waiting = asyncio.Event()
-
-    async def one_fails(request):
-        if request.url.path != "/v1/score" or request.method == "GET":
-            return answer(request)
-        if not waiting.is_set():
-            waiting.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append(request)
-                raise
-        return error(500, "the engine died")
-
-    with pytest.raises(ServerError, match="the engine died"):
-        await run(one_fails, context_length=8, concurrency=2)
-    assert len(cancelled) == 1
 
 
 @pytest.mark.parametrize(
