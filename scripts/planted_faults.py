@@ -54,7 +54,7 @@ CLIENT_FAULTS = {
     ],
     "runs/pool.py < test_pool.py": [
         ("client.address, error)\n        self._set_retries()", "client.address, error)"),
-        ("if server not in self._servers:\n                c", "if not self._servers:\n                c"),
+        ("each.in_flight < each.concurrency", "each.in_flight <= each.concurrency"),
     ],
     "runs/journal.py < test_journal.py": [
         ("self._file.truncate(size)", "self._file.seek(size)"),

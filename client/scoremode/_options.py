@@ -25,7 +25,7 @@ DEFAULT_METHOD: Method = "sliding"
 MIN_RESAMPLES = 100
 
 Options = dict[str, dict[str, Any]]
-"""Names, and what `argparse.add_argument` takes for each."""
+"""Names, each with what stands for its value, and what `argparse.add_argument` takes for each."""
 
 
 def _at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -59,11 +59,11 @@ def _option(help: str, **settings: Any) -> dict[str, Any]:
 
 
 def _number(help: str, least: int = 1, default: int | None = None) -> dict[str, Any]:
-    return _option(help, type=_at_least(least), default=default, metavar="N")
+    return _option(help, type=_at_least(least), default=default)
 
 
-def _name(help: str, **settings: Any) -> dict[str, Any]:
-    return _option(help, metavar="NAME", **settings)
+def _path(help: str, **settings: Any) -> dict[str, Any]:
+    return _option(help, type=Path, **settings)
 
 
 def _flag(help: str) -> dict[str, Any]:
@@ -71,54 +71,48 @@ def _flag(help: str) -> dict[str, Any]:
 
 
 def _server(url_help: str) -> Options:
+    retry_for_help = (
+        "how long each request waits for a server that is down or busy; default: "
+        f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet"
+    )
+    timeout_help = "without a byte from the server; default: %(default)g"
     return {
-        "--url": _option(url_help, dest="urls", type=_url, action="append", metavar="URL"),
-        "--model": _name("default: the served model"),
-        "--api-key": _API_KEY,
-        "--timeout": _option(
-            "without a byte from the server; default: %(default)g",
-            type=_seconds,
-            default=DEFAULT_TIMEOUT,
-            metavar="SECONDS",
-        ),
-        "--retry-for": _option(
-            "how long each request waits for a server that is down or busy; default: "
-            f"{DEFAULT_RETRY_FOR:g}, and {FIRST_CONTACT_SECONDS:g} for a server that has not answered yet",
-            type=_at_least(0, float),
-            metavar="SECONDS",
-        ),
+        "--url URL": _option(url_help, dest="urls", type=_url, action="append"),
+        "--model NAME": _option("default: the served model"),
+        "--api-key KEY": _option(_API_KEY_HELP),
+        "--timeout SECONDS": _option(timeout_help, type=_seconds, default=DEFAULT_TIMEOUT),
+        "--retry-for SECONDS": _option(retry_for_help, type=_at_least(0, float)),
     }
 
 
 def _output(help: str) -> Options:
     return {
-        "--output": _option(help, type=Path, metavar="FILE"),
+        "--output FILE": _path(help),
         "--resume": _flag("resume from the journal that an unfinished run left next to --output"),
         "--force": _flag("replace an earlier --output"),
         "--quiet": _QUIET,
     }
 
 
-_API_KEY = _option(f"default: the environment's {API_KEY_VARIABLE}", metavar="KEY")
+_API_KEY_HELP = f"default: the environment's {API_KEY_VARIABLE}"
 _QUIET = _flag("no progress bar")
 _SEVERAL_SERVERS = _server(
     "with or without /v1; several times for several servers of the same model, over which the windows are spread; "
     f"default: {DEFAULT_URL}"
 )
 _TEXT: Options = {
-    "--dataset": _option(
+    "--dataset NAME|PATH": _option(
         "wikitext, pydoc (the Python language reference, on every machine), a name on the Hugging Face hub, a local "
-        "folder laid out like the hub's, or a parquet, jsonl or txt file",
-        metavar="NAME|PATH",
+        "folder laid out like the hub's, or a parquet, jsonl or txt file"
     ),
     "--text": _option("the text itself"),
-    "--text-file": _option("a file that holds the text, UTF-8", type=Path, metavar="FILE"),
+    "--text-file FILE": _path("a file that holds the text, UTF-8"),
 }
 _DATASET: Options = {
-    "--dataset-config": _name("wikitext: wikitext-2-raw-v1"),
+    "--dataset-config NAME": _option("wikitext: wikitext-2-raw-v1"),
     "--split": _option("default: %(default)s", default=corpora.DEFAULT_SPLIT),
-    "--text-column": _name("default: %(default)s", default=corpora.DEFAULT_COLUMN),
-    "--num-samples": _number("the first N rows only"),
+    "--text-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
+    "--num-samples N": _number("the first N rows only"),
 }
 _WINDOWS: Options = {
     "--preset": _option(
@@ -127,12 +121,12 @@ _WINDOWS: Options = {
         choices=PRESETS,
     ),
     "--method": _option(f"default: {DEFAULT_METHOD}", choices=METHODS),
-    "--context-length": _number("default: 2048 or what the model takes, or the preset's"),
-    "--stride": _number("default: a quarter of the context where the method takes a stride"),
-    "--max-tokens": _number("the first N tokens of the text only"),
+    "--context-length N": _number("default: 2048 or what the model takes, or the preset's"),
+    "--stride N": _number("default: a quarter of the context where the method takes a stride"),
+    "--max-tokens N": _number("the first N tokens of the text only"),
 }
 _CONCURRENCY: Options = {
-    "--concurrency": _number(
+    "--concurrency N": _number(
         "windows in flight at once at each server; default: as many sequences as it runs at once, "
         f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say"
     )
@@ -170,7 +164,7 @@ _COMMANDS = {
             "text": _TEXT,
             "dataset": _DATASET,
             "recording": {
-                "--reference": _name("name to record under: letters, digits, '.', '_' and '-'", required=True),
+                "--reference NAME": _option("name to record under: letters, digits, '.', '_' and '-'", required=True),
                 **_WINDOWS,
             },
             "server": _server(f"of the server, with or without /v1; default: {DEFAULT_URL}"),
@@ -181,7 +175,9 @@ _COMMANDS = {
         "KL divergence of a served model from a recorded reference, over the whole vocabulary, in llama.cpp's tables.",
         {
             "measurement": {
-                "--reference": _name("the reference to compare with, which every server must have", required=True),
+                "--reference NAME": _option(
+                    "the reference to compare with, which every server must have", required=True
+                ),
                 "--floor": _flag(
                     "compare the reference with its own model, in other batches, and keep the result as its noise floor"
                 ),
@@ -190,7 +186,7 @@ _COMMANDS = {
             "server": _SEVERAL_SERVERS,
             "output": {
                 **_output("write the result as JSON, and the values of every token next to it as safetensors"),
-                "--top-logprobs": _number("top tokens in --output; default: %(default)s", 0, NUM_TOP),
+                "--top-logprobs N": _number("top tokens in --output; default: %(default)s", 0, NUM_TOP),
             },
         },
     ),
@@ -199,42 +195,34 @@ _COMMANDS = {
         "--output: their figures, each with two errors, and for every pair whether a difference is shown.",
         {
             "": {
-                "runs": _option(
+                "runs RUN.json": _path(
                     "finished runs on the same text and windows, the base first; one run of `ppl-client kld` is "
                     "compared with its reference",
-                    type=Path,
                     nargs="*",
-                    metavar="RUN.json",
                 ),
-                "--labels": _option(
+                "--labels A,B,...": _option(
                     "the names of the runs, in their order; default: the models' names, or the files' where they are "
                     "equal",
                     type=_names,
-                    metavar="A,B,...",
                 ),
             },
             "tasks": {
-                "--tasks": _option(
+                "--tasks [NAME=]DIR": _option(
                     "accuracies on tasks, question by question: the folders that lm-eval wrote with --log_samples "
                     "--output_path, one per model, the base first; without names, in the order of the runs",
                     nargs="+",
-                    metavar="[NAME=]DIR",
                 ),
-                "--task-metric": _option(
+                "--task-metric A,B,...": _option(
                     "which metrics judge the answers: the first that a task has; needed where a task has several",
                     type=_names,
                     default=[],
-                    metavar="A,B,...",
                 ),
-                "--task-filter": _option(
-                    "which of lm-eval's filters, likewise", type=_names, default=[], metavar="A,B,..."
-                ),
-                "--smallest-difference": _option(
+                "--task-filter A,B,...": _option("which of lm-eval's filters, likewise", type=_names, default=[]),
+                "--smallest-difference POINTS": _option(
                     "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
                     "%(default)g",
                     type=_seconds,
                     default=1.0,
-                    metavar="POINTS",
                 ),
             },
             "table": {
@@ -246,12 +234,12 @@ _COMMANDS = {
                 "--csv": _flag("print one line per figure, in full precision"),
             },
             "output": {
-                "--html": _option("write a report, one file that loads nothing", type=Path, metavar="FILE"),
-                "--plots": _option("write the plots as SVG and PNG", type=Path, metavar="DIR"),
+                "--html FILE": _path("write a report, one file that loads nothing"),
+                "--plots DIR": _path("write the plots as SVG and PNG"),
             },
             "intervals": {
-                "--resamples": _number("of the text; default: %(default)s", MIN_RESAMPLES, 4000),
-                "--seed": _number("of the resamples; default: %(default)s", 0, 0),
+                "--resamples N": _number("of the text; default: %(default)s", MIN_RESAMPLES, 4000),
+                "--seed N": _number("of the resamples; default: %(default)s", 0, 0),
             },
         },
         success="the runs were compared and all is written",
@@ -261,8 +249,8 @@ _COMMANDS = {
         "first, and compare them. Earlier results are kept.",
         {
             "": {
-                "plan": _option("a YAML file; docs/compare.md describes its fields", type=Path, metavar="PLAN"),
-                "--api-key": {**_API_KEY, "help": f"of all servers; {_API_KEY['help']}"},
+                "plan PLAN": _path("a YAML file; docs/compare.md describes its fields"),
+                "--api-key KEY": _option(f"of all servers; {_API_KEY_HELP}"),
                 "--quiet": _QUIET,
             }
         },
@@ -273,41 +261,33 @@ _COMMANDS = {
         "bits_per_byte.",
         {
             "": {
-                "inputs": _option(
+                "inputs IN": _path(
                     "a .parquet, .jsonl, .jsonl.zst or .jsonl.gz file, or a folder with such files at any depth",
-                    type=Path,
                     nargs="+",
-                    metavar="IN",
                 ),
-                "--text-column": _name("the documents; default: %(default)s", default="text"),
+                "--text-column NAME": _option("the documents; default: %(default)s", default="text"),
             },
             "output": {
-                "--output": _option(
-                    "every input becomes a parquet file here, with the same rows in their order",
-                    type=Path,
-                    required=True,
-                    metavar="DIR",
+                "--output DIR": _path(
+                    "every input becomes a parquet file here, with the same rows in their order", required=True
                 ),
                 "--resume": _flag(
                     "resume an earlier run: finished files stay as they are, others are continued where they ended"
                 ),
-                "--filter": _option(
-                    "keep the rows for which it is true, such as 'bits_per_byte < 1.2 and language == \"en\"'",
-                    metavar="CONDITION",
+                "--filter CONDITION": _option(
+                    "keep the rows for which it is true, such as 'bits_per_byte < 1.2 and language == \"en\"'"
                 ),
                 "--per-token": _flag("add token_ids and token_logprobs too"),
-                "--column-prefix": _option(
-                    "put before the names of the added columns, where a file has them from another model",
-                    default="",
-                    metavar="TEXT",
+                "--column-prefix TEXT": _option(
+                    "put before the names of the added columns, where a file has them from another model", default=""
                 ),
                 "--quiet": _QUIET,
             },
             "scoring": {
-                "--context-length": _number(
+                "--context-length N": _number(
                     "longer documents are cut into windows of so many tokens; default: what the model takes"
                 ),
-                "--concurrency": _number(
+                "--concurrency N": _number(
                     "requests in flight at once at each server, each of some 8,000 tokens; default: "
                     f"{REQUESTS_IN_FLIGHT}"
                 ),
@@ -367,16 +347,18 @@ def _parser(name: str) -> argparse.ArgumentParser:
         if title in _ONLY_ONE:
             group = group.add_mutually_exclusive_group(required=_ONLY_ONE[title])
         for option, settings in options.items():
-            group.add_argument(option, **settings)
+            name, _, value = option.partition(" ")
+            group.add_argument(name, **settings, **({"metavar": value} if value else {}))
     return parser
 
 
 def _contradiction(options: argparse.Namespace) -> str | None:
     """What is wrong with options that are each right."""
-    given = {name: value for name, value in vars(options).items() if value not in (None, False)}
     if options.command == "compare":
         return _compare_contradiction(options)
-    if len(set(given.get("urls", ()))) < len(given.get("urls", ())):
+    given = {name: value for name, value in vars(options).items() if value not in (None, False)}
+    urls = given.get("urls", ())
+    if len(set(urls)) < len(urls):
         return "--url names a server twice"
     if "num_samples" in given and "dataset" not in given:
         return "--num-samples needs --dataset"
@@ -386,14 +368,15 @@ def _contradiction(options: argparse.Namespace) -> str | None:
             return f"--{name.replace('_', '-')} does not work with --preset, {why}"
     if "resume" in given and "output" not in given:
         return "--resume needs --output: the journal is next to it"
-    if options.command == "record" and len(options.urls) > 1:
+    if options.command == "record" and len(urls) > 1:
         return "record takes one --url: that server records all windows"
-    if "floor" in given and "resume" in given:
-        return "--resume does not work with --floor, which is one request"
-    if "floor" in given and len(options.urls) > 1:
-        return "--floor takes one --url: that server compares all windows"
-    if "floor" in given and "concurrency" in given:
-        return "--concurrency does not work with --floor: the server decides"
+    if "floor" in given:
+        if "resume" in given:
+            return "--resume does not work with --floor, which is one request"
+        if len(urls) > 1:
+            return "--floor takes one --url: that server compares all windows"
+        if "concurrency" in given:
+            return "--concurrency does not work with --floor: the server decides"
     return None
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -47,14 +47,13 @@ def lines_on_stderr() -> Iterator[None]:
 def progress_bar(figure: Literal["ppl", "kld"], *, quiet: bool) -> Iterator[OnProgress]:
     """Show a bar with the perplexity or the mean KL divergence so far, unless `quiet`; gives the function that advances
     it."""
-    bar = _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, quiet=quiet)
+    with _bar("windows", "{task.fields[rate]} tok/s", TimeRemainingColumn(), figure, quiet=quiet) as update:
 
-    def advance(progress: Progress) -> None:
-        so_far = f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}"
-        num_new = progress.num_scored - progress.num_resumed
-        _update(bar, progress.num_windows, progress.windows_done, num_new, figure=so_far)
+        def advance(progress: Progress) -> None:
+            so_far = f"{progress.perplexity:.4f}" if figure == "ppl" else f"{progress.mean:.6f}"
+            num_new = progress.num_scored - progress.num_resumed
+            update(progress.num_windows, progress.windows_done, num_new, figure=so_far)
 
-    with _shown(bar):
         yield advance
 
 
@@ -63,47 +62,35 @@ def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
     """Show a bar of files, with the documents and the perplexity so far, unless `quiet`; gives the function that
     advances it."""
     middle = "{task.fields[documents]} documents, {task.fields[rate]} tok/s"
-    bar = _bar("files", middle, TimeElapsedColumn(), "ppl", quiet=quiet)
+    with _bar("files", middle, TimeElapsedColumn(), "ppl", quiet=quiet) as update:
 
-    def advance(progress: CorpusProgress) -> None:
-        so_far = "-" if progress.perplexity is None else f"{progress.perplexity:.4f}"
-        num_new = progress.num_tokens - progress.num_tokens_resumed
-        documents = f"{progress.num_documents:,}"
-        _update(bar, progress.num_files, progress.files_done, num_new, figure=so_far, documents=documents)
+        def advance(progress: CorpusProgress) -> None:
+            so_far = "-" if progress.perplexity is None else f"{progress.perplexity:.4f}"
+            num_new = progress.num_tokens - progress.num_tokens_resumed
+            documents = f"{progress.num_documents:,}"
+            update(progress.num_files, progress.files_done, num_new, figure=so_far, documents=documents)
 
-    with _shown(bar):
         yield advance
 
 
-def _bar(counted: str, middle: str, time: ProgressColumn, figure: str, *, quiet: bool) -> ProgressBar:
-    bar = ProgressBar(
-        TextColumn(counted),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn(middle),
-        time,
-        TextColumn(f"{figure} {{task.fields[figure]}}"),
-        console=Console(stderr=True),
-        disable=quiet,
-    )
-    bar.add_task("", total=None, documents="0", rate="-", figure="-")
-    return bar
-
-
-def _update(bar: ProgressBar, total: int, completed: int, num_tokens: int, **fields: Any) -> None:
-    [task] = bar.tasks
-    rate = f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-"
-    bar.update(task.id, total=total, completed=completed, rate=rate, **fields)
-
-
 @contextmanager
-def _shown(bar: ProgressBar) -> Iterator[None]:
-    """Show it. One that never had a figure is not left above an error."""
+def _bar(counted: str, middle: str, time: ProgressColumn, figure: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Show a bar; gives the function that updates it. One that never had a figure is not left above an error."""
+    columns = (TextColumn(counted), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(middle), time)
+    so_far = TextColumn(f"{figure} {{task.fields[figure]}}")
+    bar = ProgressBar(*columns, so_far, console=Console(stderr=True), disable=quiet)
+    bar.add_task("", total=None, documents="0", rate="-", figure="-")
+    [task] = bar.tasks
+
+    def update(total: int, completed: int, num_tokens: int, **fields: Any) -> None:
+        rate = f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-"
+        bar.update(task.id, total=total, completed=completed, rate=rate, **fields)
+
     bar.start()
     try:
-        yield
+        yield update
     except BaseException:
-        if bar.tasks[0].fields["figure"] == "-":
+        if task.fields["figure"] == "-":
             # The bar's own `stop` leaves it on a terminal, and an empty line elsewhere.
             bar.live.transient = True
             bar.live.stop()

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
 from scoremode._printable import printable
@@ -51,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 case "kld":
                     asyncio.run(_measure_kld(options, output))
                 case "compare":
-                    _compare_runs(options)
+                    with _report_extra():
+                        from scoremode.comparison.command import run_compare
+
+                        run_compare(options)
                 case "sweep":
                     with _report_extra():
                         from scoremode.sweep.command import run_plan
@@ -127,13 +130,6 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
         print(kld_report.as_text(measurement))
 
 
-def _compare_runs(options: argparse.Namespace) -> None:
-    with _report_extra():
-        from scoremode.comparison.command import run_compare
-
-        run_compare(options)
-
-
 @contextmanager
 def _report_extra() -> Iterator[None]:
     """For imports of what the extra brings, which no other command needs: say what to install where it is missing."""
@@ -147,20 +143,10 @@ def _report_extra() -> Iterator[None]:
 
 
 async def _score_corpus(options: argparse.Namespace) -> None:
+    names = ("text_column", "column_prefix", "per_token", "filter", "context_length", "concurrency", "resume")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     async with _connected(options, corpus_bar(quiet=options.quiet)) as (clients, on_progress):
-        done = await score_corpus(
-            clients,
-            options.inputs,
-            options.output,
-            text_column=options.text_column,
-            column_prefix=options.column_prefix,
-            per_token=options.per_token,
-            filter=options.filter,
-            context_length=options.context_length,
-            concurrency=options.concurrency,
-            resume=options.resume,
-            on_progress=on_progress,
-        )
+        done = await score_corpus(clients, options.inputs, options.output, **settings, on_progress=on_progress)
     print(figures_as_text(done))
 
 
@@ -178,13 +164,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
 
 
 def _window_settings(options: argparse.Namespace) -> WindowSettings:
-    return {
-        "method": options.method,
-        "context_length": options.context_length,
-        "stride": options.stride,
-        "max_tokens": options.max_tokens,
-        "add_special_tokens": options.add_special_tokens,
-    }
+    return cast(WindowSettings, {name: getattr(options, name) for name in WindowSettings.__annotations__})
 
 
 @asynccontextmanager
@@ -192,20 +172,17 @@ async def _connected(
     options: argparse.Namespace, bar: AbstractContextManager[OnStep]
 ) -> AsyncIterator[tuple[list[AsyncScoreClient], OnStep]]:
     """A client for each server, and the progress bar to be advanced."""
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(_client(options, url)) for url in options.urls]
-        yield clients, stack.enter_context(bar)
-
-
-def _client(options: argparse.Namespace, url: str) -> AsyncScoreClient:
+    settings = {"model": options.model, "api_key": options.api_key, "timeout": options.timeout}
     retry_for = DEFAULT_RETRY_FOR if options.retry_for is None else options.retry_for
-    client = AsyncScoreClient(
-        url, model=options.model, api_key=options.api_key, timeout=options.timeout, retry_for=retry_for
-    )
-    if options.retry_for is None:
-        client.retries.first_contact = FIRST_CONTACT_SECONDS
-        client.retries.first_contact_hint = " --retry-for waits longer for it"
-    return client
+    async with AsyncExitStack() as stack:
+        clients = []
+        for url in options.urls:
+            client = await stack.enter_async_context(AsyncScoreClient(url, **settings, retry_for=retry_for))
+            if options.retry_for is None:
+                client.retries.first_contact = FIRST_CONTACT_SECONDS
+                client.retries.first_contact_hint = " --retry-for waits longer for it"
+            clients.append(client)
+        yield clients, stack.enter_context(bar)
 
 
 if __name__ == "__main__":

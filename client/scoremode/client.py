@@ -14,13 +14,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, 
 from urllib.parse import quote
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from scoremode._version import __version__
 from scoremode.errors import ResponseError
 from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
 from scoremode.windows import WindowSettings
-from scoremode.wire.calls import Answer, Call, EventKind, EventReader, call, stream
+from scoremode.wire.calls import Answer, Call, EventReader, call, stream
 from scoremode.wire.protocol import (
     Candidates,
     Continuations,
@@ -33,6 +33,7 @@ from scoremode.wire.protocol import (
     ReferenceList,
     ServerInfo,
     Text,
+    TokensResponse,
 )
 from scoremode.wire.retries import Attempts, Retries
 
@@ -43,7 +44,6 @@ DEFAULT_MAX_RETRIES = 4
 
 _LONGEST_CONNECT = 10.0
 _LARGEST_PORT = 65535
-_PERPLEXITY_WINDOW = EventKind("perplexity.window", PerplexityWindow.model_validate)
 
 Arguments = ParamSpec("Arguments")
 Transport = TypeVar("Transport")
@@ -75,8 +75,7 @@ class _Prompt(BaseModel):
     prompt: str
 
 
-class _TokenTexts(BaseModel):
-    tokens: list[str]
+_TOKEN_TEXTS = TypeAdapter(TokensResponse)
 
 
 class _Method(Generic[Arguments, Answer]):
@@ -216,10 +215,9 @@ class _Client(Generic[Transport]):
         The answer is streamed, so a long run does not time out. A connection lost after the first window is an error,
         not tried again.
         """
-        result = EventKind("perplexity", PerplexityResponse.model_validate)
         return stream(
             "/v1/perplexity",
-            lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window),
+            lambda: _window_reader("perplexity", PerplexityResponse.model_validate, on_window),
             model=model or self.model,
             prompt=prompt,
             texts=texts,
@@ -255,11 +253,10 @@ class _Client(Generic[Transport]):
         client does when the connection is lost. `BadRequestError` or another `APIStatusError` says that there is
         another reference of that name.
         """
-        result = EventKind("reference", Reference.model_validate)
         return stream(
             "/v1/references",
             # Sent again, the server reports only the windows that were missing.
-            lambda: EventReader(_PERPLEXITY_WINDOW, result, on_window, repeatable=True),
+            lambda: _window_reader("reference", Reference.model_validate, on_window, repeatable=True),
             model=model or self.model,
             name=name,
             prompt=prompt,
@@ -344,7 +341,7 @@ class _Client(Generic[Transport]):
         wanted = sorted(set(token_ids))
 
         def parse(body: bytes) -> dict[int, str]:
-            texts = _TokenTexts.model_validate_json(body).tokens
+            texts = _TOKEN_TEXTS.validate_json(body)["tokens"]
             if len(texts) != len(wanted):
                 raise ResponseError(f"the server gave {len(texts)} texts for {len(wanted)} tokens")
             return dict(zip(wanted, texts, strict=True))
@@ -437,6 +434,13 @@ class AsyncScoreClient(_Client[httpx.AsyncBaseTransport]):
         # The caller bounds the number of requests. By itself httpx would hold back all but 100 of them.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(**settings, limits=limits)
+
+
+def _window_reader(
+    kind: str, result: Callable[[object], Answer], on_window: OnWindow | None, *, repeatable: bool = False
+) -> EventReader[PerplexityWindow, Answer]:
+    kinds = ("perplexity.window", kind)
+    return EventReader(kinds, PerplexityWindow.model_validate, result, on_window, repeatable=repeatable)
 
 
 def _path_of(name: str) -> str:

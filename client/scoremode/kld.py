@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,10 @@ NUM_MOST_DIVERGENT = 20
 MOST_FLOORS = 1000
 """Times the noise floor: a divergence that is larger is shown as more than that."""
 _TAIL_DIVISOR = 100
+_QUANTILES = {
+    **{"median": 0.5, "p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9},
+    **{"p10": 0.1, "p5": 0.05, "p1": 0.01, "p01": 0.001},
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,22 +196,15 @@ def _correlation(first: Floats, second: Floats) -> float:
 
 def _kld_figures(values: Floats, window_sizes: NDArray[Any]) -> KldFigures:
     ordered = np.sort(values)
-    return {
-        "mean": _figure(values.mean()),
-        "stderr": _figure(standard_error(values)),
-        "stderr_clustered": _figure(clustered_standard_error(values, window_sizes)),
-        "median": _figure(quantile(ordered, 0.5)),
-        "max": _figure(ordered[-1]),
-        "min": _figure(ordered[0]),
-        "p999": _figure(quantile(ordered, 0.999)),
-        "p99": _figure(quantile(ordered, 0.99)),
-        "p95": _figure(quantile(ordered, 0.95)),
-        "p90": _figure(quantile(ordered, 0.9)),
-        "p10": _figure(quantile(ordered, 0.1)),
-        "p5": _figure(quantile(ordered, 0.05)),
-        "p1": _figure(quantile(ordered, 0.01)),
-        "p01": _figure(quantile(ordered, 0.001)),
+    figures = {
+        "mean": values.mean(),
+        "stderr": standard_error(values),
+        "stderr_clustered": clustered_standard_error(values, window_sizes),
+        "max": ordered[-1],
+        "min": ordered[0],
+        **{name: quantile(ordered, fraction) for name, fraction in _QUANTILES.items()},
     }
+    return cast(KldFigures, {name: _figure(figures[name]) for name in KldFigures.__annotations__})
 
 
 def _delta_p_figures(values: Floats, window_sizes: NDArray[Any]) -> DeltaPFigures:

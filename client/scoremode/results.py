@@ -5,20 +5,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
+from pydantic import BaseModel, Field, PlainValidator, TypeAdapter
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs
-from scoremode.wire.calls import EventKind, EventReader
-from scoremode.wire.protocol import LOWEST_LOGPROB, KldResponse, KldStatistics, KldWindow, ScoreResponse, ScoreResult
+from scoremode.wire.calls import EventReader
+from scoremode.wire.protocol import LOWEST_LOGPROB, KldResponse, KldStatistics, KldWindow
 
-_SCORE_RESPONSE = TypeAdapter(ScoreResponse)
-_LOWEST = np.float32(LOWEST_LOGPROB)
+
+def _logprobs(sent: object) -> NDArray[np.float32]:
+    """Of an answer, with minus infinity as in JSON and in `sum_logprob`."""
+    logprobs: NDArray[np.float32] = np.maximum(decode_array("logprobs", sent, "<f4"), np.float32(LOWEST_LOGPROB))
+    return logprobs
+
+
+def _candidate_logprobs(sent: object) -> NDArray[np.float32]:
+    match sent:
+        case {"shape": list(shape), "logprobs": logprobs}:
+            return decode_array("candidate_logprobs", logprobs, "<f4", shape)
+    raise ResponseError("the server's candidate_logprobs are not in base64")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,22 +41,28 @@ class Score:
     continuation_index: int | None
     """None where the prompt itself was scored."""
     token_ids: list[int]
-    logprob_array: NDArray[np.float32]
+    logprob_array: Annotated[NDArray[np.float32], Field(alias="logprobs"), PlainValidator(_logprobs)]
     """[n], NaN at the first token of a text, which has no context."""
     sum_logprob: float
     """Sum over the scored tokens, in float64."""
     num_scored: int
-    ranks: list[int | None] | None
+    ranks: list[int | None] | None = None
     """Rank of each token in the vocabulary, 1 for the most likely; with `return_ranks`."""
-    is_greedy: bool | None
+    is_greedy: bool | None = None
     """Whether every scored token was the most likely one; with `return_ranks` or continuations."""
-    tokens: list[str] | None
+    tokens: list[str] | None = None
     """With `return_tokens`."""
-    top_logprobs: TopLogprobs | None
+    top_logprobs: Annotated[TopLogprobs | None, PlainValidator(decode_top_logprobs)] = None
     """The most likely tokens at each position; when asked for."""
-    candidate_logprobs: NDArray[np.float32] | None
+    candidate_logprobs: Annotated[NDArray[np.float32] | None, PlainValidator(_candidate_logprobs)] = None
     """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
     when asked for."""
+
+    def __post_init__(self) -> None:
+        if len(self.logprob_array) != len(self.token_ids):
+            raise ResponseError(
+                f"{len(self.logprob_array)} logprobs for {len(self.token_ids)} tokens in the server's answer"
+            )
 
     @cached_property
     def logprobs(self) -> list[float | None]:
@@ -60,35 +76,13 @@ class Score:
         return nlls
 
 
+class _Scores(BaseModel):
+    data: list[Score]
+
+
 def parse_scores(body: bytes) -> list[Score]:
     """Read the body of a `POST /v1/score` answer."""
-    return [_score(result) for result in _SCORE_RESPONSE.validate_json(body)["data"]]
-
-
-def _score(result: ScoreResult) -> Score:
-    sent, candidates = result["logprobs"], result.get("candidate_logprobs")
-    logprobs = decode_array("logprobs", sent, "<f4") if isinstance(sent, str) else np.array(sent, np.float32)
-    if len(logprobs) != len(result["token_ids"]):
-        raise ResponseError(f"{len(logprobs)} logprobs for {len(result['token_ids'])} tokens in the server's answer")
-    if isinstance(candidates, list):
-        raise ResponseError("the server's candidate_logprobs are not in base64")
-    return Score(
-        index=result["index"],
-        prompt_index=result["prompt_index"],
-        continuation_index=result["continuation_index"],
-        token_ids=result["token_ids"],
-        # Minus infinity as in JSON and in `sum_logprob`.
-        logprob_array=np.maximum(logprobs, _LOWEST),
-        sum_logprob=result["sum_logprob"],
-        num_scored=result["num_scored"],
-        ranks=result.get("ranks"),
-        is_greedy=result.get("is_greedy"),
-        tokens=result.get("tokens"),
-        top_logprobs=decode_top_logprobs(result.get("top_logprobs")),
-        candidate_logprobs=None
-        if candidates is None
-        else decode_array("candidate_logprobs", candidates["logprobs"], "<f4", candidates["shape"]),
-    )
+    return _Scores.model_validate_json(body).data
 
 
 NUM_TOP = 5
@@ -236,5 +230,5 @@ def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventRe
         found = _result(_RESPONSE.validate_python(event))
         return replace(found, data=sorted(windows, key=lambda window: window.index))
 
-    window_kind = EventKind("kld.window", lambda event: _window(_WINDOW.validate_python(event)))
-    return EventReader(window_kind, EventKind("kld", result), collect)
+    kinds = ("kld.window", "kld")
+    return EventReader(kinds, lambda event: _window(_WINDOW.validate_python(event)), result, collect)

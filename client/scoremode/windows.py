@@ -79,8 +79,7 @@ class Window:
 
 
 def adds_special_tokens(method: Method) -> bool:
-    """Whether the tokenizer adds its special tokens to a text if a request does not say; as in lm-eval, not for
-    `rolling`."""
+    """Whether the tokenizer adds its special tokens if a request does not say; as in lm-eval, not for `rolling`."""
     return method != "rolling"
 
 

@@ -1,27 +1,20 @@
 """`ppl-client` against a real server."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
-from tests.command_line import ppl_client, run_ppl_client
+from scoremode import NotFoundError
+from tests.command_line import ppl_client
 from tests.texts import WIKITEXT
-
-
-def result_of(server: str, tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    output = tmp_path / "result.json"
-    ppl_client("--url", server, "--output", str(output), "--force", *arguments)
-    result: dict[str, Any] = json.loads(output.read_text())
-    return result
 
 
 @pytest.mark.parametrize("method", ["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"])
 def test_windows_cut_here_and_on_the_server_give_the_same_number(server, client, tmp_path, method):
     options = ("--text-file", str(WIKITEXT), "--max-tokens", "600", "--context-length", "128", "--method", method)
-    here = result_of(server, tmp_path, *options)
+    ppl_client("--url", server, "--output", str(tmp_path / "result.json"), *options)
+    here = json.loads((tmp_path / "result.json").read_text())
     there = client.perplexity(WIKITEXT.read_text(), method=method, max_tokens=600, context_length=128)
     for figure in ("perplexity", "nll_sum", "bits_per_byte", "word_perplexity", "perplexity_stderr"):
         assert here[figure] == pytest.approx(getattr(there, figure), rel=1e-6), figure
@@ -41,8 +34,14 @@ def test_the_arrays_equal_those_of_score(server, client, tmp_path):
     assert arrays["window_sizes"].tolist() == [score.num_scored]
 
 
-def test_an_unknown_model_is_reported_in_one_line(server):
-    run = run_ppl_client("--url", server, "--text", "a b c", "--model", "gpt-5")
-    assert run.returncode == 1
-    assert run.stderr.strip().splitlines()[-1].startswith("ppl-client: error:")
-    assert "gpt-5" in run.stderr
+def test_a_server_without_a_folder_names_the_flag(bos_client):
+    calls = {
+        "references": (),
+        "reference": ("name",),
+        "delete_reference": ("name",),
+        "record_reference": ("name", [5, 6, 7]),
+        "kld": ("name",),
+    }
+    for method, arguments in calls.items():
+        with pytest.raises(NotFoundError, match="--reference-dir"):
+            getattr(bos_client, method)(*arguments)

@@ -9,10 +9,9 @@ import json
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from scoremode.errors import CorpusError, MissingPackageError
 from scoremode.metrics import count_words
@@ -107,36 +106,26 @@ def load_corpus(
     if sum(source is not None for source in (dataset, text, text_file)) != 1:
         raise ValueError("exactly one of dataset, text and text_file is needed")
     if text is not None:
-        return _joined(_SourceRows("text", f"the text {text!r}", [text]), None, preset)
-    if text_file is not None:
+        found = _Rows("text", f"the text {text!r}", [text])
+    elif text_file is not None:
         path = Path(text_file)
-        return _joined(_SourceRows(path.name, f"file {path.resolve()}", [_read_text(path)]), None, preset)
-    assert dataset is not None
-    return _joined(_load_dataset(dataset, config, split, column), num_samples, preset)
-
-
-@dataclass(frozen=True, slots=True)
-class _SourceRows:
-    name: str
-    source: str
-    rows: Iterable[str]
-    config: str | None = None
-    split: str | None = None
-
-
-def _joined(found: _SourceRows, num_samples: int | None, preset: Preset | None) -> Corpus:
-    rows = list(islice(found.rows, num_samples))
+        found = _Rows(path.name, f"file {path.resolve()}", [_read_text(path)])
+    else:
+        assert dataset is not None
+        found = _load_dataset(dataset, config, split, column)
+    rows = found.rows[:num_samples]
     if not any(rows):
         raise CorpusError(f"no text in {found.source}")
-    source = found.source if num_samples is None else f"{found.source}, first {len(rows)} rows"
+    if num_samples is not None and dataset is not None:
+        found = found._replace(source=f"{found.source}, first {len(rows)} rows")
     is_raw = preset in ("llama.cpp", "lm-eval")
-    text = presets.as_lines(rows) if is_raw else ROW_SEPARATOR.join(rows)
-    corpus = Corpus(found.name, text, source, len(rows), found.config, found.split, preset)
+    joined = presets.as_lines(rows) if is_raw else ROW_SEPARATOR.join(rows)
+    corpus = Corpus(found.name, joined, found.source, len(rows), found.config, found.split, preset)
     if preset == "llama.cpp":
         # It reads a file without the newline at its end.
-        return replace(corpus, documents=(text.removesuffix("\n"),))
+        return replace(corpus, documents=(joined.removesuffix("\n"),))
     if preset == "lm-eval":
-        pages = presets.lm_eval_pages(text)
+        pages = presets.lm_eval_pages(joined)
         return replace(
             corpus,
             documents=tuple(map(presets.detokenized, pages)),
@@ -146,11 +135,19 @@ def _joined(found: _SourceRows, num_samples: int | None, preset: Preset | None) 
     return corpus
 
 
-def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _SourceRows:
+class _Rows(NamedTuple):
+    name: str
+    source: str
+    rows: list[str]
+    config: str | None = None
+    split: str | None = None
+
+
+def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _Rows:
     if dataset == PYDOC:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         source = f"pydoc_data.topics of Python {platform.python_version()}"
-        return _SourceRows(PYDOC, source, [topics[name] for name in sorted(topics)])
+        return _Rows(PYDOC, source, [topics[name] for name in sorted(topics)])
     path = Path(dataset).expanduser()
     if dataset not in HUB_ALIASES and path.exists():
         return _load_local(path, config, split, column)
@@ -159,72 +156,60 @@ def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> 
     return _load_from_hub(dataset, config, split, column)
 
 
-def _load_local(path: Path, config: str | None, split: str, column: str) -> _SourceRows:
+def _load_local(path: Path, config: str | None, split: str, column: str) -> _Rows:
     folder = None if path.is_file() else _config_folder(path, config)
-    files = [path] if folder is None else _split_files(folder, split)
+    files = [path]
+    if folder is not None:
+        # By the hub's naming: `test.parquet`, `test-00000-of-00002.parquet`, ..., in order.
+        files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
+        if not files:
+            raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
     rows = [row for file in files for row in _read_rows(file, column)]
     source = f"{', '.join(str(file.resolve()) for file in files)}, column {column}"
     if folder is None:
-        return _SourceRows(path.name, source, rows)
-    return _SourceRows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
+        return _Rows(path.name, source, rows)
+    return _Rows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
 
 
 def _config_folder(folder: Path, config: str | None) -> Path:
     """The folder whose files hold the splits: `folder` itself, or the subfolder of the configuration."""
+    subfolders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and _data_files(entry))
     if config is not None:
-        chosen = folder / config
-        if not chosen.is_dir():
-            raise CorpusError(f"no configuration {config!r} in {folder}; there are: {_names(_subfolders(folder))}")
-        return chosen
+        if not (folder / config).is_dir():
+            raise CorpusError(f"no configuration {config!r} in {folder}; there are: {_names(subfolders)}")
+        return folder / config
     if _data_files(folder):
         return folder
-    subfolders = _subfolders(folder)
     if len(subfolders) != 1:
         raise CorpusError(f"{folder} has several or no configurations, name one of: {_names(subfolders)}")
     return subfolders[0]
-
-
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a split by the hub's naming: `test.parquet`, `test-00000-of-00002.parquet`, ..., in order."""
-    files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
-    if not files:
-        raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
-    return files
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and _data_files(entry))
 
 
 def _data_files(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if entry.suffix in _SUFFIXES)
 
 
+def _names(paths: Iterable[Path]) -> str:
+    return ", ".join(path.name for path in paths) or "none"
+
+
 def _read_rows(file: Path, column: str) -> list[str]:
+    if file.suffix not in _SUFFIXES:
+        raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
     if file.suffix == ".parquet":
-        return _read_parquet(file, column)
-    if file.suffix == ".jsonl":
-        return _read_jsonl(file, column)
+        parquet = _optional_module("pyarrow.parquet")
+        try:
+            _check_column(column, parquet.read_schema(file).names, str(file))
+            rows = parquet.read_table(file, columns=[column]).column(column).to_pylist()
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"cannot read {file}: {error}") from error
+        return _checked_rows(rows, column, str(file))
+    text = _read_text(file)
     if file.suffix == ".txt":
-        return [_read_text(file)]
-    raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
-
-
-def _read_parquet(file: Path, column: str) -> list[str]:
-    parquet = _optional_module("pyarrow.parquet")
-    try:
-        names = parquet.read_schema(file).names
-        _check_column(column, names, str(file))
-        rows = parquet.read_table(file, columns=[column]).column(column).to_pylist()
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"cannot read {file}: {error}") from error
-    return _check_rows(rows, column, str(file))
-
-
-def _read_jsonl(file: Path, column: str) -> list[str]:
-    rows: list[object] = []
+        return [text]
+    rows = []
     # Not str.splitlines: a row may hold U+2028 and its like.
-    for number, line in enumerate(_read_text(file).split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -235,7 +220,7 @@ def _read_jsonl(file: Path, column: str) -> list[str]:
             raise CorpusError(f"cannot read {file}: line {number} is not a JSON object")
         _check_column(column, row, f"{file}, line {number}")
         rows.append(row[column])
-    return _check_rows(rows, column, str(file))
+    return _checked_rows(rows, column, str(file))
 
 
 def _read_text(file: Path) -> str:
@@ -247,7 +232,7 @@ def _read_text(file: Path) -> str:
         raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
 
 
-def _load_from_hub(dataset: str, config: str | None, split: str, column: str) -> _SourceRows:
+def _load_from_hub(dataset: str, config: str | None, split: str, column: str) -> _Rows:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
     datasets = _optional_module("datasets")
@@ -260,9 +245,9 @@ def _load_from_hub(dataset: str, config: str | None, split: str, column: str) ->
             "`--dataset PATH`, a folder laid out like the hub's or a parquet, jsonl or txt file"
         ) from error
     _check_column(column, table.column_names, repository)
-    rows = _check_rows(list(table[column]), column, repository)
+    rows = _checked_rows(list(table[column]), column, repository)
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {column}"
-    return _SourceRows(dataset, source, rows, config, split)
+    return _Rows(dataset, source, rows, config, split)
 
 
 def _optional_module(name: str) -> ModuleType:
@@ -277,12 +262,7 @@ def _check_column(column: str, names: Iterable[str], where: str) -> None:
         raise CorpusError(f"no column {column!r} in {where}; there are: {', '.join(names)}")
 
 
-def _check_rows(rows: list[object], column: str, where: str) -> list[str]:
-    texts = [row for row in rows if isinstance(row, str)]
-    if len(texts) != len(rows):
+def _checked_rows(rows: list[Any], column: str, where: str) -> list[str]:
+    if not all(isinstance(row, str) for row in rows):
         raise CorpusError(f"column {column!r} of {where} has rows that are not text")
-    return texts
-
-
-def _names(paths: Iterable[Path]) -> str:
-    return ", ".join(path.name for path in paths) or "none"
+    return rows

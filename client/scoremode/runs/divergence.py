@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ServersDifferError
-from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.results import NUM_TOP, KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.kld import KldPositions, statistics
+from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
@@ -34,10 +33,6 @@ class _Line(BaseModel):
 class KldPlan:
     """A comparison, as its journal has it."""
 
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 6 * (len(POSITION_DTYPES) + 4 * NUM_TOP)
-    """Four bytes are six in base64, at most."""
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 4 * (len(POSITION_DTYPES) + 4 * NUM_TOP)
-
     server: ServerInfo
     model: str
     reference: Reference
@@ -45,16 +40,9 @@ class KldPlan:
 
     @property
     def num_windows(self) -> int:
-        """Of the reference."""
         return self.reference.num_windows
 
-    @property
-    def num_scored(self) -> int:
-        """Positions of all windows."""
-        return self.reference.num_scored
-
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        """Compare a window at a server."""
         result = await client.kld(self.reference.name, (index, index + 1), top_logprobs=self.top_logprobs)
         if [window.index for window in result.data] != [index]:
             raise ResponseError("the server did not compare the window that it was asked for")
@@ -66,11 +54,9 @@ class KldPlan:
         return result.data[0]
 
     def nats(self, window: KldWindowValues) -> float:
-        """The sum of its KL divergences."""
         return float(window.positions.kld.sum(dtype="f8"))
 
     def header(self) -> dict[str, object]:
-        """Everything that decides the windows and their numbers."""
         return {
             "kind": "kld",
             **{f"reference.{name}": value for name, value in _identity(self.reference).items()},
@@ -80,7 +66,6 @@ class KldPlan:
         }
 
     def to_line(self, window: KldWindowValues) -> dict[str, object]:
-        """A finished window as JSON: its arrays in base64, exact to the last bit."""
         tops = (window.top_logprobs, window.reference_top_logprobs)
         return {
             "index": window.index,
@@ -90,18 +75,9 @@ class KldPlan:
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:
-        """The window that a line of a journal has.
-
-        Raises:
-            ValueError: it has none of this run.
-        """
         found = _Line.model_validate(line)
-        try:
-            window = KldWindowValues(
-                found.index, decode_positions(found.positions), *map(decode_top_logprobs, found.tops)
-            )
-        except ResponseError as error:
-            raise ValueError(str(error)) from error
+        tops = map(decode_top_logprobs, found.tops)
+        window = KldWindowValues(found.index, decode_positions(found.positions), *tops)
         if found.index >= self.num_windows or found.num_scored != window.num_scored:
             raise ValueError("not a window of this run")
         return window
@@ -227,8 +203,8 @@ async def _measurement(
     """Of a finished run; `concurrency` is None for that of a noise floor."""
     windows, seconds = run.in_order(), run.seconds()
     positions = KldPositions.concatenate([window.positions for window in windows])
-    if len(positions) != plan.num_scored:
-        raise ResponseError(f"the server gave {len(positions)} positions for the {plan.num_scored} of the reference")
+    if len(positions) != (wanted := plan.reference.num_scored):
+        raise ResponseError(f"the server gave {len(positions)} positions for the {wanted} of the reference")
     reference = await client.reference(plan.reference.name)
     if differing := differences(_identity(reference), _identity(plan.reference)):
         raise ResponseError(f"the reference was replaced while it was compared with: {differing}")

@@ -12,15 +12,14 @@ import os
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import OutputError
+from scoremode.errors import OutputError, ResponseError
 from scoremode.runs.plan import obstacles
-from scoremode.wire.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 
@@ -50,18 +49,8 @@ Result = TypeVar("Result", bound=WindowResult)
 class Measurement(Protocol[Result]):
     """What a run measures in each window, and how its journal has it."""
 
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int]
-    """Upper estimate of what a scored token takes in the journal."""
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int]
-    """Upper estimate of its size in the output and the arrays next to it."""
-
-    @property
-    def server(self) -> ServerInfo: ...
     @property
     def num_windows(self) -> int: ...
-    @property
-    def num_scored(self) -> int:
-        """Targets of all windows."""
 
     async def measure(self, client: AsyncScoreClient, index: int) -> Result:
         """Have a server score a window."""
@@ -79,7 +68,7 @@ class Measurement(Protocol[Result]):
         """The window that a line has.
 
         Raises:
-            ValueError: it has none of this run.
+            ValueError, ResponseError: it has none of this run.
         """
 
 
@@ -157,7 +146,7 @@ class Journal(AppendedFile, Generic[Result]):
             window = self._plan.from_line({name: value for name, value in line.items() if name != "seconds"})
             if window.index in self.windows:
                 raise ValueError("a window twice")
-        except ValueError as error:
+        except (ValueError, ResponseError) as error:
             raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
         self.windows[window.index] = window
         self.seconds = max(self.seconds, seconds)
@@ -177,9 +166,6 @@ def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
         else:
             check_same_run(path, header, _header(plan), "delete it to start afresh")
             journal.resume()
-    except OSError as error:
-        file.close()
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
     except BaseException:
         file.close()
         raise
@@ -195,9 +181,7 @@ def check_same_run(path: Path, found: Mapping[str, object], wanted: Mapping[str,
 def count_windows(path: Path) -> tuple[int, int]:
     """The windows that a locked journal has, and those of its whole run; both 0 if it was killed at its header."""
     header = _read_header(path)
-    if header is None:
-        return 0, 0
-    return sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"]
+    return (0, 0) if header is None else (sum(1 for _ in _whole_lines(path)) - 1, header["num_windows"])
 
 
 def _header(plan: Measurement[Any]) -> dict[str, object]:
@@ -208,7 +192,7 @@ def _read_header(path: Path) -> dict[str, Any] | None:
     """The header, or None where a process was killed before it was whole."""
     with path.open("rb") as file:
         line = file.readline()
-    if not line.endswith(b"\n") and (line.startswith(_BEGINNING) or _BEGINNING.startswith(line)):
+    if not line.endswith(b"\n") and _BEGINNING.startswith(line[: len(_BEGINNING)]):
         return None
     try:
         header = json.loads(line)
@@ -221,9 +205,7 @@ def _read_header(path: Path) -> dict[str, Any] | None:
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def open_locked(path: Path) -> FileIO:

@@ -6,9 +6,9 @@ The statistics are llama.cpp's, label for label and format for format, so that t
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
 from scoremode.runs.token_texts import DivergentToken
-from scoremode.wire.protocol import ConfidenceBucket, KldFigures, KldStatistics, Reference
+from scoremode.wire.protocol import ConfidenceBucket, KldStatistics, Reference
 
 _QUANTILES = {
     "Maximum": "max",
@@ -104,14 +104,13 @@ def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
 
 def _heading(measurement: KldMeasurement) -> str:
     server, reference = measurement.server, measurement.reference
-    seconds, rate = measurement.seconds, measurement.positions_per_second
     return two_columns(
         [
             ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
             *server_rows(server),
             ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
             *_window_rows(reference),
-            ("time", f"{seconds:,.1f} s, {rate:,.0f} tokens/s"),
+            ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s"),
         ]
     )
 
@@ -135,15 +134,14 @@ def _weights(reference: Reference) -> str:
 
 
 def _perplexity_table(figures: KldStatistics) -> list[str]:
-    correlation = _percent(figures["ln_ppl_correlation"], 6, 2)
     return [
         "====== Perplexity statistics ======",
-        f"Mean PPL(Q)                   : {_pair(figures['ppl_q'], figures['ppl_q_stderr'])}",
-        f"Mean PPL(base)                : {_pair(figures['ppl_base'], figures['ppl_base_stderr'])}",
-        f"Cor(ln(PPL(Q)), ln(PPL(base))): {correlation}%",
-        f"Mean ln(PPL(Q)/PPL(base))     : {_pair(figures['ln_ppl_ratio'], figures['ln_ppl_ratio_stderr'])}",
-        f"Mean PPL(Q)/PPL(base)         : {_pair(figures['ppl_ratio'], figures['ppl_ratio_stderr'])}",
-        f"Mean PPL(Q)-PPL(base)         : {_pair(figures['ppl_difference'], figures['ppl_difference_stderr'])}",
+        f"Mean PPL(Q)                   : {_pair(figures, 'ppl_q')}",
+        f"Mean PPL(base)                : {_pair(figures, 'ppl_base')}",
+        f"Cor(ln(PPL(Q)), ln(PPL(base))): {_percent(figures['ln_ppl_correlation'], 6, 2)}%",
+        f"Mean ln(PPL(Q)/PPL(base))     : {_pair(figures, 'ln_ppl_ratio')}",
+        f"Mean PPL(Q)/PPL(base)         : {_pair(figures, 'ppl_ratio')}",
+        f"Mean PPL(Q)-PPL(base)         : {_pair(figures, 'ppl_difference')}",
     ]
 
 
@@ -151,7 +149,7 @@ def _kld_table(figures: KldStatistics) -> list[str]:
     kld = figures["kld"]
     return [
         "====== KL divergence statistics ======",
-        f"Mean    KLD: {_pair(kld['mean'], kld['stderr'])}",
+        f"Mean    KLD: {_pair(kld, 'mean', 'stderr')}",
         *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in _quantiles(kld)),
     ]
 
@@ -160,26 +158,26 @@ def _token_probability_table(figures: KldStatistics) -> list[str]:
     delta_p = figures["delta_p"]
     return [
         "====== Token probability statistics ======",
-        f"Mean    Δp: {_percent_pair(delta_p['mean'], delta_p['stderr'])}",
+        f"Mean    Δp: {_percent_pair(delta_p, 'mean', 'stderr')}",
         *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in _quantiles(delta_p)),
-        f"RMS Δp    : {_percent_pair(delta_p['rms'], delta_p['rms_stderr'])}",
-        f"Same top p: {_percent_pair(figures['same_top_p'], figures['same_top_p_stderr'])}",
+        f"RMS Δp    : {_percent_pair(delta_p, 'rms')}",
+        f"Same top p: {_percent_pair(figures, 'same_top_p')}",
     ]
 
 
-def _quantiles(figures: KldFigures) -> list[tuple[str, float | None]]:
+def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
     """With llama.cpp's labels; it has two more for Δp."""
-    return [(label, cast(Any, figures)[name]) for label, name in _QUANTILES.items() if name in figures]
+    return [(label, figures[name]) for label, name in _QUANTILES.items() if name in figures]
 
 
 def _clustered_table(figures: KldStatistics) -> list[str]:
-    kld, delta_p = figures["kld"], figures["delta_p"]
+    kld, delta_p, clustered = figures["kld"], figures["delta_p"], "stderr_clustered"
     return [
         "====== Errors clustered by window ======",
-        f"Mean    KLD              : {_pair(kld['mean'], kld['stderr_clustered'])}",
-        f"Mean ln(PPL(Q)/PPL(base)): {_pair(figures['ln_ppl_ratio'], figures['ln_ppl_ratio_stderr_clustered'])}",
-        f"Mean    Δp               : {_percent_pair(delta_p['mean'], delta_p['stderr_clustered'])}",
-        f"Same top p               : {_percent_pair(figures['same_top_p'], figures['same_top_p_stderr_clustered'])}",
+        f"Mean    KLD              : {_pair(kld, 'mean', clustered)}",
+        f"Mean ln(PPL(Q)/PPL(base)): {_pair(figures, 'ln_ppl_ratio', f'ln_ppl_ratio_{clustered}')}",
+        f"Mean    Δp               : {_percent_pair(delta_p, 'mean', clustered)}",
+        f"Same top p               : {_percent_pair(figures, 'same_top_p', f'same_top_p_{clustered}')}",
     ]
 
 
@@ -223,10 +221,10 @@ def _noise_floor(measurement: KldMeasurement) -> str:
 def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
     lines = ["====== Most divergent tokens ======"]
     for token in tokens:
-        before = "" if token.text_before is None else token.text_before[-_SHOWN_BEFORE:]
+        before = (token.text_before or "")[-_SHOWN_BEFORE:]
         reference_top = _shown(token.reference_top_token, token.reference_top_token_id)
         lines += [
-            f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {_quoted(before)}",
+            f"KLD {_number(token.kld, 0, 6)}, window {token.window}, after {_shown(before)}",
             f"    {_shown(token.token, token.token_id)}: "
             f"base {token.reference_probability:.4f}, Q {token.probability:.4f}; "
             f"base prefers {reference_top} ({token.reference_confidence:.4f}), "
@@ -235,13 +233,9 @@ def _divergent_table(tokens: Sequence[DivergentToken]) -> list[str]:
     return lines if tokens else [*lines, "none"]
 
 
-def _shown(text: str | None, token_id: int) -> str:
-    return f"token {token_id}" if text is None else _quoted(text)
-
-
-def _quoted(text: str) -> str:
+def _shown(text: str | None, token_id: int = 0) -> str:
     """In quotes and on one line."""
-    return printable(json.dumps(text, ensure_ascii=False))
+    return f"token {token_id}" if text is None else printable(json.dumps(text, ensure_ascii=False))
 
 
 def _number(value: float | None, width: int, digits: int) -> str:
@@ -252,9 +246,10 @@ def _percent(value: float | None, width: int, digits: int) -> str:
     return _number(None if value is None else 100 * value, width, digits)
 
 
-def _pair(value: float | None, stderr: float | None) -> str:
-    return f"{_number(value, 10, 6)} ± {_number(stderr, 10, 6)}"
+def _pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> str:
+    """A figure and its error, `{name}_stderr` unless it has another name."""
+    return f"{_number(figures[name], 10, 6)} ± {_number(figures[error or f'{name}_stderr'], 10, 6)}"
 
 
-def _percent_pair(value: float | None, stderr: float | None) -> str:
-    return f"{_percent(value, 6, 3)} ± {_percent(stderr, 5, 3)} %"
+def _percent_pair(figures: Mapping[str, Any], name: str, error: str | None = None) -> str:
+    return f"{_percent(figures[name], 6, 3)} ± {_percent(figures[error or f'{name}_stderr'], 5, 3)} %"

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,11 +19,6 @@ _log = logging.getLogger(__name__)
 
 JOURNAL_SUFFIX = ".journal"
 ARRAYS_SUFFIX = ".safetensors"
-
-# Upper estimates of what is written for a window, in either file, for the text of a token, and for the rest.
-_BYTES_PER_WINDOW = 600
-_OTHER_BYTES = 32_768
-_BYTES_PER_TOKEN_TEXT = 64
 
 
 class Output:
@@ -52,12 +46,10 @@ class Output:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: Measurement[Result]) -> Journal[Result]:
-        """Open the run's journal, once the disk has room for both files."""
-        journal = open_journal(self._journal_path, plan)
-        self._journal = journal
+        """Open the run's journal."""
+        self._journal = journal = open_journal(self._journal_path, plan)
         if journal.num_done:
             _log.info("resuming %s: it has %s", self._journal_path, _progress(journal))
-        self._check_room(plan, journal)
         return journal
 
     def write(self, record: dict[str, object], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -110,24 +102,6 @@ class Output:
                     "resume it with --resume, or delete it to start afresh"
                 )
             self._journal_path.unlink()
-
-    def _check_room(self, plan: Measurement[Result], journal: Journal[Result]) -> None:
-        num_kept = sum(window.num_scored for window in journal.windows.values())
-        # A position has its own token, and often the top five of both models.
-        num_texts = min(11 * plan.num_scored, plan.server.vocab_size)
-        needed = (
-            plan.JOURNAL_BYTES_PER_TOKEN * (plan.num_scored - num_kept)
-            + plan.OUTPUT_BYTES_PER_TOKEN * plan.num_scored
-            + 2 * _BYTES_PER_WINDOW * plan.num_windows
-            + _BYTES_PER_TOKEN_TEXT * num_texts
-            + _OTHER_BYTES
-        )
-        free = shutil.disk_usage(self.path.parent).free
-        if free < needed:
-            raise OutputError(
-                f"not enough space in {self.path.parent}: journal and output may take {needed / 1e6:,.1f} MB, "
-                f"{free / 1e6:,.1f} MB are free"
-            )
 
 
 def _progress(journal: Journal[Any]) -> str:

@@ -3,10 +3,10 @@
 import hashlib
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -24,7 +24,7 @@ from scoremode.windows import (
     resolve_context_length,
     resolve_stride,
 )
-from scoremode.wire.protocol import ServerInfo, is_old_fingerprint
+from scoremode.wire.protocol import ServerInfo
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +49,6 @@ class WindowNlls:
 class Plan:
     """The tokens and windows of an evaluation, and the settings that they follow from, all resolved."""
 
-    JOURNAL_BYTES_PER_TOKEN: ClassVar[int] = 34
-    """Upper estimate of what a scored token takes in the journal."""
-    OUTPUT_BYTES_PER_TOKEN: ClassVar[int] = 46
-    """Upper estimate of what a scored token takes in the output and the arrays next to it."""
-
     corpus: Corpus
     server: ServerInfo
     model: str
@@ -73,20 +68,13 @@ class Plan:
 
     @property
     def num_windows(self) -> int:
-        """Of the whole run."""
         return len(self.windows)
-
-    @property
-    def num_scored(self) -> int:
-        """Targets of all windows."""
-        return sum(window.num_scored for window in self.windows)
 
     def target_ids(self) -> list[int]:
         """Token ids of the targets, in the order of windows."""
         return [token for window in self.windows for token in self.tokens[window.first_target : window.end]]
 
     async def measure(self, client: AsyncScoreClient, index: int) -> WindowNlls:
-        """Score a window at a server."""
         window = self.windows[index]
         sequence = window.token_ids(self.tokens)
         scores = await client.score([sequence], return_ranks=self.return_ranks)
@@ -102,11 +90,9 @@ class Plan:
         return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if self.return_ranks else None)
 
     def nats(self, window: WindowNlls) -> float:
-        """The sum of its NLLs."""
         return window.nll_sum
 
     def header(self) -> dict[str, object]:
-        """Everything that decides the windows and their numbers."""
         return {
             "kind": "perplexity",
             "sha256": self.corpus.fingerprint,
@@ -123,11 +109,9 @@ class Plan:
         }
 
     def to_line(self, window: WindowNlls) -> dict[str, object]:
-        """A finished window as JSON."""
         return asdict(window)
 
     def from_line(self, line: dict[str, object]) -> WindowNlls:
-        """The window that a line of a journal has."""
         found = WindowNlls(**cast(dict[str, Any], line))
         expected = self.windows[found.index].num_scored if found.index < len(self.windows) else None
         num_ranks = None if found.ranks is None else len(found.ranks)
@@ -163,7 +147,10 @@ async def make_plan(
             raise WindowError("max_tokens is for one text, and the corpus has several", "max_tokens")
         tokens = tokens[:max_tokens]
         documents = [tokens]
-        text = await _text_of(client, tokens, server.bos_token_id if add_special_tokens and server.adds_bos else None)
+        # A BOS that the tokenizer put before the text is not part of it.
+        has_bos = add_special_tokens and server.adds_bos and tokens[0] == server.bos_token_id
+        of_text = tokens[has_bos:]
+        text = await client.detokenize(of_text) if of_text else ""
     windows: list[Window] = []
     offset = 0
     for document in documents:
@@ -217,27 +204,17 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 
 def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
-
-    A fingerprint of before that says nothing of the contents of weights, and other GPUs or kernels, forbid nothing:
-    they are logged.
-    """
-    of_old = set()
-    begun, now = found.get("server.fingerprint"), str(wanted.get("server.fingerprint"))
-    if is_old_fingerprint(begun) and now.startswith("v2-"):
-        of_old = {"server.fingerprint", "server.revision"}
-        _log.warning(
-            "%s was begun when fingerprints did not see the contents of weights: make sure that they are the same", path
-        )
-    either = {*found, *wanted}
-    computed = {name for name in either if name.startswith(_COMPUTED_BY)}
-    if computed <= found.keys() and (differing := differences(_only(computed, found), _only(computed, wanted))):
+    Other GPUs or kernels forbid nothing: they are logged."""
+    (kept, decisive), (now, wanted_decisive) = _without_computed_by(found), _without_computed_by(wanted)
+    if now.keys() <= kept.keys() and (differing := differences(kept, now)):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
-    decisive = either - of_old - computed
-    return differences(_only(decisive, found), _only(decisive, wanted))
+    return differences(decisive, wanted_decisive)
 
 
-def _only(names: Collection[str], header: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in header.items() if name in names}
+def _without_computed_by(header: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Its fields of `computed_by`, and the others."""
+    computed_by = {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)}
+    return computed_by, {name: value for name, value in header.items() if name not in computed_by}
 
 
 def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
@@ -247,10 +224,3 @@ def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> st
         for name in dict.fromkeys([*wanted, *found])
         if found.get(name) != wanted.get(name)
     )
-
-
-async def _text_of(client: AsyncScoreClient, tokens: Sequence[int], added_bos: int | None) -> str:
-    """The text of truncated tokens, without a BOS that the tokenizer put before it."""
-    if added_bos is not None and tokens[0] == added_bos:
-        tokens = tokens[1:]
-    return await client.detokenize(tokens) if tokens else ""

@@ -1,7 +1,7 @@
 """The servers of one run, over which its windows or its other requests are spread."""
 
 import logging
-from asyncio import Lock, Queue
+from asyncio import Event, Lock
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,12 +35,9 @@ class _Server:
     """Requests in flight at once: halved when the server answers 504."""
     failures_seen: int
     """`client.retries.num_failures` when the server's identity was last checked."""
-    num_places: int = 0
-    """How often it is in `Pool._free`, plus requests in flight; those beyond `concurrency` are not put back."""
-
-    @property
-    def has_too_many_places(self) -> bool:
-        return self.num_places > self.concurrency
+    in_flight: int = 0
+    num_asked: int = 0
+    """Requests so far: requests one at a time go to all servers in turn."""
 
 
 class Pool:
@@ -50,27 +47,16 @@ class Pool:
         self, clients: Sequence[AsyncScoreClient], infos: Sequence[ServerInfo], concurrency: int | None
     ) -> None:
         self.info = infos[0]
+        self._servers = []
         for client, info in zip(clients, infos, strict=True):
             self._check_identity(info, f"{client.address} does not serve the same as {clients[0].address}")
-        self._servers = [
-            _Server(
-                client,
-                concurrency or min(info.max_num_seqs or DEFAULT_CONCURRENCY, MAX_CONCURRENCY),
-                client.retries.num_failures,
-            )
-            for client, info in zip(clients, infos, strict=True)
-        ]
+            at_once = concurrency or min(info.max_num_seqs or DEFAULT_CONCURRENCY, MAX_CONCURRENCY)
+            self._servers.append(_Server(client, at_once, client.retries.num_failures))
         self.concurrency = sum(server.concurrency for server in self._servers)
         """Windows in flight at once, of all servers together."""
-        self._free: Queue[_Server] = Queue()
-        """Each server once per free slot for requests of `ask`."""
-        for place in range(max(server.concurrency for server in self._servers)):
-            for server in self._servers:
-                if place < server.concurrency:
-                    self._free.put_nowait(server)
-                    server.num_places += 1
         self._next = Lock()
-        """Of callers waiting for a slot. A queue alone lets a newcomer overtake, and sends the overtaken to its end."""
+        """Of callers waiting for a slot, in the order in which they came."""
+        self._answered = Event()
 
     @classmethod
     async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
@@ -131,12 +117,12 @@ class Pool:
         """
         while True:
             async with self._next:
-                server = await self._free.get()
-                while server.has_too_many_places:
-                    server.num_places -= 1
-                    server = await self._free.get()
-            if server not in self._servers:
-                continue
+                while not (free := [each for each in self._servers if each.in_flight < each.concurrency]):
+                    self._answered.clear()
+                    await self._answered.wait()
+                server = min(free, key=lambda each: (each.in_flight, each.num_asked))
+                server.in_flight += 1
+                server.num_asked += 1
             concurrency = server.concurrency
             try:
                 result = await ask(server.client, job)
@@ -145,7 +131,8 @@ class Pool:
             except (TransportError, ServerError, RateLimitError) as error:
                 self._slow_down_or_drop(server, concurrency, error)
             finally:
-                self._free.put_nowait(server)
+                server.in_flight -= 1
+                self._answered.set()
 
     def _slow_down_or_drop(self, server: _Server, concurrency: int, error: ScoremodeError) -> None:
         """After a request failed that was sent with so many in flight."""
@@ -157,13 +144,8 @@ class Pool:
             # The first of those that were sent together: the others say nothing of fewer in flight.
             server.concurrency //= 2
             self._set_retries()
-            _log.warning(
-                "%s is sent %d requests at once, in place of %d: %s",
-                server.client.address,
-                server.concurrency,
-                concurrency,
-                error,
-            )
+            text = "%s is sent %d requests at once, in place of %d: %s"
+            _log.warning(text, server.client.address, server.concurrency, concurrency, error)
 
     def _drop(self, server: _Server, error: ScoremodeError) -> None:
         if len(self._servers) == 1:

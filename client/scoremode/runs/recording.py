@@ -1,19 +1,16 @@
 """Recording a corpus as a reference on a server: what `ppl-client record` runs, as a library."""
 
-import logging
 import math
 import time
 from dataclasses import dataclass
 from typing import Unpack
 
 from scoremode.client import AsyncScoreClient, OnWindow
-from scoremode.errors import BadRequestError, NotFoundError, RateLimitError, ServerError, TransportError
+from scoremode.errors import NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
-from scoremode.wire.protocol import CorpusInfo, PerplexityWindow, Reference, is_old_fingerprint
-
-_log = logging.getLogger(__name__)
+from scoremode.wire.protocol import PerplexityWindow, Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +48,17 @@ async def record_reference(
         corpus: The text.
         name: Of the reference.
         on_progress: Called for each window.
-        on_window: Called with each window too, which then has logprobs and ranks, unless the server is too old.
+        on_window: Called with each window too, which then has logprobs and ranks.
         **windows: How the text is cut into windows.
 
     Raises:
         ScoremodeError: the server fails and records nothing more when it is asked again, refuses the windows, or has
             another reference of that name.
     """
-    num_resumed = await _num_recorded(client, name)
-    info: CorpusInfo | None = corpus.info
-    return_ranks = on_window is not None
+    try:
+        num_resumed = (await client.reference(name)).num_recorded
+    except NotFoundError:
+        num_resumed = 0
     num_new = tokens_before = 0
 
     def take(window: PerplexityWindow) -> None:
@@ -82,8 +80,8 @@ async def record_reference(
             reference = await client.record_reference(
                 name,
                 **corpus.prompt,
-                corpus=info,
-                return_ranks=return_ranks,
+                corpus=corpus.info,
+                return_ranks=on_window is not None,
                 on_window=take,
                 **windows,
             )
@@ -91,24 +89,5 @@ async def record_reference(
             # The client's patience is for one failure; a server that has recorded more since then has a new one.
             if num_new == num_before:
                 raise
-        except BadRequestError as error:
-            if error.param not in ("corpus", "return_ranks") or (info is None and not return_ranks):
-                raise
-            _log.warning("%s is too old to keep where a reference's text is from", client.address)
-            info, return_ranks = None, False
         else:
             return Recording(corpus, reference, num_resumed, time.perf_counter() - started)
-
-
-async def _num_recorded(client: AsyncScoreClient, name: str) -> int:
-    try:
-        reference = await client.reference(name)
-    except NotFoundError:
-        return 0
-    if is_old_fingerprint(reference.fingerprint):
-        _log.warning(
-            "reference %s was begun when fingerprints did not see the contents of weights: make sure that it is of the "
-            "weights that are served",
-            name,
-        )
-    return reference.num_recorded

@@ -71,29 +71,36 @@ async def divergent_tokens(
 
     A server that fails costs the texts, not the comparison: the log says so.
     """
-    starts = _starts(window_sizes, method)
-    before = {
-        at: tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist())
-        for at in (entry["index"] for entry in most_divergent)
-    }
-    singles = [(int(ids[at]),) for at in before for ids in _shown_tokens(positions)]
-    texts = await _texts(client, {*before.values(), *singles})
-    return [_divergent_token(entry, positions, before[entry["index"]], texts) for entry in most_divergent]
-
-
-def _starts(window_sizes: Sequence[int], method: Method) -> list[int]:
-    """For every position, where the positions begin that are the text before it without a gap.
-
-    The targets of some methods follow one another through the whole text; those of the others do within a window.
-    """
     if method in EXHAUSTIVE_METHODS:
-        return [0] * sum(window_sizes)
-    starts: list[int] = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes).tolist()
-    return starts
-
-
-def _shown_tokens(positions: KldPositions) -> list[NDArray[Any]]:
-    return [positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids]
+        # Targets follow one another through the whole text, with the other methods within a window.
+        starts = np.zeros(len(positions), np.intp)
+    else:
+        starts = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes)
+    places = [entry["index"] for entry in most_divergent]
+    before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
+    shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
+    tokens = [[int(ids[at]) for ids in shown] for at in places]
+    texts = await _texts(client, {*before, *((token,) for of_place in tokens for token in of_place)})
+    return [
+        DivergentToken(
+            index=at,
+            window=entry["window"],
+            kld=entry["kld"],
+            token_id=token,
+            reference_probability=exp(float(positions.reference_logprobs[at])),
+            probability=exp(float(positions.logprobs[at])),
+            reference_top_token_id=reference_top,
+            reference_confidence=float(positions.reference_confidence[at]),
+            top_token_id=top,
+            text_before=texts.get(before_it),
+            token=texts.get((token,)),
+            reference_top_token=texts.get((reference_top,)),
+            top_token=texts.get((top,)),
+        )
+        for entry, at, before_it, (token, reference_top, top) in zip(
+            most_divergent, places, before, tokens, strict=True
+        )
+    ]
 
 
 async def _texts(client: AsyncScoreClient, sequences: set[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
@@ -106,28 +113,3 @@ async def _texts(client: AsyncScoreClient, sequences: set[tuple[int, ...]]) -> d
         _log.warning("the most divergent tokens are shown without their text: %s", error)
         return {}
     return texts
-
-
-def _divergent_token(
-    entry: DivergentPosition,
-    positions: KldPositions,
-    before: tuple[int, ...],
-    texts: dict[tuple[int, ...], str],
-) -> DivergentToken:
-    at = entry["index"]
-    token_id, reference_top, top = (int(ids[at]) for ids in _shown_tokens(positions))
-    return DivergentToken(
-        index=at,
-        window=entry["window"],
-        kld=entry["kld"],
-        token_id=token_id,
-        reference_probability=exp(float(positions.reference_logprobs[at])),
-        probability=exp(float(positions.logprobs[at])),
-        reference_top_token_id=reference_top,
-        reference_confidence=float(positions.reference_confidence[at]),
-        top_token_id=top,
-        text_before=texts.get(before),
-        token=texts.get((token_id,)),
-        reference_top_token=texts.get((reference_top,)),
-        top_token=texts.get((top,)),
-    )

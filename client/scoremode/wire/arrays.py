@@ -22,16 +22,17 @@ class TopLogprobs:
     logprobs: NDArray[np.float32]
 
 
-def decode_top_logprobs(arrays: TopLogprobArrays | list[Any] | None) -> TopLogprobs | None:
-    """The arrays of an answer; None where there are none."""
-    if arrays is None:
-        return None
-    if isinstance(arrays, list):
-        raise ResponseError("the server's top_logprobs are not in base64")
-    return TopLogprobs(
-        decode_array("top_logprobs", arrays["token_ids"], "<i4", arrays["shape"]),
-        decode_array("top_logprobs", arrays["logprobs"], "<f4", arrays["shape"]),
-    )
+def decode_top_logprobs(sent: object) -> TopLogprobs | None:
+    """The arrays of an answer, which are `TopLogprobArrays`; None where there are none."""
+    match sent:
+        case None:
+            return None
+        case {"shape": list(shape), "token_ids": token_ids, "logprobs": logprobs}:
+            return TopLogprobs(
+                decode_array("top_logprobs", token_ids, "<i4", shape),
+                decode_array("top_logprobs", logprobs, "<f4", shape),
+            )
+    raise ResponseError("the server's top_logprobs are not in base64")
 
 
 def encode_top_logprobs(top: TopLogprobs) -> TopLogprobArrays:
@@ -52,5 +53,5 @@ def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | 
         return values
     try:
         return values.reshape(shape)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ResponseError(f"the server's {name} are not of shape {list(shape)}") from error

@@ -5,17 +5,15 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from scoremode.errors import ResponseError
 from scoremode.wire.failures import event_error, protocol_error
 
-Content = TypeVar("Content")
 Event = TypeVar("Event")
 Answer = TypeVar("Answer")
-Answer_co = TypeVar("Answer_co", covariant=True)
 
 # A carriage return at the end of a chunk may be half of a line end whose other half is still to come. Not
 # str.splitlines: it would cut at U+2028 and its like, which JSON may hold.
@@ -41,115 +39,86 @@ class EventParser:
                 self._data = []
 
 
-@dataclass(frozen=True, slots=True)
-class EventKind(Generic[Content]):
-    """Events of one kind: their `object`, and how they are read."""
-
-    name: str
-    parse: Callable[[object], Content]
-
-
-class EventReader(Generic[Event, Answer]):
-    """Reads a stream of windows and a result: hands each window to `on_window`, and keeps the result.
-
-    `repeatable` says that a second request does not report the windows of the first again.
-    """
-
-    def __init__(
-        self,
-        window: EventKind[Event],
-        result: EventKind[Answer],
-        on_window: Callable[[Event], object] | None,
-        *,
-        repeatable: bool = False,
-    ) -> None:
-        self._parser = EventParser()
-        self._window_kind = window
-        self._result_kind = result
-        self._on_window = on_window
-        self._repeatable = repeatable
-        self._result: Answer | None = None
-        self.can_restart = True
-        """Until a window was reported: a second run would report it again."""
-
-    def feed(self, chunk: bytes) -> None:
-        """Take the next bytes of the stream.
-
-        Raises:
-            APIStatusError: the server reports an error.
-            ResponseError: an event that is none of the protocol's.
-        """
-        for data in self._parser.feed(chunk):
-            if data != _DONE:
-                self._take(data)
-
-    def finish(self) -> Answer:
-        """The result, once the stream has ended."""
-        if self._result is None:
-            raise ResponseError("the server's stream ended without a result")
-        return self._result
-
-    def _take(self, data: bytes) -> None:
-        event = _event(data)
-        kind = event.get("object")
-        try:
-            if kind == self._result_kind.name:
-                self._result = self._result_kind.parse(event)
-                return
-            if kind == self._window_kind.name:
-                window = self._window_kind.parse(event)
-                self.can_restart = self._repeatable
-                if self._on_window is not None:
-                    self._on_window(window)
-                return
-        except ValidationError as error:
-            raise protocol_error(error) from error
-        raise _unknown(data)
-
-
-def _event(data: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(data)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict):
-        raise _unknown(data)
-    if "error" in event:
-        raise event_error(event["error"])
-    return event
-
-
-def _unknown(data: bytes) -> ResponseError:
-    return ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
-
-
-class Reader(Protocol[Answer_co]):
-    """Takes the bytes of an answer as they come; raises ResponseError when they are not what the protocol says."""
-
-    can_restart: bool
-    """Whether the request may be sent again if the connection is lost now."""
-
-    def feed(self, chunk: bytes) -> None: ...
-    def finish(self) -> Answer_co: ...
-
-
-class WholeBody(Generic[Answer]):
-    """Reads an answer that is one JSON document."""
+class Reader(Generic[Answer]):
+    """Reads an answer that is one JSON document; raises ResponseError when it is not what the protocol says."""
 
     can_restart = True
+    """Whether the request may be sent again if the connection is lost now."""
 
     def __init__(self, parse: Callable[[bytes], Answer]) -> None:
         self._parse = parse
         self._chunks: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:
+        """Take the next bytes of the answer."""
         self._chunks.append(chunk)
 
     def finish(self) -> Answer:
+        """The answer, once it has ended."""
         try:
             return self._parse(b"".join(self._chunks))
         except ValidationError as error:
             raise protocol_error(error) from error
+
+
+class EventReader(Reader[Answer], Generic[Event, Answer]):
+    """Reads a stream of windows and a result, each with the name of its kind in `object`.
+
+    Args:
+        kinds: The names of the two.
+        window: Reads a window, which is handed to `on_window`.
+        result: Reads the result.
+        repeatable: Whether a second request does not report the windows of the first again.
+    """
+
+    def __init__(
+        self,
+        kinds: tuple[str, str],
+        window: Callable[[object], Event],
+        result: Callable[[object], Answer],
+        on_window: Callable[[Event], object] | None,
+        *,
+        repeatable: bool = False,
+    ) -> None:
+        self._parser = EventParser()
+        self._kinds = kinds
+        self._read_window = window
+        self._read_result = result
+        self._on_window = on_window
+        self._repeatable = repeatable
+        self._result: Answer | None = None
+
+    def feed(self, chunk: bytes) -> None:
+        for data in self._parser.feed(chunk):
+            if data != _DONE:
+                self._take(data)
+
+    def finish(self) -> Answer:
+        if self._result is None:
+            raise ResponseError("the server's stream ended without a result")
+        return self._result
+
+    def _take(self, data: bytes) -> None:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            event = None
+        if isinstance(event, dict) and "error" in event:
+            raise event_error(event["error"])
+        kind = event.get("object") if isinstance(event, dict) else None
+        if kind not in self._kinds:
+            raise ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
+        try:
+            if kind == self._kinds[1]:
+                self._result = self._read_result(event)
+                return
+            window = self._read_window(event)
+        except ValidationError as error:
+            raise protocol_error(error) from error
+        # A second run would report the window again.
+        self.can_restart = self._repeatable
+        if self._on_window is not None:
+            self._on_window(window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +128,12 @@ class Call(Generic[Answer]):
     method: str
     path: str
     new_reader: Callable[[], Reader[Answer]]
-    body: dict[str, object] | None = None
+    body: dict[str, Any] | None = None
 
 
 def call(method: str, path: str, parse: Callable[[bytes], Answer], **fields: object) -> Call[Answer]:
     """A request whose answer is one JSON document. Fields that are None are left out."""
-    return Call(method, path, lambda: WholeBody(parse), _without_none(fields) if fields else None)
+    return Call(method, path, lambda: Reader(parse), _without_none(fields) if fields else None)
 
 
 def stream(path: str, new_reader: Callable[[], Reader[Answer]], **fields: object) -> Call[Answer]:

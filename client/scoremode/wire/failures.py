@@ -2,8 +2,9 @@
 
 import json
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import httpx
 from pydantic import ValidationError
 
 from scoremode.errors import (
@@ -46,18 +47,19 @@ class _Failure(NamedTuple):
 
 def status_error(status_code: int, body: bytes, path: str) -> APIStatusError:
     """The exception for an HTTP answer that is an error."""
-    failure = _read_body(body) or _Failure(_reason(status_code))
-    hint = ""
-    if status_code in (404, 405) and _is_without_route(path, failure):
-        hint = _WRONG_SERVER_HINT
-    return _exception(status_code, failure, hint)
+    failure = _read_body(body)
+    if not failure.message:
+        failure = _Failure(httpx.codes.get_reason_phrase(status_code) or "error without a message")
+    lacks_route = status_code in (404, 405) and _is_without_route(path, failure)
+    return _exception(status_code, failure, _WRONG_SERVER_HINT if lacks_route else "")
 
 
 def _is_without_route(path: str, failure: _Failure) -> bool:
     """Whether the server lacks the route, not only the object at it."""
     if any(part in path for part in _REFERENCE_PATHS):
         return failure.message == _NO_ROUTE
-    return path.endswith(_SCORING_PATHS) and not _is_about_model(failure)
+    is_about_model = failure.param == "model" or "model" in failure.message.lower()
+    return path.endswith(_SCORING_PATHS) and not is_about_model
 
 
 def event_error(error: object) -> APIStatusError:
@@ -77,59 +79,33 @@ def _exception(status_code: int, failure: _Failure, hint: str = "") -> APIStatus
     if status_code == HTTPStatus.GATEWAY_TIMEOUT:
         hint = _TIMEOUT_HINT
     error_class = _CLASSES.get(status_code, ServerError if status_code >= 500 else APIStatusError)
-    return error_class(
-        f"{failure.message} (HTTP {int(status_code)}){hint}",
-        status_code=int(status_code),
-        param=failure.param,
-        type=failure.type,
-    )
+    message = f"{failure.message} (HTTP {int(status_code)}){hint}"
+    return error_class(message, status_code=int(status_code), param=failure.param, type=failure.type)
 
 
-def _read_body(body: bytes) -> _Failure | None:
-    """What the body says: OpenAI's shape, FastAPI's `detail`, or plain text from a proxy; None when it is empty."""
+def _read_body(body: bytes) -> _Failure:
+    """What the body says: OpenAI's shape, FastAPI's `detail`, or plain text from a proxy."""
     text = body.decode(errors="replace").strip()
     try:
         content = json.loads(text)
     except ValueError:
-        return _Failure(text[:_LONGEST_PLAIN_MESSAGE]) if text else None
-    if isinstance(content, dict) and "error" in content:
-        return _read_error(content["error"])
-    if isinstance(content, dict) and "detail" in content:
-        return _read_detail(content["detail"])
+        content = None
+    match content:
+        case {"error": said}:
+            return _read_error(said)
+        case {"detail": [{"msg": message, **others}, *_]}:
+            # The first of FastAPI's validation errors, which names the field last.
+            location = others.get("loc")
+            return _Failure(str(message), str(location[-1]) if isinstance(location, list) and location else None)
+        case {"detail": detail}:
+            return _Failure(str(detail))
     return _Failure(text[:_LONGEST_PLAIN_MESSAGE])
 
 
-def _read_error(error: object) -> _Failure:
+def _read_error(error: Any) -> _Failure:
     if not isinstance(error, dict):
         return _Failure(str(error))
     code = error.get("code")
-    return _Failure(
-        message=str(error.get("message") or error),
-        param=_text_or_none(error.get("param")),
-        type=_text_or_none(error.get("type")),
-        code=code if isinstance(code, int) and 400 <= code < 600 else None,
-    )
-
-
-def _read_detail(detail: object) -> _Failure:
-    """FastAPI's `detail`: a text, or a list of validation errors with the place of each in `loc`."""
-    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
-        location = detail[0].get("loc")
-        param = str(location[-1]) if isinstance(location, list) and location else None
-        return _Failure(str(detail[0].get("msg", detail[0])), param)
-    return _Failure(str(detail))
-
-
-def _is_about_model(failure: _Failure) -> bool:
-    return failure.param == "model" or "model" in failure.message.lower()
-
-
-def _reason(status_code: int) -> str:
-    try:
-        return HTTPStatus(status_code).phrase
-    except ValueError:
-        return "error without a message"
-
-
-def _text_or_none(value: object) -> str | None:
-    return None if value is None else str(value)
+    param, kind = (None if error.get(name) is None else str(error[name]) for name in ("param", "type"))
+    is_status = isinstance(code, int) and 400 <= code < 600
+    return _Failure(str(error.get("message") or error), param, kind, code if is_status else None)

@@ -9,7 +9,6 @@ import random
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -76,8 +75,7 @@ class Retries:
         self._waiting.add(attempts)
         is_known = self._since is not None and (busy or not self._is_back)
         if not is_known and seconds > FIRST_WAIT:
-            self._since = monotonic()
-            self._is_back = False
+            self._since, self._is_back = monotonic(), False
             _log.info("waiting for %s, %s", self._address, reason)
 
     def end_waiting(self, attempts: "Attempts", *, answered: bool) -> None:
@@ -105,9 +103,7 @@ class Attempts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         if kind is None:
             self._retries.first_contact = None
         if self._num_failures:
@@ -137,9 +133,8 @@ class Attempts:
             TransportError: trying again would not help, was tried often or long enough, or would repeat what was
                 reported.
         """
-        reason = str(error) or type(error).__name__
         url = error.request.url.copy_with(userinfo=b"")
-        failure = TransportError(f"no answer from {url}: {reason}")
+        failure = TransportError(f"no answer from {url}: {str(error) or type(error).__name__}")
         failure.__cause__ = error
         if not isinstance(error, RETRIED_ERRORS) or not can_restart:
             raise failure
@@ -171,22 +166,20 @@ class Attempts:
             raise TransportError(f"{error}; is a server started there?{self._retries.first_contact_hint}") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
-        wait = min(self._next_backoff(), longest) if asked_wait is None else asked_wait
+        if asked_wait is None:
+            # Clients that failed together would otherwise come back together.
+            wait = min(random.uniform(self._backoff / 2, self._backoff), longest)
+            self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+        else:
+            wait = asked_wait
         self._retries.begin_waiting(self, wait, f"{self._patience(limit)}: {error}", busy=busy)
         return wait
 
     def _patience(self, limit: float | None) -> str:
-        if self._num_internal_errors:
-            return f"{RETRIES_OF_INTERNAL_ERRORS} times at most"
-        if self._num_timeouts:
-            return f"{RETRIES_OF_TIMEOUTS} times at most"
+        if self._num_internal_errors or self._num_timeouts:
+            most = RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS
+            return f"{most} times at most"
         return f"{self._retries.max_retries} times at most" if limit is None else f"{limit:g} s at most"
-
-    def _next_backoff(self) -> float:
-        longest = self._backoff
-        self._backoff = min(2 * longest, LONGEST_BACKOFF)
-        # Clients that failed together would otherwise come back together.
-        return random.uniform(longest / 2, longest)
 
 
 def _retry_after(header: str | None) -> float | None:
@@ -196,9 +189,7 @@ def _retry_after(header: str | None) -> float | None:
     if header.strip().isdecimal():
         return float(header)
     try:
-        when = parsedate_to_datetime(header)
+        when = parsedate_to_datetime(header).astimezone(UTC)
     except ValueError:
         return None
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=UTC)
     return max(0.0, (when - datetime.now(UTC)).total_seconds())

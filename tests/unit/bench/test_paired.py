@@ -17,20 +17,6 @@ def test_the_interval_is_students_of_the_log_ratios():
     assert str(ratio) == "2.000 [0.357, 11.190]"
 
 
-def test_equal_ratios_leave_no_doubt():
-    ratio = paired_ratio([3, 30, 0.3, 9], [2, 20, 0.2, 6])
-    assert ratio is not None
-    assert (ratio.mean, *(ratio.interval or ())) == pytest.approx((1.5, 1.5, 1.5))
-
-
-def test_swapping_sides_inverts_everything():
-    ratio, inverse = (paired_ratio(*sides) for sides in (([1, 2, 3], [3, 1, 4]), ([3, 1, 4], [1, 2, 3])))
-    assert ratio is not None
-    assert inverse is not None
-    assert inverse.mean == pytest.approx(1 / ratio.mean)
-    assert inverse.interval == pytest.approx(tuple(1 / end for end in reversed(ratio.interval or ())))
-
-
 def test_one_pair_has_a_ratio_and_no_interval():
     ratio = paired_ratio([3], [2])
     assert ratio is not None

@@ -1,11 +1,15 @@
-"""What the clients send, and what they make of the answers."""
+"""What the clients send, what they make of the answers, and how they read events, however the network cuts them."""
 
+import base64
 import json
+import math
 
 import httpx
+import numpy as np
 import pytest
 from fake_server import (
     BOS,
+    FINGERPRINT,
     INFO,
     FakeServer,
     Outcomes,
@@ -20,9 +24,12 @@ from fake_server import (
     score_response,
     window_event,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 import scoremode
-from scoremode.wire.protocol import PerplexityRequest, ScoreRequest
+from scoremode.wire.calls import EventParser
+from scoremode.wire.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest
 
 
 def streaming(*items):
@@ -53,7 +60,7 @@ def test_every_field_of_a_score_request_is_sent_and_its_answer_read(call):
     result = score_response([[65]])
     result["data"][0] |= {
         "continuation_index": 0,
-        "logprobs": [-0.5],
+        "logprobs": "AAAAvw==",
         "ranks": [1],
         "is_greedy": True,
         "tokens": ["A"],
@@ -79,14 +86,17 @@ def test_every_field_of_a_score_request_is_sent_and_its_answer_read(call):
 
 
 def test_info_and_tokens(call):
-    info = call(answer, "info")
+    info = call(server := Outcomes(ok(INFO)), "info", client={"model": "an adapter/1"})
     assert (info.model, info.max_model_len, info.chunk_token_id) == ("bytes", 64, BOS)
+    assert server.requests[0].url.query == b"model=an%20adapter%2F1"
     assert call(answer, "tokenize", "Hi") == [BOS, 72, 105]
     assert call(answer, "tokenize", "Hi", add_special_tokens=False) == [72, 105]
     assert call(answer, "detokenize", [72, 105]) == "Hi"
     server = FakeServer()
     assert call(server, "token_texts", [105, 72, 105, BOS], client={"model": "m"}) == {72: "H", 105: "i", BOS: "<s>"}
     assert server.requests == [("POST", "/v1/tokens", {"model": "m", "token_ids": [72, 105, BOS]})]
+    with pytest.raises(scoremode.ResponseError, match="protocol"):
+        call(Outcomes(httpx.Response(200, text="<html>welcome</html>")), "info")
     with pytest.raises(scoremode.ResponseError, match="1 texts for 2 tokens"):
         call(Outcomes(ok({"object": "tokens", "tokens": ["H"]})), "token_texts", [72, 105])
 
@@ -102,25 +112,23 @@ def test_the_api_key_is_the_argument_or_else_the_environments(call, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("kind", "statuses"),
     [
-        (400, scoremode.BadRequestError),
-        (401, scoremode.AuthenticationError),
-        (403, scoremode.AuthenticationError),
-        (404, scoremode.NotFoundError),
-        (413, scoremode.APIStatusError),
-        (422, scoremode.BadRequestError),
-        (429, scoremode.RateLimitError),
-        (500, scoremode.ServerError),
-        (503, scoremode.ServerError),
+        (scoremode.BadRequestError, (400, 422)),
+        (scoremode.AuthenticationError, (401, 403)),
+        (scoremode.NotFoundError, (404,)),
+        (scoremode.RateLimitError, (429,)),
+        (scoremode.ServerError, (500, 503)),
+        (scoremode.APIStatusError, (413,)),
     ],
 )
-def test_each_status_has_its_error(call, status, kind):
-    server = Outcomes(error(status, "it went wrong", param="prompt", type="SomeError"))
-    with pytest.raises(scoremode.APIStatusError, match="it went wrong") as caught:
-        call(server, "tokenize", "x", client={"max_retries": 0})
-    assert type(caught.value) is kind
-    assert (caught.value.status_code, caught.value.param, caught.value.type) == (status, "prompt", "SomeError")
+def test_each_status_has_its_error(call, kind, statuses):
+    for status in statuses:
+        server = Outcomes(error(status, "it went wrong", param="prompt", type="SomeError"))
+        with pytest.raises(scoremode.APIStatusError, match="it went wrong") as caught:
+            call(server, "tokenize", "x", client={"max_retries": 0})
+        assert type(caught.value) is kind
+        assert (caught.value.status_code, caught.value.param, caught.value.type) == (status, "prompt", "SomeError")
 
 
 VALIDATION = {"detail": [{"loc": ["body", "stride"], "msg": "must be positive"}]}
@@ -133,12 +141,11 @@ VALIDATION = {"detail": [{"loc": ["body", "stride"], "msg": "must be positive"}]
         (httpx.Response(422, json=VALIDATION), "must be positive", "stride"),
         (httpx.Response(401, json={"error": "Unauthorized"}), "Unauthorized", None),
         (httpx.Response(500, text="<html>proxy says no</html>"), "proxy says no", None),
-        (httpx.Response(500, content=b"\xff\xfe"), "HTTP 500", None),
         (httpx.Response(500), "Internal Server Error", None),
         (httpx.Response(599, json=[1, 2]), r"\[1, ?2\]", None),
         (httpx.Response(302, headers={"Location": "/login"}), "Found", None),
     ],
-    ids=["detail", "detail list", "vLLM's bare text", "html", "not UTF-8", "empty", "other JSON", "redirect"],
+    ids=["detail", "detail list", "vLLM's bare text", "html", "empty", "other JSON", "redirect"],
 )
 def test_errors_of_other_shapes_are_read_too(call, response, message, param):
     with pytest.raises(scoremode.APIStatusError, match=message) as caught:
@@ -162,21 +169,19 @@ def test_only_a_server_without_the_route_is_called_no_scoremode(call, method, ar
     [
         {"logprobs": "not base64!"},
         {"logprobs": "AAAA"},
+        {"logprobs": encoded([0], "<f4")},
         {"logprobs": [-1.0]},
-        {"logprobs": None},
         {"token_ids": ["a", "b"]},
+        {"top_logprobs": {"shape": [2, 1]}},
+        {"candidate_logprobs": {"shape": ["a"], "logprobs": ""}},
+        {"candidate_logprobs": [None, [-1.0]]},
     ],
-    ids=["not base64", "not whole floats", "one logprob for two tokens", "no logprobs", "tokens of another type"],
+    ids=str,
 )
 def test_a_score_that_breaks_the_protocol_is_an_error(call, change):
     server = changed(answer, "/v1/score", lambda content: content["data"][0].update(change))
     with pytest.raises(scoremode.ResponseError):
         call(server, "score", [[BOS, 1]])
-
-
-def test_an_answer_that_is_not_json_is_an_error(call):
-    with pytest.raises(scoremode.ResponseError, match="protocol"):
-        call(Outcomes(httpx.Response(200, text="<html>welcome</html>")), "info")
 
 
 def test_perplexity_reports_windows_and_returns_the_result(call):
@@ -196,27 +201,141 @@ def test_perplexity_reports_windows_and_returns_the_result(call):
     ("code", "kind"), [(400, scoremode.BadRequestError), (503, scoremode.ServerError), ("odd", scoremode.ServerError)]
 )
 def test_an_error_within_a_stream_is_raised_by_its_code(call, code, kind):
+    server = streaming({"error": {"message": "window 3 failed", "code": code, "param": "prompt"}})
     with pytest.raises(kind, match="window 3 failed") as caught:
-        call(
-            streaming({"error": {"message": "window 3 failed", "code": code, "param": "prompt"}}), "perplexity", "text"
-        )
+        call(server, "perplexity", "text")
     assert caught.value.param == "prompt"
 
 
 @pytest.mark.parametrize(
     "stream",
     [
-        b"",
         b"data: [DONE]\n\n",
         b'data: {"object": "perplexity"',
-        events({"object": "perplexity"}),
+        events({"object": "perplexity"}, {"object": "kld"}),
         events({"object": "surprise"}),
         b"data: {\n\n",
         b"data: []\n\n",
     ],
-    ids=["empty", "no result", "cut off", "result without figures", "unknown event", "not JSON", "not an object"],
+    ids=["no result", "cut off", "result without figures", "unknown event", "not JSON", "not an object"],
 )
 @pytest.mark.parametrize(("method", "options"), [("perplexity", {}), ("kld", {"as_noise_floor": True})])
 def test_a_stream_that_breaks_the_protocol_is_an_error(call, stream, method, options):
     with pytest.raises(scoremode.ResponseError):
         call(Outcomes(httpx.Response(200, content=stream)), method, "text", **options)
+
+
+TEXT = "Hello, world"
+SETTINGS = {"method": "disjoint", "context_length": 4}
+
+
+@pytest.fixture
+def server(call):
+    """Has recorded `TEXT` as `base`, and then serves another model."""
+    recording = FakeServer()
+    call(recording, "record_reference", "base", TEXT, **SETTINGS)
+    return FakeServer(recording.references, noise=0.5)
+
+
+def test_a_recording_whose_connection_is_lost_is_resumed(call, waits):
+    server, windows = FakeServer(allowed=2), []
+    options = {**SETTINGS, "on_window": windows.append, "client": {"model": "m"}}
+    assert call(server, "record_reference", "base", TEXT, **options).complete
+    assert [window.index for window in windows] == [0, 1, 2], "each once"
+    first, second = server.requests
+    assert first == second
+    sent = ReferenceRequest.model_validate(first[2])
+    assert (sent.name, sent.prompt, sent.stream, sent.model) == ("base", TEXT, True, "m")
+    assert len(waits) == 1
+
+
+def test_references_are_listed_looked_up_and_deleted(call, server):
+    assert [reference.name for reference in call(server, "references")] == ["base"]
+    assert call(server, "reference", "base").fingerprint == FINGERPRINT
+    assert call(server, "delete_reference", "base") is None
+    assert call(server, "references") == []
+    for method in ("reference", "delete_reference"):
+        with pytest.raises(scoremode.NotFoundError, match="no reference 'base'"):
+            call(server, method, "base")
+        server_of_name = Outcomes(error(404, "no"))
+        with pytest.raises(scoremode.NotFoundError):
+            call(server_of_name, method, "a/b?c")
+        assert server_of_name.requests[0].url.raw_path == b"/v1/references/a%2Fb%3Fc"
+
+
+def test_some_windows_and_top_tokens_can_be_requested(call, server):
+    result = call(server, "kld", "base", (1, 2), top_logprobs=2, model="m")
+    defaults = {"encoding_format": "base64", "as_noise_floor": False, "stream": False}
+    sent = KldRequest.model_validate(server.requests[0][2]).model_dump()
+    assert sent == {"model": "m", "reference": "base", "windows": [1, 2], "top_logprobs": 2, **defaults}
+    [window] = result.data
+    assert (result.windows, window.index) == ((1, 2), 1)
+    assert window.top_logprobs.token_ids.tolist() == [[0, 1], [1, 2], [2, 3]]
+    assert window.top_logprobs.logprobs.tolist() == [[0, -0.125], [-0.125, -0.25], [-0.25, -0.375]]
+    assert window.reference_top_logprobs.logprobs.tolist() == [[0, -0.25], [-0.25, -0.5], [-0.5, -0.75]]
+
+
+def test_compared_windows_are_reported_as_they_end_and_given_in_order(call, server):
+    seen = []
+    result = call(server, "kld", "base", on_window=lambda window: seen.append(window.index))
+    assert (seen, [window.index for window in result.data]) == ([2, 1, 0], [0, 1, 2])
+
+
+def test_infinity_and_a_figure_that_is_null_are_read(call, server):
+    def infinite(content):
+        content["data"][0]["kld"] = encoded([1, np.inf, 2], "<f4")
+        content["statistics"]["kld"]["mean"] = None
+
+    result = call(changed(server, "/v1/kld", infinite), "kld", "base", (0, 1))
+    assert result.data[0].positions.kld.tolist() == [1, math.inf, 2]
+    assert result.statistics["kld"]["mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kld": "no base64"}, "kld are not float32 in base64"),
+        ({"ranks": base64.b64encode(b"12345").decode()}, "ranks are not int32 in base64"),
+        ({"kld": [0.5, 0.5, 0.5]}, "kld are not in base64"),
+        ({"kld": encoded([0, 0], "<f4")}, "different shapes"),
+        ({"kld": encoded([0, np.nan, 0], "<f4")}, "NaN in the server's kld"),
+        ({"num_scored": 4}, "3 positions for the 4 of window 0"),
+        ({"top_logprobs": {"shape": [3, 2], "token_ids": "", "logprobs": ""}}, r"not of shape \[3, 2\]"),
+    ],
+)
+def test_arrays_that_break_the_protocol_are_an_error(call, server, change, message):
+    wrong = changed(server, "/v1/kld", lambda content: content["data"][0].update(change))
+    with pytest.raises(scoremode.ResponseError, match=message):
+        call(wrong, "kld", "base", (0, 1))
+
+
+def parse(*chunks: bytes) -> list[bytes]:
+    parser = EventParser()
+    return [data for chunk in chunks for data in parser.feed(chunk)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "expected"),
+    [
+        (b"data: one\n\ndata: two\n\n", [b"one", b"two"]),
+        (b"data:one\n\n", [b"one"]),
+        (b"data:  one \n\n", [b" one "]),
+        (b"data: one\r\n\r\ndata: two\r\n\r\n", [b"one", b"two"]),
+        (b"data: one\r\rdata: two\r\r:", [b"one", b"two"]),
+        (b"data: one\ndata: more\n\n", [b"one\nmore"]),
+        (b": keep-alive\n\nevent: window\nid: 7\nretry: 3\ndata: one\n\n", [b"one"]),
+        (b"data: one\n", []),
+        ("data: a\u2028b\x85c\n\n".encode(), ["a\u2028b\x85c".encode()]),
+    ],
+    ids=["two", "no space", "one space is cut", "CR LF", "CR", "lines", "other fields", "unfinished", "not line ends"],
+)
+def test_events_are_read_as_the_standard_says(stream, expected):
+    assert parse(stream) == expected
+
+
+@given(st.data(), st.sampled_from([b"\n", b"\r\n"]))
+def test_chunk_boundaries_do_not_matter(data, line_end):
+    stream = line_end.join([b": hello", "data: é€".encode(), b"", b"data: two", b"data: lines", b"", b""])
+    cuts = sorted(data.draw(st.sets(st.integers(min_value=1, max_value=len(stream) - 1))))
+    chunks = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert parse(*chunks) == ["é€".encode(), b"two\nlines"]

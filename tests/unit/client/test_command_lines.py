@@ -106,8 +106,13 @@ def references(made) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("command", "status", "message", "new_files"),
     [
+        ("kdl --reference r", 2, "no command kdl; did you mean kld?\n", ""),
+        ("xyz", 2, "no command xyz\n", ""),
+        ("--text a --preset hf --method sliding", 2, "--method does not work with --preset", ""),
+        ("--text a --preset hf --stride 4", 2, "--stride does not work with --preset", ""),
+        ("--text a --preset hf --max-tokens 9", 2, "--max-tokens does not work with --preset", ""),
+        ("--dataset a --preset hf --num-samples 3", 2, "--num-samples does not work with --preset", ""),
         ("--text a --num-samples 3", 2, "--num-samples needs --dataset", ""),
-        ("--text a --concurrency 0", 2, "at least 1", ""),
         ("--text a --timeout 0", 2, "more than 0", ""),
         ("--text a --retry-for -1", 2, "at least 0", ""),
         ("--text a --resume", 2, "--resume needs --output", ""),
@@ -121,21 +126,18 @@ def references(made) -> dict[str, Any]:
         ("compare near.json ./near.json", 2, "a run is named twice", ""),
         ("compare near.json far.json --labels A", 2, "--labels has 1 names for 2 runs", ""),
         ("compare near.json far.json --labels A,A", 2, "--labels needs another name for every run", ""),
-        ("compare near.json far.json --labels A,", 2, "--labels needs another name for every run", ""),
         ("compare near.json far.json --resamples 99", 2, "at least 100", ""),
-        ("compare near.json far.json --seed -1", 2, "at least 0", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
         ("IDLE --text ''", 1, "no text", ""),
         ("IDLE --text-file missing.txt", 1, "No such file", ""),
         ("IDLE --dataset ./missing", 1, "no such file or folder", ""),
-        ("IDLE --dataset missing.parquet", 1, "no such file or folder", ""),
         ("IDLE TEXT --output missing/new.json", 1, "missing/new.json: No such file", ""),
         ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),
         ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
         ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, "error: the engine died (HTTP 500)", ""),
-        ("SERVER TEXT --context-length 100 --output new.json", 1, "at most 64", ""),
         ("SERVER TEXT --method sliding --stride 65 --output new.json", 1, "stride 65 is larger", ""),
+        ("SERVER --text a --context-length 8 --method disjoint", 1, "a smaller context_length (--context-length)", ""),
         ("kld SERVER --reference none", 1, "there is no reference 'none' (HTTP 404)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
@@ -269,25 +271,27 @@ def test_a_server_without_texts_of_tokens_does_not_end_the_run(folder, reference
 def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, references, capsys):
     command = "kld SERVER --reference base --retry-for 0 --output run.json"
     first, last = Server(references, noise=NOISE, allowed=7), Server(references, noise=NOISE)
-    journal = folder / "run.json.journal"
     with serve(first) as url:
         assert run(f"{command} --concurrency 1", url) == 1
-    assert f"{journal} has 7 of 20 windows: the same command with --resume" in capsys.readouterr().err
-    before = contents(folder)
     with serve(last) as url:
-        for other, message in (
-            (command, f"{journal} has 7 of 20 windows of an unfinished run"),
-            ("SERVER TEXT --output run.json --resume", "kind is 'kld' instead of 'perplexity'"),
-        ):
-            assert run(other, url) == 1
-            assert message in capsys.readouterr().err
-        assert contents(folder) == before
+        assert run("SERVER TEXT --output run.json --resume", url) == 1
+        assert "kind is 'kld' instead of 'perplexity'" in capsys.readouterr().err
         assert run(f"{command} --resume", url) == 0
-    assert f"{journal}: it has 7 of 20 windows" in capsys.readouterr().err
     assert sorted(first.compared + last.compared) == list(range(20)), "each once"
-    assert arrays_of(folder / "run.json")["kld"][1] == POSITIONS.kld.tolist()
-    assert np.shape(arrays_of(folder / "run.json")["top_tokens.token_ids"][1]) == (140, 2, 5)
-    assert not journal.exists()
+    arrays = arrays_of(folder / "run.json")
+    assert (arrays["kld"][1], np.shape(arrays["top_tokens.token_ids"][1])) == (POSITIONS.kld.tolist(), (140, 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("has_answered", "options", "seconds"), [(False, "", 30), (False, "--retry-for 90", 90), (True, "", 600)]
+)
+def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, options, seconds, waits, clock, capsys):
+    with serve(Server(allowed=0) if has_answered else lambda request: None) as url:
+        assert run(f"SERVER TEXT --concurrency 1 {options}", url) == 1
+    assert sum(waits) == pytest.approx(seconds)
+    printed = capsys.readouterr().err
+    assert f"{seconds} s at most" in printed
+    assert ("--retry-for waits longer" in printed) == (seconds == 30)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import pytest
 from fake_server import FakeServer, changed, client_of, compare, copy_of, encoded, error, token_text
 
 from scoremode import (
-    APIStatusError,
-    NotFoundError,
     OutputError,
     ResponseError,
     ServersDifferError,
@@ -95,10 +93,7 @@ async def test_later_comparisons_are_multiples_of_the_noise_floor(references, se
     assert later.kld_over_noise_floor == pytest.approx(later.statistics["kld"]["mean"] / 0.001)
 
 
-async def test_a_noise_floor_needs_the_same_model_and_all_windows(references, server):
-    with pytest.raises(APIStatusError, match="not the reference's"):
-        await measure_noise_floor(client_of(server), "base")
-
+async def test_a_noise_floor_needs_all_windows(references):
     def without_first_window(request):
         response = FakeServer(references)(request)
         if request.url.path != "/v1/kld":
@@ -109,28 +104,10 @@ async def test_a_noise_floor_needs_the_same_model_and_all_windows(references, se
         await measure_noise_floor(client_of(without_first_window), "base")
 
 
-async def test_one_of_two_servers_may_die(references):
-    other = FakeServer(references, noise=NOISE)
-
-    def dying(request):
-        if request.url.path == "/v1/kld" or (request.url.path == "/v1/references/base" and other.compared):
-            return None
-        return FakeServer(references, noise=NOISE)(request)
-
-    measurement = await measure(dying, other, concurrency=1)
-    assert same_positions(measurement.positions, expected_positions(references))
-    assert len(other.compared) == 5
-
-
-async def test_servers_with_different_references_or_models_do_not_share_a_run(references, server):
-    others = await recorded(length=4)
+async def test_servers_with_different_references_do_not_share_a_run(server):
     with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:
-        await measure(server, FakeServer(others, noise=NOISE))
+        await measure(server, FakeServer(await recorded(length=4), noise=NOISE))
     assert "num_windows is 10 instead of 5" in str(caught.value)
-    with pytest.raises(ServersDifferError, match="fingerprint is"):
-        await measure(server, FakeServer(references, noise=0.25))
-    with pytest.raises(NotFoundError, match="no reference 'base'"):
-        await measure(server, FakeServer({}, noise=NOISE))
 
 
 @pytest.mark.parametrize(
@@ -173,25 +150,20 @@ async def journal_file(references, tmp_path):
     return path
 
 
-async def test_a_resumed_run_compares_missing_windows_only(references, server, journal_file):
-    before, steps = journal_file.read_bytes(), []
-    measurement = await measure_with_journal(server, journal_file, on_progress=steps.append)
-    assert sorted(server.compared) == [3, 4]
-    assert journal_file.read_bytes().startswith(before)
-    assert same_positions(measurement.positions, expected_positions(references))
-    assert measurement.statistics == (await measure(FakeServer(references, noise=NOISE))).statistics
-    progress = [(step.windows_done, step.num_scored, step.num_resumed) for step in steps]
-    assert progress == [(3, 21, 21), (4, 28, 21), (5, 35, 21)]
-
-
-async def test_top_tokens_outlive_an_interruption(references, server, tmp_path, monkeypatch):
+async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(references, server, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MAX_TOP_POSITIONS", 9)
     path, settings = tmp_path / "run.json.journal", {"top_logprobs": 5, "return_token_texts": True}
     with pytest.raises(TransportError):
         await measure_with_journal(FakeServer(references, noise=NOISE, allowed=3), path, concurrency=1, **settings)
     with pytest.raises(OutputError, match="top_logprobs is 5 instead of 2"):
         await measure_with_journal(server, path, top_logprobs=2)
-    measurement = await measure_with_journal(server, path, **settings)
+    before, steps = path.read_bytes(), []
+    measurement = await measure_with_journal(server, path, on_progress=steps.append, **settings)
+    assert sorted(server.compared) == [3, 4]
+    assert path.read_bytes().startswith(before)
+    assert same_positions(measurement.positions, expected_positions(references))
+    progress = [(step.windows_done, step.num_scored, step.num_resumed) for step in steps]
+    assert progress == [(3, 21, 21), (4, 28, 21), (5, 35, 21)]
     top, at = measurement.top_tokens, np.sort(np.argsort(-measurement.positions.kld)[:9])
     # What the server makes up depends on the place in a window of seven.
     ids = (at % 7)[:, None, None] + np.tile(np.arange(5), (2, 1))
@@ -218,15 +190,8 @@ async def test_top_tokens_are_as_many_as_a_server_gives_and_fit(references, serv
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"index": 9},
-        {"index": -1},
-        {"index": 0, "num_scored": 6},
-        {"positions": {}},
-        {"positions": {"kld": "?"}},
-        {"more": 1},
-    ],
-    ids=["too far", "negative", "not as many", "no arrays", "not base64", "another field"],
+    [{"index": 9}, {"index": 0, "num_scored": 6}, {"positions": {}}, {"positions": {"kld": "?"}}],
+    ids=["too far", "not as many", "no arrays", "not base64"],
 )
 async def test_a_damaged_line_of_the_journal_is_named(server, journal_file, change):
     *whole, last = journal_file.read_bytes().splitlines(keepends=True)
@@ -268,6 +233,5 @@ async def test_a_server_that_does_not_detokenize_costs_the_texts_only(server, ca
         return copy_of(error(404, "Not Found")) if request.url.path == "/detokenize" else server(request)
 
     measurement = await measure(mute)
-    assert measurement.most_divergent[0].kld == measurement.statistics["kld"]["max"]
     assert {token.token for token in measurement.most_divergent} == {None}
     assert "shown without their text: Not Found" in caplog.text

@@ -1,6 +1,7 @@
 """The journal of a run: what is in it, what is taken from it again, and what is refused."""
 
 import dataclasses
+import fcntl
 import json
 from contextlib import closing
 from io import FileIO
@@ -10,28 +11,35 @@ from fake_server import INFO
 
 from scoremode import OutputError, ServerInfo
 from scoremode.runs.corpora import Corpus
-from scoremode.runs.journal import Journal, count_windows, open_journal
+from scoremode.runs.journal import Journal, count_windows, open_journal, open_locked
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, WindowNlls
 from scoremode.windows import cut_windows
 
 SETTINGS = {"method": "disjoint", "context_length": 4, "stride": 4, "max_tokens": None, "add_special_tokens": True}
-PLAN = Plan(
-    corpus=Corpus("text", "some text", "made up", 1),
-    server=ServerInfo(**INFO),
-    model="bytes",
-    tokens=list(range(13)),
-    num_bytes=9,
-    num_words=2,
-    windows=cut_windows(13, "disjoint", 4),
-    **SETTINGS,
-)
 # Values that only a shortest repr and float64 bring back: float32 widened, a denormal, a negative zero.
 WINDOWS = [
     WindowNlls(1, 3, 6.5, [1.100000023841858, -0.0, 5.399999976158142]),
     WindowNlls(0, 3, 3.0, [1.401298464324817e-45, 1.0, 2.0]),
     WindowNlls(2, 3, 0.75, [0.25, 0.25, 0.25]),
 ]
+
+
+def plan_of(**server) -> Plan:
+    """With these fields of the server's info in place of the usual ones."""
+    return Plan(
+        corpus=Corpus("text", "some text", "made up", 1),
+        server=ServerInfo(**INFO | {"fingerprint": "v2-1"} | server),
+        model="bytes",
+        tokens=list(range(13)),
+        num_bytes=9,
+        num_words=2,
+        windows=cut_windows(13, "disjoint", 4),
+        **SETTINGS,
+    )
+
+
+PLAN = plan_of()
 
 
 @pytest.fixture
@@ -50,6 +58,11 @@ def write(path, windows=WINDOWS, plan=PLAN) -> bytes:
     return path.read_bytes()
 
 
+def resumed(path, plan=PLAN) -> dict[int, WindowNlls]:
+    with closing(open_journal(path, plan)) as journal:
+        return journal.windows
+
+
 def test_a_header_is_followed_by_a_line_per_finished_window(path):
     header, *lines = map(json.loads, write(path).splitlines())
     assert lines == [
@@ -57,31 +70,19 @@ def test_a_header_is_followed_by_a_line_per_finished_window(path):
     ]
     assert header.pop("tokens_sha256")
     decides = ["model", "max_model_len", "vocab_size", "bos_token_id", "eos_token_id", "adds_bos", "dtype"]
-    decides += ["quantization", "scoremode_version", "vllm_version", "fingerprint", "revision"]
+    decides += ["quantization", "scoremode_version", "vllm_version", "revision"]
     assert header == {
         **{"object": "ppl-client.journal", "format": 2, "kind": "perplexity", "sha256": PLAN.corpus.fingerprint},
         **{**SETTINGS, "return_ranks": False, "model": "bytes", "num_tokens": 13, "num_windows": 3},
         **{f"server.{name}": INFO.get(name) for name in decides},
+        "server.fingerprint": "v2-1",
     }
-
-
-def test_ranks_are_kept_if_requested_and_then_required(path):
-    plan = dataclasses.replace(PLAN, return_ranks=True)
-    window = dataclasses.replace(WINDOWS[0], ranks=[1, 151_936, 2])
-    write(path, [window], plan)
-    with closing(open_journal(path, plan)) as journal:
-        assert journal.windows == {1: window}
-    with pytest.raises(OutputError, match="return_ranks is True instead of False"):
-        open_journal(path, PLAN)
-    write(other := path.with_name("other.journal"), WINDOWS[:1], plan)
-    with pytest.raises(OutputError, match="damaged at line 2"):
-        open_journal(other, plan)
 
 
 def test_values_are_read_back_to_the_last_bit(path):
     before = write(path, WINDOWS[:2])
     more_at_once = {"max_num_seqs": 256, "max_top_logprobs": 5, "weight_bytes": 9, "num_parameters": 3}
-    journal = open_journal(path, dataclasses.replace(PLAN, server=ServerInfo(**INFO | more_at_once)))
+    journal = open_journal(path, plan_of(**more_at_once))
     assert {index: list(map(float.hex, window.nlls)) for index, window in journal.windows.items()} == {
         window.index: list(map(float.hex, window.nlls)) for window in WINDOWS[:2]
     }
@@ -92,41 +93,59 @@ def test_values_are_read_back_to_the_last_bit(path):
     assert count_windows(path) == (3, 3)
 
 
-@pytest.mark.parametrize("torn", [1, 20, -1], ids=["one byte", "half a line", "all but its end"])
-def test_a_torn_last_line_is_cut_off(path, torn):
-    whole, full = write(path, WINDOWS[:2]), write(path, WINDOWS[2:])
-    path.write_bytes(whole + full[len(whole) :][:torn])
-    journal = open_journal(path, PLAN)
-    assert sorted(journal.windows) == [0, 1]
-    journal.close()
-    assert path.read_bytes() == whole
-
-
-def test_a_torn_header_is_rewritten(path):
-    header = write(path, [])
-    for torn in (b"", header[:5], header[:100], header[:-1]):
-        path.write_bytes(torn)
+def test_a_torn_last_line_or_header_is_cut_off(path):
+    header, whole, full = write(path, []), write(path, WINDOWS[:2]), write(path, WINDOWS[2:])
+    for torn in (1, 20, -1):
+        path.write_bytes(whole + full[len(whole) :][:torn])
+        assert sorted(resumed(path)) == [0, 1]
+        assert path.read_bytes() == whole
+    for torn in (0, 5, 100, -1):
+        path.write_bytes(header[:torn])
         assert count_windows(path) == (0, 0)
-        open_journal(path, PLAN)._file.close()
-        assert path.read_bytes() == header
+        assert write(path, []) == header
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("plan", "message"),
     [
-        ({"context_length": 8, "stride": 8}, "context_length is 4 instead of 8, stride is 4 instead of 8"),
-        ({"tokens": [7, *range(1, 13)]}, "tokens_sha256 is "),
-        ({"corpus": Corpus("text", "other text", "made up", 1)}, "sha256 is "),
-        ({"server": ServerInfo(**{**INFO, "quantization": "fp8"})}, "server.quantization is None instead of 'fp8'"),
+        (
+            dataclasses.replace(PLAN, context_length=8, stride=8),
+            "context_length is 4 instead of 8, stride is 4 instead of 8",
+        ),
+        (dataclasses.replace(PLAN, tokens=[7, *range(1, 13)]), "tokens_sha256 is "),
+        (dataclasses.replace(PLAN, corpus=Corpus("text", "other text", "made up", 1)), "sha256 is "),
+        (dataclasses.replace(PLAN, return_ranks=True), "return_ranks is False instead of True"),
+        (plan_of(quantization="fp8"), "server.quantization is None instead of 'fp8'"),
+        (plan_of(fingerprint="v2-2"), "server.fingerprint is 'v2-1' instead of 'v2-2'"),
+        (plan_of(revision="b"), "server.revision is None instead of 'b'"),
     ],
-    ids=lambda part: next(iter(part)) if isinstance(part, dict) else "",
+    ids=str,
 )
-def test_a_journal_of_another_run_is_refused_with_the_differences(path, change, message):
+def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, message):
     before = write(path)
     with pytest.raises(OutputError, match="of another run") as caught:
-        open_journal(path, dataclasses.replace(PLAN, **change))
+        open_journal(path, plan)
     assert message in str(caught.value)
     assert path.read_bytes() == before
+
+
+def test_a_journal_of_another_gpu_resumes_with_a_warning(path, caplog):
+    a100, h200 = ({"device": device, "kernels": ["k"]} for device in ("A100", "H200"))
+    write(path, plan=plan_of(computed_by=a100))
+    assert len(resumed(path, plan_of(computed_by=a100))) == 3
+    assert not caplog.records
+    assert len(resumed(path, plan_of(computed_by=h200))) == 3
+    (warning,) = caplog.records
+    assert "device is 'A100' instead of 'H200'" in warning.getMessage()
+
+
+def test_ranks_are_kept_if_requested(path):
+    plan, window = dataclasses.replace(PLAN, return_ranks=True), dataclasses.replace(WINDOWS[0], ranks=[1, 151_936, 2])
+    write(path, [window], plan)
+    assert resumed(path, plan) == {1: window}
+    write(other := path.with_name("other.journal"), WINDOWS[:1], plan)
+    with pytest.raises(OutputError, match="damaged at line 2"):
+        open_journal(other, plan)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +186,25 @@ def test_another_file_of_that_name_is_left_alone(path, content):
 def test_a_journal_belongs_to_one_process_and_is_deleted_if_empty(path):
     open_journal(path, PLAN).close()
     assert not path.exists()
-    journal = open_journal(path, PLAN)
-    for attempt in (lambda: open_journal(path, PLAN), lambda: Output(path.with_suffix(""), resume=False)):
-        with pytest.raises(OutputError, match="in use"):
-            attempt()
-    journal.add(WINDOWS[0], 1.0)
-    journal.close()
     with closing(open_journal(path, PLAN)) as journal:
-        assert journal.num_done == 1
+        for attempt in (lambda: open_journal(path, PLAN), lambda: Output(path.with_suffix(""), resume=False)):
+            with pytest.raises(OutputError, match="in use"):
+                attempt()
+        journal.add(WINDOWS[0], 1.0)
+    assert resumed(path) == {1: WINDOWS[0]}
+
+
+def test_a_journal_that_is_deleted_before_it_is_locked_is_opened_anew(path, monkeypatch):
+    flock = fcntl.flock
+
+    def lock_after_its_owner_deleted_it(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_its_owner_deleted_it)
+    with open_locked(path), pytest.raises(OutputError, match="in use"):
+        open_locked(path)
 
 
 class AlmostFull(FileIO):
@@ -197,5 +227,4 @@ def test_nothing_is_written_after_a_failed_write(path):
             journal.add(window, 1.0)
     journal._file.close()
     assert len(path.read_bytes()) == len(before) + 40
-    with closing(open_journal(path, PLAN)) as journal:
-        assert list(journal.windows) == [1]
+    assert list(resumed(path)) == [1]

@@ -1,4 +1,4 @@
-"""The tables of a comparison, literally, and its record."""
+"""The tables of a comparison by llama.cpp's formulas worked by hand, literally, and its record."""
 
 import dataclasses
 import json
@@ -22,7 +22,18 @@ REFERENCE = Reference(**StoredReference(SETTINGS).json() | SHOWN | {"perplexity"
 TEXTS = {"text_before": 'and "so"\n it', "token": "\n", "reference_top_token": " the", "top_token": " a"}
 BASE = {"reference_probability": 0.125, "reference_top_token_id": 3, "reference_confidence": 0.75}
 TOKEN = DivergentToken(index=3, window=1, kld=5.0, token_id=10, probability=0.5, top_token_id=4, **BASE, **TEXTS)
-# The hand-worked case of test_kld.py.
+# Four tokens, q against base: probabilities 1/2, 1/4, 1/2, 1/8 against 1/2, 1/2, 1/4, 1/8. In units of ln 2:
+#   NLLs of q 1, 2, 1, 3: mean 1.75, squares 15/4 - 49/16 = 0.6875, over n - 1 = 3: 0.2291667, root 0.4787136
+#   NLLs of base 1, 1, 2, 3: the same mean and error
+#   mean of products (1 + 2 + 2 + 9) / 4 = 3.5; covariance (3.5 - 3.0625) / 3 = 0.1458333
+#   correlation 0.1458333 / 0.2291667 = 7/11
+#   ln ratio 0, ± sqrt(2 · 0.2291667 - 2 · 0.1458333) = sqrt(1/6)
+# Perplexities 2^1.75 = 3.363586; ± 3.363586 · 0.4787136 ln 2 = 1.116101.
+# Difference 0, ± 3.363586 · sqrt(1/6) · ln 2 = 0.951814.
+# Δp 0, -1/4, 1/4, 0: mean 0 ± sqrt((1/32) / 3) = 0.1020621; squares' mean 1/32, so RMS 0.1767767;
+#   squares' error sqrt((1/512 - 1/1024) / 3) = 0.0180422; RMS ± 0.5 / 0.1767767 · 0.0180422 = 0.0510310
+# Same top at 3 of 4: ± sqrt(0.75 · 0.25 / 3) = 0.25.
+# KL 0, 1, 2, 5: mean 2, ± sqrt((30/4 - 4) / 3) = 1.0801234; median 1.5; 90 % at 2.7: 2 + 0.7 · 3 = 4.1.
 ARRAYS = {
     "token_ids": [1, 2, 3, 10],
     "kld": [0, 1, 2, 5],
@@ -175,5 +186,4 @@ def test_the_record_has_null_for_what_is_not_a_number():
     assert (record["urls"], record["model"]) == (["http://host:8000"], "adapter")
     assert (record["reference"]["perplexity"], record["statistics"]["kld"]["mean"]) == (None, None)
     assert record["most_divergent"] == [dataclasses.asdict(TOKEN)]
-    assert (record["seconds"], record["positions_per_second"]) == (2.0, 2.0)
     assert as_json(with_floor(0.0005), [])["kld_over_noise_floor"] == pytest.approx(4000)

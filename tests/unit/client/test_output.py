@@ -1,10 +1,9 @@
 """The file of a result and the journal next to it: lost servers, full disks and links."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-from fake_server import FakeServer, changed, serve
+from fake_server import FakeServer, serve
 
 from scoremode.cli import main
 from scoremode.runs.journal import Journal
@@ -54,8 +53,7 @@ def journal_file(output, capsys):
 def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file, unbroken, capsys):
     first = journal_file.read_bytes()
     assert first.count(b"\n") == 6, "a header and five windows"
-    options = ["--resume", "--retry-for", "0", "--concurrency", "1"]
-    assert run(output, *options, server=FakeServer(allowed=6)) == 1
+    assert run(output, "--resume", "--retry-for", "0", "--concurrency", "1", server=FakeServer(allowed=6)) == 1
     both = journal_file.read_bytes()
     assert both.startswith(first), "what is done stays byte for byte"
     assert both.count(b"\n") == 12
@@ -73,13 +71,13 @@ def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file
     assert not journal_file.exists(), "the output has all"
 
 
-@pytest.mark.parametrize("more", [["--force"], ["--resume"]], ids=str)
+@pytest.mark.parametrize("more", ["--force", "--resume"])
 def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unbroken, more, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "remove", lambda self: self._file.close())
         assert run(output, "--resume") == 0
     assert journal_file.exists()
-    assert run(output, *more) == 0
+    assert run(output, more) == 0
     assert not journal_file.exists()
     assert figures(output) == unbroken
 
@@ -105,29 +103,16 @@ def test_a_journal_is_kept_if_the_output_cannot_be_written(output, journal_file,
     assert figures(output) == unbroken
 
 
-def test_room_for_all_files_is_checked_before_scoring(output, monkeypatch, capsys):
-    server, sizes, remove = FakeServer(), [], Journal.remove
-
-    def long_numbers(content):
-        [result] = content["data"]
-        num_targets = len(result["token_ids"]) - 1
-        result["logprobs"] = [None, *[-1.1920928244535389e-07] * num_targets]
-        result["ranks"] = [None, *[151_936] * num_targets]
-
-    def note_size(self):
-        sizes.append(self.path.stat().st_size)
-        remove(self)
-
-    monkeypatch.setattr(Journal, "remove", note_size)
-    options = ["--text", TEXT * 20, "--context-length", "64", "--stride", "32"]
-    assert run(output, *options, server=changed(server, "/v1/score", long_numbers)) == 0
-    num_scored, files = server.num_scored, [output, output.with_suffix(".safetensors")]
-    written = sizes[0] + sum(path.stat().st_size for path in files)
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=written))
-    assert run(output, *options, "--force", server=server) == 1
-    assert f"not enough space in {output.parent}" in capsys.readouterr().err
-    assert server.num_scored == num_scored
-    assert set(output.parent.iterdir()) == set(files)
+@pytest.mark.parametrize("name", ["result.json", "result.safetensors"])
+def test_a_finished_output_is_replaced_by_force_alone(output, unbroken, name, capsys):
+    (finished := output.with_name(name)).write_text("finished")
+    server = FakeServer()
+    for more in ([], ["--resume"]):
+        assert run(output, *more, server=server) == 1
+        assert f"{finished} is there already: --force replaces it" in capsys.readouterr().err
+    assert (server.requests, finished.read_text()) == ([], "finished")
+    assert run(output, "--force") == 0
+    assert figures(output) == unbroken
 
 
 def test_an_output_behind_a_link_is_replaced_and_the_link_stays(output, unbroken, tmp_path):

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from fake_server import FakeServer, error, serve
+from fake_server import FakeServer, serve
 
 from scoremode.cli import main
 from scoremode.comparison import load_run
@@ -36,13 +36,6 @@ def lm_eval_task():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def ppl_client(command: str, url: str) -> int | str | None:
-    try:
-        return main([*shlex.split(command), "--url", url, "--quiet"])
-    except SystemExit as ended:
-        return ended.code
 
 
 def test_texts_are_joined_as_each_tool_joins_them(rows, lm_eval_task):
@@ -82,8 +75,8 @@ def test_a_reference_keeps_the_corpus_and_tables_name_it(rows, tmp_path, capsys,
     server = FakeServer()
     with serve(server) as url:
         text = f"--dataset {rows} --preset {preset} --context-length 16"
-        assert ppl_client(f"record {text} --reference base", url) == 0
-        assert ppl_client(f"kld --reference base --output {tmp_path}/run.json", url) == 0
+        for command in (f"record {text}", f"kld --output {tmp_path}/run.json"):
+            assert main(shlex.split(f"{command} --reference base --url {url} --quiet")) == 0
     request = server.references["base"].request
     assert (request["method"], request["stride"], request.get("add_special_tokens")) == settings
     if preset == "exl3":
@@ -92,20 +85,3 @@ def test_a_reference_keeps_the_corpus_and_tables_name_it(rows, tmp_path, capsys,
         assert "corpus          rows.jsonl, 10 rows, sha256 " in printed
         assert f"comparable with {words}" in printed
     assert load_run(tmp_path / "run.json").corpus == load_corpus(str(rows), preset=preset).info
-
-
-def test_a_server_that_knows_no_corpus_records_without(rows, caplog):
-    server = FakeServer()
-
-    def old(request):
-        return error(400, "unknown field", param="corpus") if b'"corpus"' in request.content else server(request)
-
-    with serve(old) as url:
-        assert ppl_client(f"record --dataset {rows} --preset hf --context-length 16 --reference base", url) == 0
-    assert "is too old to keep where a reference's text is from" in caplog.text
-
-
-@pytest.mark.parametrize("option", ["--method sliding", "--stride 4", "--max-tokens 9", "--num-samples 3"])
-def test_what_a_preset_sets_is_not_given(rows, option, capsys):
-    assert ppl_client(f"--dataset {rows} --preset hf {option}", "http://unused") == 2
-    assert f"{option.split()[0]} does not work with --preset" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from fake_server import FakeServer, error, serve
 from scoremode.cli import main
 
 TEXT = ["--text", "The quick brown fox jumps over the lazy dog", "--context-length", "8", "--quiet"]
+KLD = ["kld", "--reference", "base", "--quiet"]
 SHOWN = r"evil\x1b[2J\x9b"
 NAME = "evil\x1b[2J\x9b"
 
@@ -19,41 +20,31 @@ class Refusing(FakeServer):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    """Its dtype and quantization, and those of its references, are made to be shown."""
+def shown(capsys):
+    def run(server, status, *command):
+        """Stdout and stderr of a command with a server."""
+        with serve(server) as url:
+            assert main([*command, "--url", url]) == status
+        both = capsys.readouterr()
+        for text in (both.out, both.err):
+            assert all(character.isprintable() for character in text.replace("\n", ""))
+        return both
+
+    return run
+
+
+def test_results_are_printed_with_escapes(shown, monkeypatch):
     monkeypatch.setitem(fake_server.MODEL, "dtype", NAME)
-    return FakeServer(info={"dtype": NAME})
+    server = FakeServer(info={"dtype": NAME})
+    for command in (TEXT, ["record", "--reference", "base", *TEXT, "--text", "\x1b\x9b\x7f" * 20], KLD):
+        assert SHOWN in shown(server, 0, *command).out
+    assert r"\x7f" in shown(FakeServer(server.references, noise=0.5), 0, *KLD).out, "most divergent tokens"
 
 
-def printed(capsys, status, command, server):
-    with serve(server) as url:
-        assert main([*command, "--url", url]) == status
-    both = capsys.readouterr()
-    for text in (both.out, both.err):
-        assert all(character.isprintable() for character in text.replace("\n", ""))
-    return both
-
-
-def test_results_are_printed_with_escapes(capsys, server):
-    for command in (TEXT, ["record", "--reference", "base", *TEXT], ["kld", "--reference", "base", "--quiet"]):
-        assert SHOWN in printed(capsys, 0, command, server).out
-
-
-def test_most_divergent_tokens_are_printed_with_escapes(capsys):
-    text = ["--text", "\x1b\x9b\x7f" * 20, "--context-length", "8", "--quiet"]
-    server = FakeServer()
-    printed(capsys, 0, ["record", "--reference", "base", *text], server)
-    other = FakeServer(server.references, noise=0.5)
-    assert r"\x7f" in printed(capsys, 0, ["kld", "--reference", "base", "--quiet"], other).out
-
-
-def test_errors_and_what_is_logged_are_printed_with_escapes(capsys, tmp_path):
-    assert SHOWN in printed(capsys, 1, TEXT, Refusing()).err
+def test_errors_and_what_is_logged_are_printed_with_escapes(shown, tmp_path):
+    assert SHOWN in shown(Refusing(), 1, *TEXT).err
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    both = printed(
-        capsys, 0, ["corpus", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "o"), "--quiet"], Refusing()
-    )
-    assert SHOWN in both.out
-    assert SHOWN in both.err
+    corpus = ["corpus", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "o"), "--quiet"]
+    assert all(SHOWN in text for text in shown(Refusing(), 0, *corpus))
     command = [*TEXT, "--output", str(tmp_path / f"{NAME}.json"), "--retry-for", "0", "--concurrency", "1"]
-    assert f"{SHOWN}.json.journal has 2 of" in printed(capsys, 1, command, FakeServer(allowed=2)).err
+    assert f"{SHOWN}.json.journal has 2 of" in shown(FakeServer(allowed=2), 1, *command).err

@@ -2,7 +2,7 @@
 
 import httpx
 import pytest
-from fake_server import BOS, CutShort, FakeServer, client_of, events
+from fake_server import CutShort, FakeServer, client_of, events
 
 from scoremode import BadRequestError, TransportError
 from scoremode.runs.corpora import Corpus
@@ -17,17 +17,6 @@ async def record(server, **settings):
     async with client_of(server) as client:
         settings = {"method": "disjoint", "context_length": 8, **settings}
         return await record_reference(client, CORPUS, "base", **settings)
-
-
-async def test_the_corpus_is_recorded_under_the_name():
-    server = FakeServer()
-    recording = await record(server, stride=8, max_tokens=30)
-    assert (recording.reference.name, recording.reference.complete) == ("base", True)
-    assert recording.reference.num_tokens == 30
-    assert (recording.num_resumed, recording.num_recorded) == (0, recording.reference.num_windows)
-    stored = server.references["base"]
-    assert stored.windows[0] == ([BOS, *TEXT.encode()][:8], 1)
-    assert stored.request["prompt"] == TEXT
 
 
 async def test_a_recording_is_resumed_while_each_request_records_something():

@@ -1,11 +1,10 @@
 """Servers that answer 504 are sent fewer requests at once, until these are answered in time or even one is not."""
 
 import json
-from asyncio import gather, sleep
+from asyncio import sleep
 
-import httpx
 import pytest
-from fake_server import FakeServer, StoredReference, client_of, copy_of, error, events
+from fake_server import FakeServer, StoredReference, client_of, copy_of, error
 
 from scoremode import ServerError
 from scoremode.corpus.documents import Document, DocumentScorer
@@ -61,13 +60,6 @@ async def kld(client):
     return (await measure_kld(client, "base", concurrency=32)).positions.kld.tolist()
 
 
-async def single_requests(client):
-    pool = await Pool.connect([client], 32)
-    with pool.taking_over():
-        answers = (pool.ask([token] * 4, lambda client, tokens: client.score([tokens])) for token in range(60))
-        return [scores[0].token_ids for scores in await gather(*answers)]
-
-
 @pytest.fixture
 def references():
     stored = StoredReference({"name": "base", "prompt": CORPUS.text, "method": "sliding", **WINDOWS})
@@ -75,7 +67,7 @@ def references():
     return {"base": stored}
 
 
-@pytest.mark.parametrize("run", [perplexity, kld, single_requests])
+@pytest.mark.parametrize("run", [perplexity, kld])
 @pytest.mark.parametrize(("at_once", "num_timeouts", "in_flight"), [(12, 32 + 16, 8), (1, 32 + 16 + 8 + 4 + 2, 1)])
 async def test_half_as_many_are_sent_until_they_are_answered_in_time(
     waits, clock, references, run, at_once, num_timeouts, in_flight
@@ -90,7 +82,7 @@ async def test_half_as_many_are_sent_until_they_are_answered_in_time(
     assert not client.retries.raises_timeouts
 
 
-@pytest.mark.parametrize("run", [perplexity, kld, single_requests])
+@pytest.mark.parametrize("run", [perplexity, kld])
 async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock, references, run):
     server = Overloaded(0, references)
     with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
@@ -103,17 +95,6 @@ async def test_a_recording_ends_when_nothing_of_it_is_recorded_in_time(waits, cl
     with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
         await record_reference(client_that_waits(server), CORPUS, "base", **WINDOWS)
     assert server.num_timeouts == 3
-
-    def late_in_the_stream(request):
-        response = fake(request)
-        if request.method == "GET":
-            return response
-        return httpx.Response(200, content=response.start + events({"error": {**MESSAGE, "code": 504}}))
-
-    fake = FakeServer(allowed=0)
-    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
-        await record_reference(client_that_waits(late_in_the_stream), CORPUS, "base", **WINDOWS)
-    assert [method for method, path, _ in fake.requests] == ["GET", "POST"]
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,12 @@ def test_the_last_rolling_window_reaches_back_until_it_is_full():
 @pytest.mark.parametrize(
     ("method", "context_length", "stride", "field"),
     [
-        ("sliding", 4, 5, "stride"),
-        ("sliding", 4, 0, "stride"),
-        ("disjoint", 4, 2, "stride"),
-        ("sliding", 1, None, "context_length"),
-        ("rolling", 4, None, "method"),
+        pytest.param("sliding", 4, 5, "stride", id="skips tokens"),
+        pytest.param("sliding", 4, 0, "stride", id="stands still"),
+        pytest.param("disjoint", 4, 2, "stride", id="takes no stride"),
+        pytest.param("sliding", 1, None, "context_length", id="no context"),
+        pytest.param("rolling", 4, None, "method", id="no prefix token"),
     ],
-    ids=["skips tokens", "stands still", "takes no stride", "no context", "no prefix token"],
 )
 def test_impossible_windows_name_the_field_at_fault(method, context_length, stride, field):
     with pytest.raises(WindowError) as caught:

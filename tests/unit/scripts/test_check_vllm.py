@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -72,7 +71,7 @@ CHANGED = {"vllm.engine:Engine": "changed", "vllm.engine:Engine.run": "changed"}
         ({"engine": ENGINE.replace("size: int = 1", "size: int = 2")}, {"vllm.engine:Engine": "changed"}),
         ({"engine": ENGINE.replace("return x + 1", "# One more.\n        return (x+1)")}, {}),
         # A definition that was moved, and is imported where it was.
-        ({"engine": "from vllm.inner import *\nfrom vllm.inner import LIMIT\n", "inner": ENGINE}, {}),
+        ({"engine": "from .inner import *\nfrom vllm.inner import LIMIT\n", "inner": ENGINE}, {}),
         ({"engine": ENGINE.replace("LIMIT", "BOUND")}, {"vllm.engine:LIMIT": "gone"}),
         ({"api": None}, {"vllm.api:Request": "gone"}),
     ],
@@ -88,21 +87,6 @@ def test_names_of_a_new_version_are_the_same_changed_or_gone(wheels: Path, capsy
     assert sorted(new) == NAMES
     assert differ.keys() <= {name for name in NAMES if old[name] != new[name]}
     assert check_vllm.check("1.1")
-
-
-def test_a_recorded_version_whose_wheel_is_another_is_not_clean(wheels: Path, capsys):
-    make_wheel(wheels, "1.0", engine=ENGINE.replace("return x + 1", "# One more.\n        return (x+1)"))
-    assert not check_vllm.check("1.0")
-    assert capsys.readouterr().out.endswith("5 names, 2 differ\n  vllm.engine:Engine\n  vllm.engine:Engine.run\n")
-
-
-def test_a_missing_wheel_is_downloaded(wheels: Path, monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command) or make_wheel(wheels, "2.0"))
-    assert check_vllm.wheel("2.0") == check_vllm.wheel("2.0") == wheels / "vllm-2.0-cp38-abi3-any.whl"
-    (command,) = asked
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
-    assert ("--no-deps" in command, command[-1]) == (True, "vllm==2.0")
 
 
 def test_the_exit_status_is_1_where_a_diff_is_shown(wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys):
