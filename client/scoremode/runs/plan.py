@@ -24,7 +24,7 @@ from scoremode.windows import (
     resolve_context_length,
     resolve_stride,
 )
-from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.protocol import ServerInfo, is_old_fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -204,7 +204,10 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 
 def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
-    Other GPUs or kernels forbid nothing: they are logged."""
+    Other GPUs or kernels, and a fingerprint from before `v2-`, forbid nothing: they are logged."""
+    if is_old_fingerprint(found.get("server.fingerprint")):
+        _log.warning("%s was begun when fingerprints did not see the contents of weights: are they the same?", path)
+        found = {**found, **{name: wanted.get(name) for name in ("server.fingerprint", "server.revision")}}
     (kept, decisive), (now, wanted_decisive) = _without_computed_by(found), _without_computed_by(wanted)
     if now.keys() <= kept.keys() and (differing := differences(kept, now)):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)

@@ -24,7 +24,7 @@ GRACE = 20.0
 """Seconds to wait for a server that is down while others are left."""
 
 Job = TypeVar("Job")
-"""What says which window it is."""
+"""The input of one request, such as a window's number."""
 Result = TypeVar("Result")
 
 
@@ -49,20 +49,21 @@ class Pool:
         self.info = infos[0]
         self._servers = []
         for client, info in zip(clients, infos, strict=True):
-            self._check_identity(info, f"{client.address} does not serve the same as {clients[0].address}")
+            self._check_identity(info, client.address)
             at_once = concurrency or min(info.max_num_seqs or DEFAULT_CONCURRENCY, MAX_CONCURRENCY)
             self._servers.append(_Server(client, at_once, client.retries.num_failures))
         self.concurrency = sum(server.concurrency for server in self._servers)
-        """Windows in flight at once, of all servers together."""
+        """The most requests in flight at once, all servers together, as the run begins."""
         self._next = Lock()
-        """Of callers waiting for a slot, in the order in which they came."""
+        """Callers wait here for a slot, first come, first served."""
         self._answered = Event()
 
     @classmethod
     async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
         """Ask every server, or the one given, for its `info`.
 
-        `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at once.
+        `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at
+        once, at most MAX_CONCURRENCY.
         """
         clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
         return cls(clients, [await client.info() for client in clients], concurrency)
@@ -75,12 +76,13 @@ class Pool:
     async def score(
         self,
         jobs: Iterable[Job],
-        score: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
+        send: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
         keep: Callable[[Result], object],
     ) -> None:
-        """Score windows at the first server with a free slot, and hand each result to `keep`, in any order.
+        """Have each job answered, by the server with the fewest requests in flight, and hand each result to `keep`, in
+        any order.
 
-        A server that fails is dropped, as long as there is another, which takes over its windows.
+        A server that fails is dropped, as long as there is another, which takes over its jobs.
 
         Raises:
             ScoremodeError: the last server failed, or a request is at fault.
@@ -89,15 +91,15 @@ class Pool:
 
         async def work() -> None:
             for job in remaining:
-                keep(await self.ask(job, score))
+                keep(await self.ask(job, send))
 
         with self.taking_over():
             await joined(work() for _ in range(self.concurrency))
 
     @contextmanager
     def taking_over(self) -> Iterator[None]:
-        """Give a server up sooner than its client would, as long as there is another, and have fewer requests in flight
-        at one that answers 504, down to one."""
+        """While others are left, drop a server that fails sooner than its client would give up. After a 504, halve its
+        requests in flight, down to one."""
         self._set_retries()
         try:
             yield
@@ -106,9 +108,9 @@ class Pool:
                 server.client.retries.grace = None
                 server.client.retries.raises_timeouts = False
 
-    async def ask(self, job: Job, ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
-        """Have the first server with a free slot answer one request, and another if that fails. The request that has
-        waited longest is next.
+    async def ask(self, job: Job, send: Callable[[AsyncScoreClient, Job], Awaitable[Result]]) -> Result:
+        """Have the server with the fewest requests in flight answer one request, and another if that fails. The request
+        that has waited longest is next.
 
         For runs whose requests follow from one another; others have `score`. Use it within `taking_over`.
 
@@ -125,7 +127,7 @@ class Pool:
                 server.num_asked += 1
             concurrency = server.concurrency
             try:
-                result = await ask(server.client, job)
+                result = await send(server.client, job)
                 await self._check_still_the_same(server)
                 return result
             except (TransportError, ServerError, RateLimitError) as error:
@@ -135,7 +137,7 @@ class Pool:
                 self._answered.set()
 
     def _slow_down_or_drop(self, server: _Server, concurrency: int, error: ScoremodeError) -> None:
-        """After a request failed that was sent with so many in flight."""
+        """After a request failed that was sent when the server had `concurrency`."""
         if server not in self._servers:
             return
         if concurrency == 1 or not isinstance(error, ServerError) or error.status_code != TIMED_OUT:
@@ -144,7 +146,7 @@ class Pool:
             # The first of those that were sent together: the others say nothing of fewer in flight.
             server.concurrency //= 2
             self._set_retries()
-            text = "%s is sent %d requests at once, in place of %d: %s"
+            text = "%s: %d requests in flight from now on instead of %d: %s"
             _log.warning(text, server.client.address, server.concurrency, concurrency, error)
 
     def _drop(self, server: _Server, error: ScoremodeError) -> None:
@@ -162,15 +164,15 @@ class Pool:
     async def _check_still_the_same(self, server: _Server) -> None:
         """A server that was down may have come back with another model."""
         if (num_failures := server.client.retries.num_failures) != server.failures_seen:
-            self._check_identity(await server.client.info(), f"{server.client.address} came back as another")
+            self._check_identity(await server.client.info(), server.client.address)
             server.failures_seen = num_failures
 
-    def _check_identity(self, info: ServerInfo, complaint: str) -> None:
+    def _check_identity(self, info: ServerInfo, address: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
-            raise ServersDifferError(f"{complaint}: {differing}")
+            raise ServersDifferError(f"{address} does not serve the model that the run began with: {differing}")
         if info.computed_by is not None and self.info.computed_by is not None:
             computed_by, first = info.computed_by.model_dump(), self.info.computed_by.model_dump()
             if differing := differences(computed_by, first):
                 _log.warning(
-                    "%s: GPUs or kernels differ, and the run mixes what both compute: %s", complaint, differing
+                    "%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing
                 )

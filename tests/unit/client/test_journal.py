@@ -139,6 +139,15 @@ def test_a_journal_of_another_gpu_resumes_with_a_warning(path, caplog):
     assert "device is 'A100' instead of 'H200'" in warning.getMessage()
 
 
+def test_a_journal_with_an_old_fingerprint_resumes_with_a_warning(path, caplog):
+    write(path, plan=plan_of(fingerprint="0" * 32))
+    # A field that servers did not have then.
+    path.write_text(path.read_text().replace('"server.revision": null, ', ""))
+    assert len(resumed(path, plan_of(revision="a" * 40))) == 3
+    (warning,) = caplog.records
+    assert "fingerprints did not see" in warning.getMessage()
+
+
 def test_ranks_are_kept_if_requested(path):
     plan, window = dataclasses.replace(PLAN, return_ranks=True), dataclasses.replace(WINDOWS[0], ranks=[1, 151_936, 2])
     write(path, [window], plan)

@@ -102,7 +102,7 @@ async def test_servers_that_differ_do_not_share_a_run():
     with pytest.raises(ServersDifferError) as caught:
         await run(*servers)
     what = f"fingerprint is 'another' instead of {servers[0].fake.info['fingerprint']!r}"
-    assert str(caught.value) == f"http://b does not serve the same as http://a: {what}"
+    assert str(caught.value) == f"http://b does not serve the model that the run began with: {what}"
     assert [server.num_scored for server in servers] == [0, 0]
 
 
@@ -148,7 +148,9 @@ async def test_a_server_that_restarts_must_have_the_same_model(expected):
     def note(progress):
         replaced.fake.info["quantization"] = "fp8"
 
-    with pytest.raises(ServersDifferError, match="a came back as another: quantization is 'fp8'"):
+    with pytest.raises(
+        ServersDifferError, match="a does not serve the model that the run began with: quantization is 'fp8'"
+    ):
         await run(replaced, retries={"max_retries": 1}, concurrency=1, on_progress=note)
 
 
