@@ -3,17 +3,14 @@
 import re
 from xml.etree import ElementTree
 
-from scoremode.comparison.plot_style import LIGHT, NAMES, as_svg
+from scoremode.comparison.plot_style import LIGHT, as_svg
 from scoremode.comparison.plots import Plot
 
 _SVG = "http://www.w3.org/2000/svg"
 _HREF = "{http://www.w3.org/1999/xlink}href"
 _VARIABLES = {
-    LIGHT.paper: NAMES.paper,
-    LIGHT.ink: NAMES.ink,
-    LIGHT.quiet: NAMES.quiet,
-    LIGHT.grid: NAMES.grid,
-    **dict(zip(LIGHT.runs, NAMES.runs, strict=True)),
+    **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
+    **{color: f"var(--plot-run-{index})" for index, color in enumerate(LIGHT.runs)},
 }
 _FONT_SIZE = re.compile(r"[\d.]+(?=px)")
 

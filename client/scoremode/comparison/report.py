@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import Comparison
 from scoremode.comparison.inline_svg import inline_svg
+from scoremode.comparison.pairing import compare_command
 from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
@@ -133,14 +133,13 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _command(comparison: Comparison) -> str:
-    """What makes the comparison again, in the folder of the runs. Labels with a comma are left to be chosen."""
+    """What makes the comparison again, in the folder of the runs."""
     runs = [figures.run for figures in comparison.runs]
     paths = [run.path.absolute() for run in runs]
     folder = os.path.commonpath([path.parent for path in paths])
-    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
     files = [os.path.relpath(path, folder) for path in paths]
-    return printable(shlex.join(["ppl-client", "compare", *files, *labels, *settings, "--html", "report.html"]))
+    return compare_command(runs, files, *settings, "--html", "report.html")
 
 
 def _run_settings(run: RunFile) -> list[tuple[str, str]]:

