@@ -113,7 +113,8 @@ class ScoreBatch:
 
     def close(self) -> None:
         """Close all connections."""
-        self._runner.run(self._close())
+        for client in self._clients:
+            self._runner.run(client.close())
         self._runner.close()
 
     def _scorer_on(self, pool: Pool) -> DocumentScorer:
@@ -133,10 +134,6 @@ class ScoreBatch:
             known = [self._pool.info] * len(used)
             self._pool = Pool([*used, *back], [*known, *back.values()], self._concurrency)
             self._scorer = self._scorer_on(self._pool)
-
-    async def _close(self) -> None:
-        for client in self._clients:
-            await client.close()
 
     async def _score(self, documents: list[Document | UnscoredDocument]) -> list[ScoredDocument | UnscoredDocument]:
         await self._take_back()

@@ -41,8 +41,6 @@ _FEWEST_BYTES = 3
 """A token, of what a document that fits the context is taken to have. One with more bytes than the context so has is
 tokenized before it is scored, which takes a second request. Any other is sent as text; the server refuses the request
 if it is too long after all."""
-_MARGIN = 0.8
-"""Of the bytes a token that the documents scored so far had, which count where they are more."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 
@@ -119,9 +117,6 @@ class DocumentScorer:
         self._pool = pool
         self._per_token = per_token
         self._has_left_out = False
-        self._num_bytes = 0
-        """Of the documents that are scored."""
-        self._num_tokens = 0
         self._most_texts = self._most_windows = math.inf
         """In a request: half of those that a server did not score in time."""
 
@@ -132,18 +127,13 @@ class DocumentScorer:
             ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
         """
         asked = [document for document in documents if isinstance(document, Document)]
-        # Bytes of a text that likely fits the context.
-        so_far = self._num_bytes / self._num_tokens if self._num_tokens else 0
-        limit = self.context_length * max(_FEWEST_BYTES, _MARGIN * so_far)
+        limit = self.context_length * _FEWEST_BYTES
         short, long = await joined(
             [
                 self._score_texts([document for document in asked if document.num_bytes <= limit]),
                 joined(self._tokenize_and_score(document) for document in asked if document.num_bytes > limit),
             ]
         )
-        scored = [result for result in short + long if isinstance(result, ScoredDocument)]
-        self._num_bytes += sum(result.num_bytes for result in scored)
-        self._num_tokens += sum(result.num_tokens for result in scored)
         next_short, next_long = iter(short), iter(long)
         return [
             document

@@ -46,9 +46,7 @@ class OutputFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._journal = FiguresJournal(journal_of(path), header, added)
-        self.num_resumed = self._journal.num_resumed
-        """Rows whose figures an earlier session left."""
-        self.earlier = self._journal.earlier()
+        self._earlier = self._journal.earlier
         metadata = {**(rows.metadata or {}), _header_key(header): json.dumps(header)}
         self._schema = pa.schema([*rows, *added], metadata=metadata)
         self._condition = condition
@@ -61,6 +59,11 @@ class OutputFile:
         except OSError as error:
             self._journal.close()
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def take_earlier(self, num_rows: int) -> pa.Table:
+        """The figures of the next rows that an earlier session left, or as many as there are."""
+        taken, self._earlier = self._earlier.slice(0, num_rows), self._earlier.slice(num_rows)
+        return taken
 
     def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> int:
         """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new."""

@@ -13,29 +13,25 @@ _BATCH_ROWS = 256
 """Few, because each may be a long document."""
 
 
-class ParquetRows:
-    """The rows of a parquet file."""
+def open_rows(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """The schema of a file, and its rows in order. JSON lines are all read once, for the types of their columns.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Raises:
+        CorpusError: the file is damaged, also later, or JSON lines have no one type for a column.
+    """
+    if path.suffix != ".parquet":
+        lines = JsonLines(path)
+        return lines.schema, lines.batches()
+    try:
+        file = pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise CorpusError(f"cannot read {path}: {error}") from error
+    return file.schema_arrow, _batches(file, path)
+
+
+def _batches(file: pq.ParquetFile, path: Path) -> Iterator[pa.RecordBatch]:
+    with file:
         try:
-            self._file = pq.ParquetFile(path)
+            yield from file.iter_batches(_BATCH_ROWS)
         except (OSError, pa.ArrowException) as error:
             raise CorpusError(f"cannot read {path}: {error}") from error
-        self.schema: pa.Schema = self._file.schema_arrow
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows, in order. Raises CorpusError where the file is damaged."""
-        with self._file:
-            try:
-                yield from self._file.iter_batches(_BATCH_ROWS)
-            except (OSError, pa.ArrowException) as error:
-                raise CorpusError(f"cannot read {self._path}: {error}") from error
-
-
-Rows = ParquetRows | JsonLines
-
-
-def open_rows(path: Path) -> Rows:
-    """Open a file by its suffix. JSON lines are all read once, for the types of their columns; raises as they do."""
-    return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)

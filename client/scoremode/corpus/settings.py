@@ -1,8 +1,7 @@
 """Which files a run reads, what decides the rows of an output and their figures, and the progress of a run."""
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from scoremode._printable import two_columns
@@ -91,20 +90,9 @@ class CorpusSettings:
             "format": 1,
             "input": file.name,
             "input_bytes": file.path.stat().st_size,
-            "text_column": self.text_column,
-            "column_prefix": self.column_prefix,
-            "per_token": self.per_token,
-            "filter": self.filter,
-            "context_length": self.context_length,
-            "model": self.model,
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "server"},
             **server_header(self.server),
         }
-
-
-def checksum_of(path: Path) -> str:
-    """sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(slots=True)

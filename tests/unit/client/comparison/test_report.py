@@ -13,9 +13,9 @@ from made_up_runs import MODELS, write_runs
 from run_files import kld_run, made_up_nlls, perplexity_run
 
 from scoremode.comparison import Figure, compare, load_runs
-from scoremode.comparison.report_data import MAX_TOKENS, cut_passages
 from scoremode.comparison.plot_style import DARK, LIGHT
 from scoremode.comparison.report import write_report
+from scoremode.comparison.report_data import MAX_TOKENS, cut_passages
 from scoremode.comparison.report_tables import effects, pair_matrices, plain, run_table, with_errors
 
 NUM_TOKENS = 5000
