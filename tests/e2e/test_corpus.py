@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
@@ -13,7 +12,6 @@ import pytest
 
 from tests import oracle
 from tests.command_line import TIMEOUT_SECONDS
-from tests.e2e.gate import gated
 from tests.shared_servers import API_KEY
 
 
@@ -72,37 +70,3 @@ def test_figures_are_those_of_perplexity_of_each_text(plugin_server, bos_client,
         assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=oracle.MEAN)
         assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * oracle.MEAN)
         assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * oracle.MEAN)
-
-
-def test_a_killed_run_resumes(plugin_server, wikitext, tmp_path):
-    texts = [wikitext[start : start + 40] for start in range(0, 48_000, 40)]
-    inputs = tmp_path / "in"
-    inputs.mkdir()
-    for name, part in (("a", texts[:100]), ("b", texts[100:])):
-        pq.write_table(pa.table({"text": part, "place": range(len(part))}), inputs / f"{name}.parquet")
-    arguments = (str(inputs), "--api-key", API_KEY, "--concurrency", "1")
-    whole, output = tmp_path / "whole", tmp_path / "out"
-    run(*arguments, "--url", plugin_server, "--output", str(whole))
-    journal = output / ".b.parquet.journal"
-    one_request = 256 * 4 * 8
-    # One for the first file, two of five for the second.
-    with (
-        gated(plugin_server, "/v1/score", 3) as url,
-        subprocess.Popen(corpus_command(*arguments, "--url", url, "--output", str(output))) as process,
-    ):
-        while not (journal.exists() and journal.stat().st_size > one_request):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-    finished = (output / "a.parquet").read_bytes()
-    assert not (output / "b.parquet").exists()
-    said = run(*arguments, "--url", plugin_server, "--output", str(output), "--resume")
-    assert "1 of them finished before" in said
-    assert "of them scored before" in said
-    assert (output / "a.parquet").read_bytes() == finished
-    for name in ("a", "b"):
-        found, expected = (pq.read_table(folder / f"{name}.parquet") for folder in (output, whole))
-        for column in ("place", "text", "num_tokens"):
-            assert found[column] == expected[column]
-        means = [table["nll"].to_numpy() / table["num_tokens"].to_numpy() for table in (found, expected)]
-        assert means[0] == pytest.approx(means[1], abs=oracle.MEAN)
