@@ -1,9 +1,7 @@
-"""`ppl-client corpus` on a real server: figures vs an oracle and vs `/v1/perplexity`, and after a kill."""
+"""`ppl-client corpus` on a real server: figures vs an oracle and vs `/v1/perplexity`."""
 
 import json
 import math
-import subprocess
-import sys
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
@@ -11,18 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import oracle
-from tests.command_line import TIMEOUT_SECONDS
+from tests.command_line import ppl_client
 from tests.shared_servers import API_KEY
-
-
-def corpus_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "scoremode.cli", "corpus", *arguments, "--quiet"]
-
-
-def run(*arguments: str) -> str:
-    done = subprocess.run(corpus_command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def documents(wikitext: str) -> list[str]:
@@ -37,7 +25,7 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     # Windows of 256 tokens: some documents have several, and most have one.
     options = ("--url", server, "--output", str(tmp_path / "out"), "--context-length", "256", "--per-token")
-    run(str(tmp_path / "rows.jsonl.zst"), *options)
+    ppl_client("corpus", "--quiet", str(tmp_path / "rows.jsonl.zst"), *options)
     rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
     assert [row["text"] for row in rows] == texts
     prefix = client.info().prefix_token_id
@@ -61,7 +49,7 @@ def test_figures_are_those_of_perplexity_of_each_text(plugin_server, bos_client,
     texts = documents(wikitext)
     pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
     options = ("--text-column", "body", "--url", plugin_server, "--output", str(tmp_path / "out"), "--api-key", API_KEY)
-    run(str(tmp_path / "rows.parquet"), *options)
+    ppl_client("corpus", "--quiet", str(tmp_path / "rows.parquet"), *options)
     rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
     assert [row["body"] for row in rows] == texts
     for row in rows:

@@ -42,11 +42,11 @@ def shown(browser, runs, tmp_path_factory):
     write_report(compare(runs, num_resamples=10), folder / "unchanged.html")
 
     @contextmanager
-    def show(chosen, color_scheme="light", width=1280, **options):
+    def show(chosen, color_scheme="light", **options):
         path = folder / ("unchanged.html" if chosen is runs else "changed.html")
         if chosen is not runs:
             write_report(compare(chosen, num_resamples=10), path, **options)
-        with visit(browser, viewport={"width": width, "height": 900}, color_scheme=color_scheme) as seen:
+        with visit(browser, viewport={"width": 1280, "height": 900}, color_scheme=color_scheme) as seen:
             seen.page.goto(path.as_uri())
             seen.page.wait_for_selector(".tokens span")
             yield seen.page
