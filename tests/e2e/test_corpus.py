@@ -10,7 +10,6 @@ import pytest
 
 from tests import oracle
 from tests.command_line import ppl_client
-from tests.shared_servers import API_KEY
 
 
 def documents(wikitext: str) -> list[str]:
@@ -42,19 +41,3 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         assert row["nll"] == pytest.approx(-math.fsum(row["token_logprobs"]), rel=1e-6)
         num_windows.add(-(-len(tokens) // 256))
     assert num_windows >= {1, 2}
-
-
-def test_figures_are_those_of_perplexity_of_each_text(plugin_server, bos_client, wikitext, tmp_path):
-    """This server adds BOS, and its context of 128 tokens is shorter than many documents, which are sent as text."""
-    texts = documents(wikitext)
-    pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
-    options = ("--text-column", "body", "--url", plugin_server, "--output", str(tmp_path / "out"), "--api-key", API_KEY)
-    ppl_client("corpus", "--quiet", str(tmp_path / "rows.parquet"), *options)
-    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
-    assert [row["body"] for row in rows] == texts
-    for row in rows:
-        expected = bos_client.perplexity(row["body"], method="rolling", context_length=127)
-        assert row["num_tokens"] == expected.num_tokens == expected.num_scored
-        assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=oracle.MEAN)
-        assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * oracle.MEAN)
-        assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * oracle.MEAN)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file
@@ -59,18 +58,6 @@ def test_two_models_make_two_runs_and_a_report(runs):
     compared, alone = (load_file(runs / f"{name}.safetensors") for name in ("other", "base"))
     oracle.assert_close(compared["reference_logprobs"], alone["logprobs"])
     assert (runs / "report.html").is_file()
-
-
-def test_a_run_has_its_models_size_and_its_tokens_texts(runs, server, disturbed_model):
-    base, file = record(runs, "base"), disturbed_model / "model.safetensors"
-    assert base["server"]["weight_bytes"] == file.stat().st_size
-    assert base["server"]["num_parameters"] == sum(tensor.size for tensor in load_file(file).values())
-    token_ids = np.unique(load_file(runs / "base.safetensors")["token_ids"]).tolist()
-    with ScoreClient(server) as client:
-        texts = client.token_texts(token_ids)
-        (score,) = client.score([token_ids[:50]], return_tokens=True)
-    assert {str(token_id): text for token_id, text in texts.items()} == base["token_texts"]
-    assert score.tokens == [texts[token_id] for token_id in token_ids[:50]]
 
 
 def test_compare_has_the_figures_of_the_runs(runs):

@@ -26,7 +26,6 @@ def tasks_as_markdown(tasks: TaskComparison) -> str:
 
 
 def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
-    """Rows of the CSV table."""
     for model in tasks.models:
         for row in model.all_rows:
             figures, flips = row.figures, row.figures.flips

@@ -37,7 +37,6 @@ class Units:
     sizes: NDArray[np.intp]
     """[units], in targets."""
     name: str
-    """In the plural."""
 
     def sums(self, values: Floats) -> Floats:
         """[targets, ...] to [units, ...]."""

@@ -144,7 +144,6 @@ def ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
 
 
 def _series(run: RunFile) -> dict[str, Floats]:
-    """What means are taken of."""
     same_top, delta_p = run.same_top, run.delta_p
     series = {
         "nll": run.nlls,

@@ -65,7 +65,6 @@ def marker(index: int) -> str:
 
 
 def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    """An empty figure of one plot."""
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained", facecolor=theme.paper)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.paper)
@@ -156,7 +155,6 @@ def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], h
 
 
 def as_png(figure: Figure) -> bytes:
-    """For where no SVG goes."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=PNG_DPI)
     return content.getvalue()

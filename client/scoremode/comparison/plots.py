@@ -28,7 +28,6 @@ class Plot:
     """A picture that can be drawn in any colours, and the text that belongs below it."""
 
     name: str
-    """Of its files."""
     subject: str
     """What it shows, in words, for readers who cannot see it."""
     caption: str

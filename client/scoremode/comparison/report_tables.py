@@ -17,8 +17,6 @@ _FAR_FEWER = 2
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure, or a name."""
-
     text: str
     value: float | None = None
     errors: tuple[str, ...] = ()
@@ -35,8 +33,6 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of the table of runs."""
-
     name: str
     is_number: bool = True
 
@@ -52,8 +48,6 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a run costs, in one line."""
-
     label: str
     parts: list[Cell]
 

@@ -131,36 +131,39 @@ def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     change = ppl_change(comparison, comparison.base)
     if not comparison.pairs and change is not None and comparison.base_reference is not None:
-        base, ratios = (
-            f"the reference {comparison.base_reference.name}",
-            {base: replace(change, value=1 + change.value)},
-        )
+        ratios = {base: replace(change, value=1 + change.value)}
+        base = f"the reference {comparison.base_reference.name}"
     label: TextColumn[RunFigures] = TextColumn("run", lambda row: row.run.label, right=False)
-    weights: list[TextColumn[RunFigures]] = [
-        TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
-        TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
-        TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
-        TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+    sections: list[list[TextColumn[RunFigures]]] = [
+        [
+            label,
+            TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
+            TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
+            TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
+            TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+        ],
+        [
+            label,
+            TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
+            TextColumn(f"over that of {base}", lambda row: _figure(ratios.get(row.run.label), 4)),
+        ],
+        [
+            label,
+            TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
+            TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
+            TextColumn("times the floor", lambda row: floors(row.kld_over_noise_floor).text),
+        ],
+        [
+            label,
+            TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),
+            TextColumn("95 %", lambda row: _number(row.kld_p95, 4)),
+            TextColumn("99 %", lambda row: _number(row.kld_p99, 4)),
+            TextColumn("99.9 %", lambda row: _number(row.kld_p999, 4)),
+            TextColumn("max KLD", lambda row: _number(row.kld_max, 4)),
+            TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
+        ],
     ]
-    perplexity: list[TextColumn[RunFigures]] = [
-        TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
-        TextColumn(f"over that of {base}", lambda row: _figure(ratios.get(row.run.label), 4)),
-    ]
-    kld: list[TextColumn[RunFigures]] = [
-        TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
-        TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-        TextColumn("times the floor", lambda row: floors(row.kld_over_noise_floor).text),
-    ]
-    tail: list[TextColumn[RunFigures]] = [
-        TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),
-        TextColumn("95 %", lambda row: _number(row.kld_p95, 4)),
-        TextColumn("99 %", lambda row: _number(row.kld_p99, 4)),
-        TextColumn("99.9 %", lambda row: _number(row.kld_p999, 4)),
-        TextColumn("max KLD", lambda row: _number(row.kld_max, 4)),
-        TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
-    ]
-    has_kld = any(figures.kld is not None for figures in comparison.runs)
-    return [[label, *weights], [label, *perplexity], *([[label, *kld], [label, *tail]] if has_kld else [])]
+    return sections if any(figures.kld is not None for figures in comparison.runs) else sections[:2]
 
 
 def _pair_sections(comparison: Comparison) -> list[list[TextColumn[PairFigures]]]:
@@ -170,16 +173,12 @@ def _pair_sections(comparison: Comparison) -> list[list[TextColumn[PairFigures]]
         TextColumn("run", lambda row: row.second.label, right=False),
         TextColumn("compared with", lambda row: row.first.label, right=False),
     ]
-    perplexity: list[TextColumn[PairFigures]] = [
-        TextColumn("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
-        TextColumn("by perplexity", lambda row: row.verdict, right=False),
-    ]
-    kld: list[TextColumn[PairFigures]] = [
-        TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
-        TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False),
-    ]
-    has_kld = any(pair.kld_difference is not None for pair in comparison.pairs)
-    return [[*labels, *perplexity], *([[*labels, *kld]] if has_kld else [])]
+    ratio: TextColumn[PairFigures] = TextColumn("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4))
+    sections = [[*labels, ratio, TextColumn("by perplexity", lambda row: row.verdict, right=False)]]
+    if any(pair.kld_difference is not None for pair in comparison.pairs):
+        more: TextColumn[PairFigures] = TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6))
+        sections.append([*labels, more, TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False)])
+    return sections
 
 
 def _merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:

@@ -5,7 +5,6 @@ prefix token. A document that fits the context is one such window, so that many 
 longer one is tokenized first, and cut.
 """
 
-import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from scoremode.runs.pool import Pool, Result
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 from scoremode.wire.retries import INTERNAL_ERROR, TIMED_OUT
 
-_log = logging.getLogger(__name__)
-
 Part = TypeVar("Part")
 
 _REQUEST_BYTES = 32_768
@@ -46,11 +43,8 @@ _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARG
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to be scored."""
-
     text: str
     num_bytes: int
-    """In UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +72,6 @@ class ScoredDocument:
 
 @dataclass(frozen=True, slots=True)
 class UnscoredDocument:
-    """A document without figures."""
-
     error: str
 
 
@@ -116,7 +108,6 @@ class DocumentScorer:
         self.prefix_token_id: int = prefix_token_id
         self._pool = pool
         self._per_token = per_token
-        self._has_left_out = False
         self._most_texts = self._most_windows = math.inf
         """In a request: half of those that a server did not score in time."""
 
@@ -134,11 +125,9 @@ class DocumentScorer:
                 joined(self._tokenize_and_score(document) for document in asked if document.num_bytes > limit),
             ]
         )
-        next_short, next_long = iter(short), iter(long)
+        results = {True: iter(short), False: iter(long)}
         return [
-            document
-            if isinstance(document, UnscoredDocument)
-            else next(next_long if document.num_bytes > limit else next_short)
+            document if isinstance(document, UnscoredDocument) else next(results[document.num_bytes <= limit])
             for document in documents
         ]
 
@@ -178,12 +167,10 @@ class DocumentScorer:
                 document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
             )
         except _RefusalError as error:
-            return self._leave_out(error)
-        return (
-            await self._score_tokens(tokens, document.num_bytes)
-            if tokens
-            else UnscoredDocument("the text has no token")
-        )
+            return UnscoredDocument(str(error))
+        if not tokens:
+            return UnscoredDocument("the text has no token")
+        return await self._score_tokens(tokens, document.num_bytes)
 
     async def _score_tokens(self, tokens: list[int], num_bytes: int) -> ScoredDocument | UnscoredDocument:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
@@ -194,7 +181,7 @@ class DocumentScorer:
                 for first in range(0, len(windows), in_request)
             )
         except _RefusalError as error:
-            return self._leave_out(error)
+            return UnscoredDocument(str(error))
         logprobs = np.concatenate([window for part in parts for window in part])
         kept = (tokens, logprobs) if self._per_token else (None, None)
         return ScoredDocument(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
@@ -218,12 +205,6 @@ class DocumentScorer:
         if any(np.isnan(logprobs).any() for logprobs in targets):
             raise ResponseError("the server gave no logprob for a target of a window")
         return targets
-
-    def _leave_out(self, error: "_RefusalError") -> UnscoredDocument:
-        if not self._has_left_out:
-            self._has_left_out = True
-            _log.warning("a document is left without figures, and any other like it: %s", error)
-        return UnscoredDocument(str(error))
 
     async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
         scores = await _answer(client, client.score([[self.prefix_token_id]], texts), len(texts))

@@ -43,8 +43,6 @@ class _Piece:
 
 
 class Pipeline:
-    """One run over files."""
-
     def __init__(
         self,
         files: Sequence[InputFile],

@@ -15,8 +15,6 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file of documents."""
-
     path: Path
     name: str
     """Its place below the folder that was named, or its own name, with `/`."""
@@ -72,8 +70,6 @@ def _suffix(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
-    """What is asked for."""
-
     text_column: str
     column_prefix: str
     per_token: bool
@@ -107,7 +103,6 @@ class CorpusProgress:
     num_resumed: int = 0
     """Documents among them that an earlier session had scored."""
     num_unscored: int = 0
-    """Documents without figures."""
     num_kept: int = 0
     """Documents that the filter let pass; all without one."""
     num_tokens: int = 0

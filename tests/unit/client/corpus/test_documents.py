@@ -72,7 +72,7 @@ async def test_a_refused_document_does_not_cost_its_neighbors():
     assert figures(results) == [a, b, UnscoredDocument("broken (HTTP 400)"), c, d]
 
 
-async def test_a_document_with_nan_does_not_cost_its_neighbors(waits, caplog):
+async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
     server = FakeServer()
 
     def handler(request):
@@ -83,7 +83,6 @@ async def test_a_document_with_nan_does_not_cost_its_neighbors(waits, caplog):
     assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
     # A server whose engine is dying gives the same answer for some seconds: it has had more.
     assert sum(waits) > 5
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 async def test_a_request_of_too_many_tokens_is_halved():
