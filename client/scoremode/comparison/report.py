@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from scoremode._printable import printable
@@ -27,6 +27,7 @@ from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.runs.report import weights_in_words
 
+_TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
 _MAX_NAMED = 8
@@ -57,10 +58,8 @@ def write_report(
     Raises:
         OSError: the file cannot be written.
     """
-    environment = Environment(
-        loader=PackageLoader("scoremode.comparison"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
-    )
-    context = _context(comparison, environment)
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    context = _context(comparison)
     context["accuracies"] = [] if tasks is None else report_sections(tasks)
     context["accuracy_notes"] = [] if tasks is None else accuracy_notes(tasks)
     context["base_of_tasks"] = "" if tasks is None else tasks.base
@@ -72,8 +71,9 @@ def write_report(
     Path(path).write_text(html, encoding="utf-8")
 
 
-def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]:
-    style, *scripts = (_source(environment, name) for name in ("report.css", "report.js", "report_actions.js"))
+def _context(comparison: Comparison) -> dict[str, Any]:
+    names = ("report.css", "report.js", "report_actions.js")
+    style, *scripts = ((_TEMPLATES / name).read_text("utf-8") for name in names)
     script = "".join(scripts)
     columns, rows = run_table(comparison)
     runs = [figures.run for figures in comparison.runs]
@@ -180,11 +180,6 @@ def _text_note(num_kept: int, comparison: Comparison) -> str:
         f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most; "
         f"others have their mean. {note}"
     )
-
-
-def _source(environment: Environment, name: str) -> str:
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
 
 
 def _policy_hash(source: str) -> str:

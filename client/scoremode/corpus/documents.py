@@ -75,12 +75,16 @@ class UnscoredDocument:
     error: str
 
 
-def text_bytes(document: Document | UnscoredDocument) -> int:
+AnyDocument = Document | UnscoredDocument
+DocumentResult = ScoredDocument | UnscoredDocument
+
+
+def text_bytes(document: AnyDocument) -> int:
     """Of the text in UTF-8; 0 without a text."""
     return document.num_bytes if isinstance(document, Document) else 0
 
 
-def cut_into_requests(documents: Sequence[Document | UnscoredDocument]) -> Iterator[tuple[int, int]]:
+def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
@@ -111,7 +115,7 @@ class DocumentScorer:
         self._most_texts = self._most_windows = math.inf
         """In a request: half of those that a server did not score in time."""
 
-    async def score(self, documents: Sequence[Document | UnscoredDocument]) -> list[ScoredDocument | UnscoredDocument]:
+    async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
         """Score documents, those that fit the context together, in one request.
 
         Raises:
@@ -131,7 +135,7 @@ class DocumentScorer:
             for document in documents
         ]
 
-    async def _score_texts(self, documents: Sequence[Document]) -> list[ScoredDocument | UnscoredDocument]:
+    async def _score_texts(self, documents: Sequence[Document]) -> list[DocumentResult]:
         if not documents:
             return []
         if len(documents) > self._most_texts:
@@ -161,7 +165,7 @@ class DocumentScorer:
         kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
         return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
 
-    async def _tokenize_and_score(self, document: Document) -> ScoredDocument | UnscoredDocument:
+    async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
             tokens = await self._pool.ask(
                 document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
@@ -172,7 +176,7 @@ class DocumentScorer:
             return UnscoredDocument("the text has no token")
         return await self._score_tokens(tokens, document.num_bytes)
 
-    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> ScoredDocument | UnscoredDocument:
+    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> DocumentResult:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
         try:

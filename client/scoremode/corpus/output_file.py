@@ -76,12 +76,7 @@ class FiguresJournal(AppendedFile):
 class OutputFile:
     """Takes rows and their figures in order, until `finish` puts the file in its place.
 
-    Args:
-        path: The file's.
-        header: Everything that decides rows and figures; kept in the file.
-        rows: Schema of the rows as they are read.
-        added: Schema of the added columns.
-        condition: Of the rows that are kept; all when left out.
+    The file keeps `header`, everything that decides rows and figures, and the rows for which `condition` is true.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
-from scoremode.corpus.documents import DocumentScorer, ScoredDocument, UnscoredDocument, cut_into_requests, text_bytes
+from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import open_rows
@@ -39,7 +39,7 @@ class _Piece:
     rows: pa.RecordBatch
     num_bytes: int
     earlier: pa.Table | None = None
-    scoring: Task[list[ScoredDocument | UnscoredDocument]] | None = None
+    scoring: Task[list[DocumentResult]] | None = None
 
 
 class Pipeline:
@@ -66,7 +66,7 @@ class Pipeline:
         """An output stands for its end, an error for why no more is read, None for the end of all."""
         self._held = 0
         self._released = Event()
-        self._scoring: set[Task[list[ScoredDocument | UnscoredDocument]]] = set()
+        self._scoring: set[Task[list[DocumentResult]]] = set()
         """Not yet written."""
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()

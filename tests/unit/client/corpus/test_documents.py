@@ -85,16 +85,6 @@ async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
     assert sum(waits) > 5
 
 
-async def test_a_request_of_too_many_tokens_is_halved():
-    server = FakeServer()
-
-    def small(request):
-        return error(413, "too many tokens") if len(request.content) > 300 else server(request)
-
-    assert figures(await score(small, *["some text"] * 20)) == [sum(nlls("some text"))] * 20
-    assert server.num_scored == 20
-
-
 async def test_an_error_that_is_not_the_documents_own_is_raised():
     with pytest.raises(ServerError):
         await score(lambda request: error(500, "dead") if request.method == "POST" else answer(request), "a")
