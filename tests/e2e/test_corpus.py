@@ -1,4 +1,4 @@
-"""`ppl-client corpus` on a real server: figures vs an oracle and vs `/v1/perplexity`."""
+"""`ppl-client corpus` on a real server: figures vs an oracle."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 """`ppl-client sweep` over a model that it serves and another whose server is running already, and `ppl-client compare`
-over its runs: figures vs those of `ppl-client` by hand."""
+over its runs."""
 
 import csv
 import io
