@@ -83,10 +83,10 @@ CLIENT_FAULTS = {
     "corpus/documents.py < corpus/test_documents.py": [
         ("(answer.token_ids) > self.context_length", "(answer.token_ids) > self._pool.info.max_model_len")
     ],
-    "corpus/figures_journal.py < corpus/test_corpus_files.py": [
-        ("self._file.truncate(self._size)", "self._file.seek(self._size)")
+    "corpus/output_file.py < corpus/test_corpus_files.py": [
+        ("            self._file.truncate(size)", "            self._file.seek(size)")
     ],
-    "corpus/json_lines.py < corpus/test_json_lines.py corpus/test_corpus_files.py": [
+    "corpus/rows.py < corpus/test_json_lines.py corpus/test_corpus_files.py": [
         ("_LARGEST_EXACT = 2**53", "_LARGEST_EXACT = 2**63")
     ],
     "sweep/kept.py < sweep/test_kept.py": [

@@ -24,9 +24,9 @@ from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of, errors_of
 from scoremode.corpus.documents import (
     REQUESTS_IN_FLIGHT,
-    Document,
+    AnyDocument,
+    DocumentResult,
     DocumentScorer,
-    ScoredDocument,
     UnscoredDocument,
     cut_into_requests,
 )
@@ -113,7 +113,8 @@ class ScoreBatch:
 
     def close(self) -> None:
         """Close all connections."""
-        self._runner.run(self._close())
+        for client in self._clients:
+            self._runner.run(client.close())
         self._runner.close()
 
     def _scorer_on(self, pool: Pool) -> DocumentScorer:
@@ -134,11 +135,7 @@ class ScoreBatch:
             self._pool = Pool([*used, *back], [*known, *back.values()], self._concurrency)
             self._scorer = self._scorer_on(self._pool)
 
-    async def _close(self) -> None:
-        for client in self._clients:
-            await client.close()
-
-    async def _score(self, documents: list[Document | UnscoredDocument]) -> list[ScoredDocument | UnscoredDocument]:
+    async def _score(self, documents: list[AnyDocument]) -> list[DocumentResult]:
         await self._take_back()
         with self._pool.taking_over():
             parts = await joined(
@@ -146,9 +143,7 @@ class ScoreBatch:
             )
         return [result for part in parts for result in part]
 
-    async def _score_piece(
-        self, documents: list[Document | UnscoredDocument]
-    ) -> list[ScoredDocument | UnscoredDocument]:
+    async def _score_piece(self, documents: list[AnyDocument]) -> list[DocumentResult]:
         try:
             return await self._scorer.score(documents)
         except ScoremodeError as error:

@@ -1,10 +1,7 @@
-"""`ppl-client corpus` on a real server: figures vs an oracle and vs `/v1/perplexity`, and after a kill."""
+"""`ppl-client corpus` on a real server: figures vs an oracle."""
 
 import json
 import math
-import subprocess
-import sys
-import time
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
@@ -12,19 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import oracle
-from tests.command_line import TIMEOUT_SECONDS
-from tests.e2e.gate import gated
-from tests.shared_servers import API_KEY
-
-
-def corpus_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "scoremode.cli", "corpus", *arguments, "--quiet"]
-
-
-def run(*arguments: str) -> str:
-    done = subprocess.run(corpus_command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.command_line import ppl_client
 
 
 def documents(wikitext: str) -> list[str]:
@@ -39,7 +24,7 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         stream.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     # Windows of 256 tokens: some documents have several, and most have one.
     options = ("--url", server, "--output", str(tmp_path / "out"), "--context-length", "256", "--per-token")
-    run(str(tmp_path / "rows.jsonl.zst"), *options)
+    ppl_client("corpus", "--quiet", str(tmp_path / "rows.jsonl.zst"), *options)
     rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
     assert [row["text"] for row in rows] == texts
     prefix = client.info().prefix_token_id
@@ -56,53 +41,3 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         assert row["nll"] == pytest.approx(-math.fsum(row["token_logprobs"]), rel=1e-6)
         num_windows.add(-(-len(tokens) // 256))
     assert num_windows >= {1, 2}
-
-
-def test_figures_are_those_of_perplexity_of_each_text(plugin_server, bos_client, wikitext, tmp_path):
-    """This server adds BOS, and its context of 128 tokens is shorter than many documents, which are sent as text."""
-    texts = documents(wikitext)
-    pq.write_table(pa.table({"body": texts}), tmp_path / "rows.parquet")
-    options = ("--text-column", "body", "--url", plugin_server, "--output", str(tmp_path / "out"), "--api-key", API_KEY)
-    run(str(tmp_path / "rows.parquet"), *options)
-    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
-    assert [row["body"] for row in rows] == texts
-    for row in rows:
-        expected = bos_client.perplexity(row["body"], method="rolling", context_length=127)
-        assert row["num_tokens"] == expected.num_tokens == expected.num_scored
-        assert row["nll"] / row["num_tokens"] == pytest.approx(expected.nll_mean, abs=oracle.MEAN)
-        assert row["perplexity"] == pytest.approx(expected.perplexity, rel=2 * oracle.MEAN)
-        assert row["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=2 * oracle.MEAN)
-
-
-def test_a_killed_run_resumes(plugin_server, wikitext, tmp_path):
-    texts = [wikitext[start : start + 40] for start in range(0, 48_000, 40)]
-    inputs = tmp_path / "in"
-    inputs.mkdir()
-    for name, part in (("a", texts[:100]), ("b", texts[100:])):
-        pq.write_table(pa.table({"text": part, "place": range(len(part))}), inputs / f"{name}.parquet")
-    arguments = (str(inputs), "--api-key", API_KEY, "--concurrency", "1")
-    whole, output = tmp_path / "whole", tmp_path / "out"
-    run(*arguments, "--url", plugin_server, "--output", str(whole))
-    journal = output / ".b.parquet.journal"
-    one_request = 256 * 4 * 8
-    # One for the first file, two of five for the second.
-    with (
-        gated(plugin_server, "/v1/score", 3) as url,
-        subprocess.Popen(corpus_command(*arguments, "--url", url, "--output", str(output))) as process,
-    ):
-        while not (journal.exists() and journal.stat().st_size > one_request):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-    finished = (output / "a.parquet").read_bytes()
-    assert not (output / "b.parquet").exists()
-    said = run(*arguments, "--url", plugin_server, "--output", str(output), "--resume")
-    assert "1 of them finished before" in said
-    assert "of them scored before" in said
-    assert (output / "a.parquet").read_bytes() == finished
-    for name in ("a", "b"):
-        found, expected = (pq.read_table(folder / f"{name}.parquet") for folder in (output, whole))
-        for column in ("place", "text", "num_tokens"):
-            assert found[column] == expected[column]
-        means = [table["nll"].to_numpy() / table["num_tokens"].to_numpy() for table in (found, expected)]
-        assert means[0] == pytest.approx(means[1], abs=oracle.MEAN)

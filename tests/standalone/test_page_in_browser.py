@@ -189,19 +189,6 @@ def test_a_response_of_another_kind_of_server(page, body):
     expect(page.locator("#preferred")).to_be_empty()
 
 
-@pytest.mark.parametrize(
-    ("status", "message", "shown"),
-    [
-        (400, "prompt[0] has 70 tokens, but", "This server: the text has 70 tokens, but"),
-        (429, "Too many", "This server is busy. Try again in a moment."),
-    ],
-)
-def test_errors_have_the_words_of_the_page(page, servers, status, message, shown):
-    servers[0].failure = (status, {"message": message, "param": "prompt"})
-    score(page, "a text")
-    expect(page.locator("#score-error")).to_have_text(shown)
-
-
 def test_results_of_an_earlier_text_look_so(page):
     page.locator("#continuations").fill("one\ntwo")
     score(page, "a text")

@@ -28,8 +28,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One question."""
-
     doc_hash: str
     prompt_hash: str
     target_hash: str
@@ -77,7 +75,9 @@ def _load_task(task: str, path: Path, metrics: Sequence[str], filters: Sequence[
     offered = dict.fromkeys(str(record.get("filter")) for record in records)
     chosen = _choice(path, task, "filter", list(offered), filters)
     records = [record for record in records if str(record.get("filter")) == chosen]
-    yes_or_no = [name for name in _strings(records[0].get("metrics")) if _is_yes_or_no(name, records)]
+    named = records[0].get("metrics")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    yes_or_no = [name for name in names if all(str(record.get(name)) in _RIGHT for record in records)]
     metric = _choice(path, task, "metric", yes_or_no, metrics)
     samples: dict[int, Sample] = {}
     for record in records:
@@ -109,14 +109,6 @@ def _choice(path: Path, task: str, kind: str, offered: Sequence[str], wanted: Se
         has = ", ".join(offered) or f"no {kind} that is yes or no"
         raise RunError(f"{path}: task {task} has {has}: choose with --task-{kind}")
     return chosen[0]
-
-
-def _is_yes_or_no(metric: str, records: Sequence[dict[str, Any]]) -> bool:
-    return all(str(record.get(metric)) in _RIGHT for record in records)
-
-
-def _strings(value: object) -> list[str]:
-    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _sample(record: dict[str, Any], metric: str) -> Sample:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison, TaskRow
 from scoremode.accuracy.samples import Sample
-from scoremode.comparison.tables import TextColumn, aligned, escaped, markdown_rows
+from scoremode.comparison.tables import CsvRow, TextColumn, aligned, escaped, markdown_rows, paragraphs
 
 _MAX_FLIPPED = 200
 """Questions that a report shows of a model."""
@@ -15,26 +15,24 @@ _END = 300
 
 def tasks_as_text(tasks: TaskComparison) -> str:
     """A table for each model, and what its verdicts are."""
-    parts = [aligned(_columns(tasks, model), model.all_rows) for model in tasks.models]
-    return "\n\n".join("\n".join(lines) for lines in [*parts, accuracy_notes(tasks)]) + "\n"
+    tables = [aligned(_columns(tasks, model), model.all_rows) for model in tasks.models]
+    return paragraphs(*tables, accuracy_notes(tasks))
 
 
 def tasks_as_markdown(tasks: TaskComparison) -> str:
     """As `tasks_as_text`, as GitHub shows it."""
-    parts = [markdown_rows(_columns(tasks, model), model.all_rows) for model in tasks.models]
-    return (
-        "\n\n".join("\n".join(lines) for lines in [*parts, [f"- {escaped(note)}" for note in accuracy_notes(tasks)]])
-        + "\n"
-    )
+    tables = [markdown_rows(_columns(tasks, model), model.all_rows) for model in tasks.models]
+    return paragraphs(*tables, [f"- {escaped(note)}" for note in accuracy_notes(tasks)])
 
 
-def tasks_as_csv(tasks: TaskComparison) -> Iterator[list[object]]:
-    """Rows of the CSV table: run, compared with, task, figure, value, ends of its interval, verdict."""
+def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
     for model in tasks.models:
         for row in model.all_rows:
             figures, flips = row.figures, row.figures.flips
-            shared = [model.label, tasks.base, row.task]
-            yield [*shared, "accuracy_difference", flips.difference, *figures.interval, figures.verdict]
+            low, high = figures.interval
+            shared = {"run": model.label, "beside": tasks.base, "task": row.task}
+            difference = {"figure": "accuracy_difference", "value": flips.difference, "low": low, "high": high}
+            yield {**shared, **difference, "verdict": figures.verdict}
             for name, value in (
                 ("base_accuracy", flips.base_accuracy),
                 ("accuracy", flips.accuracy),
@@ -46,7 +44,7 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[list[object]]:
                 ("num_questions_needed", figures.num_needed),
             ):
                 if value is not None:
-                    yield [*shared, name, value, None, None, ""]
+                    yield {**shared, "figure": name, "value": value}
 
 
 @dataclass(frozen=True, slots=True)

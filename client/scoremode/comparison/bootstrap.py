@@ -37,7 +37,6 @@ class Units:
     sizes: NDArray[np.intp]
     """[units], in targets."""
     name: str
-    """In the plural."""
 
     def sums(self, values: Floats) -> Floats:
         """[targets, ...] to [units, ...]."""
@@ -76,14 +75,9 @@ class Resamples:
     """From a deviation over the resamples to half the interval."""
 
     def interval(self, value: float, resampled: Floats) -> tuple[float, float] | tuple[None, None]:
-        """The 95 % interval of a figure.
+        """The 95 % interval of a figure, given it for the text itself and, [resamples], for each resample.
 
-        Args:
-            value: The figure, of the text itself.
-            resampled: [resamples], the same of each resample.
-
-        Returns:
-            Both ends; None and None where there are too few units, or a value is infinite.
+        None and None where there are too few units, or a value is infinite.
         """
         half = self.factor * float(np.std(resampled)) if np.isfinite(resampled).all() else math.nan
         return (value - half, value + half) if math.isfinite(half) else (None, None)

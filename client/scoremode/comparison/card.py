@@ -4,7 +4,6 @@ where the figures are from."""
 import math
 import os
 import re
-import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 from scoremode._printable import printable
 from scoremode.comparison.compare import ppl_change
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.pairing import model_name
+from scoremode.comparison.pairing import compare_command, model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.runs.corpora import HUB_ALIASES
@@ -134,8 +133,7 @@ def _command(comparison: Comparison) -> str:
     runs = [figures.run for figures in comparison.runs]
     paths = [os.path.relpath(run.path) for run in runs]
     names = [run.path.name if path.startswith(os.pardir) else path for run, path in zip(runs, paths, strict=True)]
-    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
-    return printable(shlex.join(["ppl-client", "compare", *names, *labels, "--card"]))
+    return compare_command(runs, names, "--card")
 
 
 def _metadata(comparison: Comparison) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From runs to figures with both of their errors, and to a verdict on every pair of runs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -50,45 +51,38 @@ class _Sample:
     """All values of all runs over the targets of one text, and their means over its resamples."""
 
     def __init__(self, runs: Sequence[RunFile], num_resamples: int, seed: int) -> None:
-        series = {(run.label, name): values for run in runs for name, values in _series(run).items()}
-        self._column = {key: number for number, key in enumerate(series)}
+        self._values = {(run.label, name): values for run in runs for name, values in _series(run).items()}
         self._noise_floors = _noise_floors(runs)
         self.resamples: Resamples = resample(
-            np.column_stack(list(series.values())),
+            np.column_stack(list(self._values.values())),
             np.column_stack(_watched(runs)),
             runs[0].window_sizes,
             num_resamples=num_resamples,
             seed=seed,
         )
+        self._means = dict(zip(self._values, self.resamples.means.T, strict=True))
 
     def run_figures(self, run: RunFile) -> RunFigures:
-        nll = self._mean(run.nlls, self._means(run, "nll"))
-        kld, same_top = run.kld, run.same_top
+        nll = self._mean(run, "nll")
+        square = self._mean_within(run, "delta_p_square", math.inf)
         names = {"kld_median": 0.5, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
-        ordered = None if kld is None else np.sort(kld)
-        quantiles = {name: None if ordered is None else quantile(ordered, at) for name, at in names.items()}
-        kld_mean = None if kld is None else _within(self._mean(kld, self._means(run, "kld")), 0, math.inf)
+        ordered = None if run.kld is None else np.sort(run.kld)
         return RunFigures(
             run=run,
             nll=nll,
             perplexity=_exponential(nll),
             bits_per_byte=_bits_per_byte(run, nll),
-            kld=kld_mean,
-            **quantiles,
-            same_top_p=None
-            if same_top is None
-            else _within(self._mean(same_top.astype(np.float64), self._means(run, "same_top")), 0, 1),
-            delta_p_rms=self._delta_p_rms(run),
+            kld=self._mean_within(run, "kld", math.inf),
+            **{name: None if ordered is None else quantile(ordered, at) for name, at in names.items()},
+            same_top_p=self._mean_within(run, "same_top", 1),
+            delta_p_rms=square and square.through(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=self._over_noise_floor(run),
         )
 
     def pair_figures(self, first: RunFile, second: RunFile) -> PairFigures:
-        of_first, of_second = self._means(first, "nll"), self._means(second, "nll")
-        ln_ratio = self._mean(second.nlls - first.nlls, of_second - of_first)
-        kld_difference = None
+        ln_ratio, kld_difference = self._difference(first, second, "nll"), None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
-            resampled = self._means(second, "kld") - self._means(first, "kld")
-            kld_difference = self._mean(second.kld - first.kld, resampled)
+            kld_difference = self._difference(first, second, "kld")
         return PairFigures(
             first=first,
             second=second,
@@ -102,19 +96,9 @@ class _Sample:
 
     def _ppl_difference(self, first: RunFile, second: RunFile) -> Figure:
         ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
-        value = ppl_second - ppl_first
-        resampled = np.exp(self._means(second, "nll")) - np.exp(self._means(first, "nll"))
+        resampled = np.exp(self._means[second.label, "nll"]) - np.exp(self._means[first.label, "nll"])
         stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
-        return Figure(value, _finite(stderr), *self.resamples.interval(value, resampled))
-
-    def _delta_p_rms(self, run: RunFile) -> Figure | None:
-        """The delta method for the standard error, as `kld.statistics` has it; ends of the interval are roots."""
-        if run.delta_p is None:
-            return None
-        square = _within(self._mean(run.delta_p**2, self._means(run, "delta_p_square")), 0, math.inf)
-        rms = math.sqrt(square.value)
-        stderr = 0.5 / rms * square.stderr if rms and square.stderr is not None else None
-        return Figure(rms, stderr, *_both(math.sqrt, square))
+        return self._figure(ppl_second - ppl_first, stderr, resampled)
 
     def _over_noise_floor(self, run: RunFile) -> float | None:
         floor = self._noise_floors.get(run.reference_identity)
@@ -126,13 +110,26 @@ class _Sample:
             return "no difference shown"
         return _verdict(difference)
 
-    def _means(self, run: RunFile, name: str) -> Floats:
-        """[resamples]"""
-        return self.resamples.means[:, self._column[run.label, name]]
+    def _difference(self, first: RunFile, second: RunFile, name: str) -> Figure:
+        values = self._values[second.label, name] - self._values[first.label, name]
+        resampled = self._means[second.label, name] - self._means[first.label, name]
+        return self._figure(float(values.mean()), standard_error(values), resampled)
 
-    def _mean(self, values: Floats, resampled: Floats) -> Figure:
-        value = float(values.mean())
-        return Figure(value, _finite(standard_error(values)), *self.resamples.interval(value, resampled))
+    def _mean(self, run: RunFile, name: str) -> Figure:
+        values = self._values[run.label, name]
+        return self._figure(float(values.mean()), standard_error(values), self._means[run.label, name])
+
+    def _mean_within(self, run: RunFile, name: str, most: float) -> Figure | None:
+        """An interval without what the figure cannot be; None for a run without these values."""
+        if (run.label, name) not in self._values:
+            return None
+        mean = self._mean(run, name)
+        low, high = (None if end is None else min(max(end, 0.0), most) for end in (mean.low, mean.high))
+        return replace(mean, low=low, high=high)
+
+    def _figure(self, value: float, stderr: float, resampled: Floats) -> Figure:
+        finite = stderr if math.isfinite(stderr) else None
+        return Figure(value, finite, *self.resamples.interval(value, resampled))
 
 
 def ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
@@ -147,49 +144,31 @@ def ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
 
 
 def _series(run: RunFile) -> dict[str, Floats]:
-    """What means are taken of."""
-    series = {"nll": run.nlls}
-    if run.kld is not None:
-        series["kld"] = run.kld
-    if run.same_top is not None:
-        series["same_top"] = run.same_top.astype(np.float64)
-    if run.delta_p is not None:
-        series["delta_p_square"] = run.delta_p**2
-    return series
+    same_top, delta_p = run.same_top, run.delta_p
+    series = {
+        "nll": run.nlls,
+        "kld": run.kld,
+        "same_top": None if same_top is None else same_top.astype(np.float64),
+        "delta_p_square": None if delta_p is None else delta_p**2,
+    }
+    return {name: values for name, values in series.items() if values is not None}
 
 
 def _noise_floors(runs: Sequence[RunFile]) -> dict[tuple[str, str] | None, float]:
     """Of each reference, the largest that a run knows: it may have been measured after some of them."""
-    floors: dict[tuple[str, str] | None, float] = {}
-    for run in runs:
-        if run.noise_floor is not None:
-            floors[run.reference_identity] = max(run.noise_floor, floors.get(run.reference_identity, 0))
-    return floors
+    known = sorted((run.noise_floor, run.reference_identity) for run in runs if run.noise_floor is not None)
+    return {identity: floor for floor, identity in known}
 
 
 def _watched(runs: Sequence[RunFile]) -> list[Floats]:
     """What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences."""
     base, *others = runs
-    return [
-        base.nlls,
-        *(run.nlls - base.nlls for run in others),
-        *(run.kld for run in runs if run.kld is not None),
-    ]
+    klds = [run.kld for run in runs if run.kld is not None]
+    return [base.nlls, *(run.nlls - base.nlls for run in others), *klds]
 
 
 def _exponential(of: Figure) -> Figure:
-    """The delta method for the standard error; ends of an interval go as they are."""
-    value = exp(of.value)
-    return Figure(value, None if of.stderr is None else value * of.stderr, *_both(exp, of))
-
-
-def _within(of: Figure, least: float, most: float) -> Figure:
-    """An interval without what the figure cannot be."""
-    return Figure(of.value, of.stderr, *_both(lambda end: min(max(end, least), most), of))
-
-
-def _both(change: Callable[[float], float], of: Figure) -> tuple[float, float] | tuple[None, None]:
-    return (None, None) if of.low is None or of.high is None else (change(of.low), change(of.high))
+    return of.through(exp, exp(of.value))
 
 
 def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
@@ -197,8 +176,7 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
         return None
     num_tokens = run.num_scored if run.method in EXHAUSTIVE_METHODS else run.num_tokens
     factor = bits_per_byte(num_tokens, run.num_bytes)
-    stderr = None if nll.stderr is None else factor * nll.stderr
-    return Figure(factor * nll.value, stderr, *_both(lambda end: factor * end, nll))
+    return nll.through(lambda value: factor * value, factor)
 
 
 def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
@@ -208,7 +186,3 @@ def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
     if difference.high < 0:
         return "better"
     return "worse" if difference.low > 0 else "no difference shown"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,5 +1,6 @@
 """What a comparison of runs finds, as plain data: tables, plots and the report are made of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,13 @@ class Figure:
     low: float | None
     """Ends of the 95 % interval that takes neighbours as dependent; None where it cannot be had."""
     high: float | None
+
+    def through(self, function: Callable[[float], float], slope: float | None) -> "Figure":
+        """A function of the figure, whose absolute slope there gives the error (delta method); ends go through it."""
+        stderr = None if self.stderr is None or slope is None else slope * self.stderr
+        if self.low is None or self.high is None:
+            return Figure(function(self.value), stderr, None, None)
+        return Figure(function(self.value), stderr, *sorted((function(self.low), function(self.high))))
 
 
 @dataclass(frozen=True, slots=True)

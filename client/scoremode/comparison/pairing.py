@@ -1,5 +1,6 @@
 """Which runs can be compared, as those that give a value to the same tokens after the same text; and their labels."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,6 +87,12 @@ def _labels(runs: Sequence[RunFile]) -> list[str]:
         counts = Counter(labels)
         labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
     return labels
+
+
+def compare_command(runs: Sequence[RunFile], files: Sequence[str], *options: str) -> str:
+    """The command that compares the runs in these files again. Labels with a comma are left to be chosen."""
+    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
+    return printable(shlex.join(["ppl-client", "compare", *files, *labels, *options]))
 
 
 def model_name(model: str) -> str:

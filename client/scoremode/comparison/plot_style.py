@@ -6,12 +6,13 @@ Figures are made without pyplot, so that nothing of matplotlib's global state is
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -19,6 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
 
 WIDTH, HEIGHT = 5.6, 3.9
 """Inches; two of them are as wide as a page, and one is readable on a telephone."""
@@ -53,16 +57,6 @@ LIGHT = Theme(
 DARK = Theme(
     "#14171c", "#e8ebef", "#a3adb8", "#2c333b", ("#56b4e9", "#f08a3c", "#2fc39a", "#e199c5", "#f0e442", "#fdfdfe")
 )
-NAMES = Theme(
-    "var(--plot-paper)", "var(--plot-ink)", "var(--plot-quiet)", "var(--plot-grid)",
-    tuple(f"var(--plot-run-{index})" for index in range(len(LIGHT.runs))),
-)  # fmt: skip
-"""CSS variables in the colours' places: what an SVG inside a page has."""
-
-
-def dashes(index: int) -> Any:
-    """Line style of the run with this place."""
-    return DASHES[index % len(DASHES)]
 
 
 def marker(index: int) -> str:
@@ -71,7 +65,6 @@ def marker(index: int) -> str:
 
 
 def new_axes(theme: Theme, height: float = HEIGHT) -> tuple[Figure, Axes]:
-    """An empty figure of one plot."""
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained", facecolor=theme.paper)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(facecolor=theme.paper)
@@ -117,52 +110,36 @@ def legend(figure: Figure, axes: Axes, theme: Theme) -> None:
     )
 
 
-@dataclass(slots=True)
-class Labels:
-    """Texts next to points, each put where it covers no other text, no point and no error bar."""
+def put_label(axes: Axes, theme: Theme, taken: list[Bbox], point: tuple[float, float], text: str, color: str) -> None:
+    """Put a text next to a point in data coordinates, or a little farther with a line to it, where it covers least.
 
-    axes: Axes
-    theme: Theme
-    taken: list[Bbox] = field(default_factory=list)
-    """In pixels."""
-
-    def keep_clear(self, boxes: Iterable[Bbox]) -> None:
-        """No label goes there."""
-        self.taken.extend(boxes)
-
-    def put(self, x: float, y: float, text: str, color: str) -> None:
-        """Beside a point in data coordinates, or a little farther with a line to it."""
-        renderer = self.axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
-        best: tuple[float, Annotation, Bbox] | None = None
-        for annotation in self._candidates(x, y, text, color):
-            box = annotation.get_window_extent(renderer).padded(2)
-            outside = box.width * box.height - _overlap(box, self.axes.bbox)
-            covered = sum(_overlap(box, other) for other in self.taken) + float(outside)
-            if best is None or covered < best[0]:
-                if best is not None:
-                    best[1].remove()
-                best = covered, annotation, box
-                if not covered:
-                    break
-            else:
-                annotation.remove()
-        if best is not None:
-            self.taken.append(best[2])
-
-    def _candidates(self, x: float, y: float, text: str, color: str) -> Iterator[Annotation]:
-        sides = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
-        for distance, (right, up) in product((9, 20, 34, 50), sides):
-            yield self.axes.annotate(
-                text,
-                (x, y),
-                xytext=(right * distance, up * distance),
-                textcoords="offset points",
-                ha=("right", "center", "left")[right + 1],
-                va=("top", "center", "bottom")[up + 1],
-                color=color,
-                fontsize=10,
-                arrowprops={"arrowstyle": "-", "color": self.theme.quiet, "linewidth": 0.7} if distance > 20 else None,
-            )
+    `taken` is what it should not cover, in pixels: its own box is added.
+    """
+    renderer = axes.figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    tried: list[tuple[float, Annotation, Bbox]] = []
+    sides = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
+    for distance, (right, up) in product((9, 20, 34, 50), sides):
+        annotation = axes.annotate(
+            text,
+            point,
+            xytext=(right * distance, up * distance),
+            textcoords="offset points",
+            ha=("right", "center", "left")[right + 1],
+            va=("top", "center", "bottom")[up + 1],
+            color=color,
+            fontsize=10,
+            arrowprops={"arrowstyle": "-", "color": theme.quiet, "linewidth": 0.7} if distance > 20 else None,
+        )
+        box = annotation.get_window_extent(renderer).padded(2)
+        outside = box.width * box.height - _overlap(box, axes.bbox)
+        tried.append((sum(_overlap(box, other) for other in taken) + float(outside), annotation, box))
+        if not tried[-1][0]:
+            break
+    best = min(tried, key=lambda each: each[0])
+    for each in tried:
+        if each is not best:
+            each[1].remove()
+    taken.append(best[2])
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:
@@ -178,7 +155,6 @@ def line_box(axes: Axes, start: tuple[float, float], end: tuple[float, float], h
 
 
 def as_png(figure: Figure) -> bytes:
-    """For where no SVG goes."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=PNG_DPI)
     return content.getvalue()
@@ -190,12 +166,15 @@ def add_tip(artists: Iterable[Artist], text: str) -> None:
         artist.set_gid(_TIP + text)
 
 
-def add_curve_tips(axes: Axes, x: Iterable[float], y: Iterable[float], color: str, label: str, form: str) -> None:
-    """Tips at places along a curve, which nothing marks: its label, and `form` as a format of both coordinates."""
-    drawn = [(at, value) for at, value in zip(x, y, strict=True) if math.isfinite(value)]
-    for at, value in drawn[:: math.ceil(len(drawn) / _TIPS_OF_A_CURVE) or 1]:
-        unseen = axes.plot([at], [value], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
-        add_tip(unseen, f"{label}: {form.format(at, value)}")
+def draw_curve(axes: Axes, theme: Theme, index: int, x: Floats, y: Floats, label: str, shown: str, form: str) -> None:
+    """A run's curve, as `shown` in the legend, and tips along it: its label, and `form` as a format of both values."""
+    color = theme.run(index)
+    axes.plot(x, y, color=color, linestyle=DASHES[index % len(DASHES)], linewidth=1.8, label=legend_label(shown))
+    drawn = np.flatnonzero(np.isfinite(y))
+    for at in drawn[:: math.ceil(len(drawn) / _TIPS_OF_A_CURVE) or 1]:
+        # Nothing marks the place.
+        unseen = axes.plot([x[at]], [y[at]], "s", color=color, markersize=12, alpha=0, scalex=False, scaley=False)
+        add_tip(unseen, f"{label}: {form.format(x[at], y[at])}")
 
 
 def as_svg(figure: Figure, *, text_as_paths: bool) -> str:

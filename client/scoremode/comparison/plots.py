@@ -28,7 +28,6 @@ class Plot:
     """A picture that can be drawn in any colours, and the text that belongs below it."""
 
     name: str
-    """Of its files."""
     subject: str
     """What it shows, in words, for readers who cannot see it."""
     caption: str
@@ -44,11 +43,12 @@ class Plot:
 def plots(comparison: Comparison) -> list[Plot]:
     """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
     comparison = _with_short_labels(comparison)
+    diverging = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
     found = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
-        _kld_distribution(comparison),
-        _kld_by_confidence(comparison),
+        _kld_distribution(comparison, diverging) if diverging else None,
+        _kld_by_confidence(comparison, diverging) if diverging else None,
         _running_difference(comparison),
     )
     return [plot for plot in found if plot is not None]
@@ -93,10 +93,9 @@ def short_labels(labels: Sequence[str]) -> list[str]:
 
 
 def _perplexity(comparison: Comparison) -> Plot | None:
-    points = size_plots.points(comparison, lambda figures: figures.perplexity)
+    size, points = size_plots.points(comparison, lambda figures: figures.perplexity)
     if not points:
         return None
-    size, _ = size_plots.size_axis(comparison)
     infinite = [figures.run for figures in comparison.runs if math.isinf(figures.perplexity.value)]
     return Plot(
         "perplexity",
@@ -112,8 +111,7 @@ def _perplexity_ratio(comparison: Comparison) -> Plot | None:
     in_order = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.pairs)]
     ratios = dict(zip((figures.run.label for figures in comparison.runs), in_order, strict=False))
     base = comparison.base.label
-    points = size_plots.points(comparison, lambda figures: ratios[figures.run.label])
-    size, _ = size_plots.size_axis(comparison)
+    size, points = size_plots.points(comparison, lambda figures: ratios[figures.run.label])
     infinite = [figures.run for figures in comparison.runs if not math.isfinite(ratios[figures.run.label].value)]
     return Plot(
         "perplexity-ratio",
@@ -125,11 +123,10 @@ def _perplexity_ratio(comparison: Comparison) -> Plot | None:
 
 
 def _mean_kld(comparison: Comparison) -> Plot | None:
-    points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
-    infinite = [figures.run for figures in comparison.runs if figures.kld and math.isinf(figures.kld.value)]
+    size, points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
     if not points:
         return None
-    size, _ = size_plots.size_axis(comparison)
+    infinite = [figures.run for figures in comparison.runs if figures.kld and math.isinf(figures.kld.value)]
     floor = _drawn_floor(comparison)
     names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
     return Plot(
@@ -142,10 +139,7 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
     )
 
 
-def _kld_distribution(comparison: Comparison) -> Plot | None:
-    runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
-    if not runs:
-        return None
+def _kld_distribution(comparison: Comparison, runs: token_plots.Numbered) -> Plot:
     floor = _drawn_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
     unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
@@ -158,10 +152,7 @@ def _kld_distribution(comparison: Comparison) -> Plot | None:
     )
 
 
-def _kld_by_confidence(comparison: Comparison) -> Plot | None:
-    runs = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
-    if not runs:
-        return None
+def _kld_by_confidence(comparison: Comparison, runs: token_plots.Numbered) -> Plot:
     return Plot(
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",

@@ -4,12 +4,13 @@ import base64
 import hashlib
 import json
 import os
-import shlex
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from scoremode._printable import printable
@@ -17,20 +18,29 @@ from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
 from scoremode.comparison.figures import Comparison
-from scoremode.comparison.inline_svg import inline_svg
-from scoremode.comparison.plots import common_caption, measured, plots
+from scoremode.comparison.pairing import compare_command
+from scoremode.comparison.plot_style import LIGHT, as_svg
+from scoremode.comparison.plots import Plot, common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.runs.report import weights_in_words
 
+_TEMPLATES = Path(__file__).with_name("templates")
 MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
 _MAX_NAMED = 8
 """Runs in the title."""
 _VERDICTS = "A run is called so only where its whole 95 % interval lies on one side."
 _KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
+_SVG = "http://www.w3.org/2000/svg"
+_HREF = "{http://www.w3.org/1999/xlink}href"
+_VARIABLES = {
+    **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
+    **{color: f"var(--plot-run-{index})" for index, color in enumerate(LIGHT.runs)},
+}
+_FONT_SIZE = re.compile(r"[\d.]+(?=px)")
 
 
 def write_report(
@@ -48,10 +58,8 @@ def write_report(
     Raises:
         OSError: the file cannot be written.
     """
-    environment = Environment(
-        loader=PackageLoader("scoremode.comparison"), autoescape=True, undefined=StrictUndefined, trim_blocks=False
-    )
-    context = _context(comparison, environment)
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    context = _context(comparison)
     context["accuracies"] = [] if tasks is None else report_sections(tasks)
     context["accuracy_notes"] = [] if tasks is None else accuracy_notes(tasks)
     context["base_of_tasks"] = "" if tasks is None else tasks.base
@@ -63,8 +71,9 @@ def write_report(
     Path(path).write_text(html, encoding="utf-8")
 
 
-def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]:
-    style, *scripts = (_source(environment, name) for name in ("report.css", "report.js", "report_actions.js"))
+def _context(comparison: Comparison) -> dict[str, Any]:
+    names = ("report.css", "report.js", "report_actions.js")
+    style, *scripts = ((_TEMPLATES / name).read_text("utf-8") for name in names)
     script = "".join(scripts)
     columns, rows = run_table(comparison)
     runs = [figures.run for figures in comparison.runs]
@@ -88,7 +97,7 @@ def _context(comparison: Comparison, environment: Environment) -> dict[str, Any]
         "matrices": pair_matrices(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
-            {"name": plot.name, "caption": plot.caption, "svg": Markup(inline_svg(plot))} for plot in plots(comparison)
+            {"name": plot.name, "caption": plot.caption, "svg": Markup(_inline_svg(plot))} for plot in plots(comparison)
         ],
         "plots_caption": common_caption(comparison),
         "settings": _settings(comparison),
@@ -133,14 +142,13 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _command(comparison: Comparison) -> str:
-    """What makes the comparison again, in the folder of the runs. Labels with a comma are left to be chosen."""
+    """What makes the comparison again, in the folder of the runs."""
     runs = [figures.run for figures in comparison.runs]
     paths = [run.path.absolute() for run in runs]
     folder = os.path.commonpath([path.parent for path in paths])
-    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
     settings = ["--resamples", str(comparison.num_resamples), "--seed", str(comparison.seed)]
     files = [os.path.relpath(path, folder) for path in paths]
-    return printable(shlex.join(["ppl-client", "compare", *files, *labels, *settings, "--html", "report.html"]))
+    return compare_command(runs, files, *settings, "--html", "report.html")
 
 
 def _run_settings(run: RunFile) -> list[tuple[str, str]]:
@@ -174,11 +182,6 @@ def _text_note(num_kept: int, comparison: Comparison) -> str:
     )
 
 
-def _source(environment: Environment, name: str) -> str:
-    assert environment.loader is not None
-    return environment.loader.get_source(environment, name)[0]
-
-
 def _policy_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
 
@@ -186,3 +189,38 @@ def _policy_hash(source: str) -> str:
 def _script_json(data: dict[str, Any]) -> Markup:
     """JSON that nothing ends or begins a tag in, for inside a `script` element."""
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
+
+
+def _inline_svg(plot: Plot) -> str:
+    """The plot as an `svg` element that scales to its place. Names in it are text, escaped."""
+    root = ElementTree.fromstring(as_svg(plot.draw(LIGHT), text_as_paths=False))
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
+                parent.remove(child)
+    for element in root.iter():
+        _take_attributes(element, prefix=f"{plot.name}-")
+        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
+    for name in ("width", "height"):
+        del root.attrib[name]
+    root.attrib |= {"role": "img", "aria-label": plot.subject}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
+    """Ids that no other plot of the page has, and attributes in place of `style`."""
+    attributes = dict(element.attrib)
+    element.attrib.clear()
+    for name, value in attributes.items():
+        if name == "id":
+            element.set("id", prefix + value)
+        elif name == _HREF:
+            element.set("href", value.replace("#", f"#{prefix}"))
+        elif name != "style":
+            element.set(name, value.replace("url(#", f"url(#{prefix}"))
+    for declaration in filter(None, map(str.strip, attributes.get("style", "").split(";"))):
+        name, value = (part.strip() for part in declaration.split(":", 1))
+        if name == "font":
+            # The family is the page's.
+            name, value = "font-size", _FONT_SIZE.findall(value)[0]
+        element.set(name, _VARIABLES.get(value, value))

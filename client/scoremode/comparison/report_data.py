@@ -1,23 +1,82 @@
-"""What a report's page draws its text from: the tokens of the passages that fit, and means of all."""
+"""What a report's page draws its text from: the tokens of the passages that fit, and means of all.
 
+A passage is a window, or a piece of a long one that a page can draw at once. Arrays are base64 of 16 bits per value
+where those say as much as anybody reads, of 32 where not.
+"""
+
+import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scoremode.comparison.packing import Packed, pack_fixed, pack_floats, pack_integers, pack_klds, packed_bytes
-from scoremode.comparison.passages import Passages, cut_passages, kept_passages
 from scoremode.comparison.run_file import RunFile
 from scoremode.results import NUM_TOP, TopTokens
 from scoremode.windows import EXHAUSTIVE_METHODS
 
-Series = dict[str, Any]
+MAX_TOKENS = 1024
+"""Of a passage."""
+NUM_LISTED = 50
+"""Most divergent tokens of a run whose passages are kept before all others."""
 _SHARE_OF_TOPS = 0.06
 """Of all bytes, at most."""
 _BYTES_OF_TOPS = (4 + 2 * NUM_TOP * 6) * 4 // 3 + 1
 """Of a position of a run, at most."""
+_PER_TOKEN = ("nll", "kld", "ranks", "tops", "confidence")
+_KLD_SCALE = 512
+"""Takes KL divergences from 1e-7 to 127 nats to where float16 has all of its 11 bits."""
+_LARGEST_HALF = 65_504
+_INFINITE = 65_535
+"""Of fixed-point values."""
+
+Floats = NDArray[np.float64]
+Series = dict[str, Any]
+
+
+class Packed(TypedDict):
+    """Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
+
+    type: str
+    scale: float | None
+    data: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passages:
+    """Windows, long ones in pieces: arrays of shape [passages]."""
+
+    window: NDArray[np.int64]
+    """The window that a passage is of, from 0."""
+    first: NDArray[np.int64]
+    """Its first token in the window, from 0."""
+    start: NDArray[np.int64]
+    """Its first token in the run's arrays."""
+    size: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    def means(self, values: Floats) -> Floats:
+        """[passages], of values of all tokens."""
+        means: Floats = np.add.reduceat(values, self.start) / self.size
+        return means
+
+    def positions(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n], the tokens of some passages."""
+        return np.repeat(chosen, self.size)
+
+
+def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
+    """Windows without targets have none."""
+    pieces = -(-window_sizes.astype(np.int64) // MAX_TOKENS)
+    window = np.repeat(np.arange(len(pieces)), pieces)
+    number = np.arange(len(window)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = number * MAX_TOKENS
+    size = np.minimum(window_sizes[window] - first, MAX_TOKENS)
+    return Passages(window, first, np.cumsum(size) - size, size)
 
 
 def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
@@ -27,7 +86,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     token of the kept passages, in order. `tokens`, `tops` and the like are places in `vocabulary`.
     """
     passages = cut_passages(runs[0].window_sizes)
-    texts = _token_texts(runs)
+    texts = {token: text for run in runs for token, text in run.token_texts.items()}
     tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
     vocabulary = _vocabulary(runs, tops.values())
     everything = _series(runs, passages, np.ones(len(passages), bool), vocabulary)
@@ -37,9 +96,9 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     fixed += 16 * len(passages) * (len(everything) + 4)
     fixed += _BYTES_OF_TOPS * sum(len(top.positions) for top in tops.values())
     a_token = sum(
-        packed_bytes(value) for one in everything for name, value in one.items() if name in _PER_TOKEN and value
+        _packed_bytes(value) for one in everything for name, value in one.items() if name in _PER_TOKEN and value
     )
-    a_token += packed_bytes(pack_integers(np.array([len(vocabulary)])))
+    a_token += _packed_bytes(pack_integers(np.array([len(vocabulary)])))
     if fixed + a_token * runs[0].num_scored <= max_bytes:
         kept, series = np.ones(len(passages), bool), everything
     else:
@@ -50,7 +109,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     return {
         "passages": {
             "window": pack_integers(passages.window),
-            "last_window": pack_integers(passages.last_window),
+            "last_window": pack_integers(passages.window),
             "first": pack_integers(passages.first),
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
@@ -66,54 +125,41 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     }
 
 
-_PER_TOKEN = ("nll", "kld", "ranks", "tops", "confidence")
-
-
 def _series(
     runs: Sequence[RunFile], passages: Passages, kept: NDArray[np.bool_], vocabulary: NDArray[np.int32]
 ) -> list[Series]:
     positions = passages.positions(kept)
     largest_nll = _largest_nll(runs)
-
-    def places(ids: NDArray[np.int32] | None) -> Packed | None:
-        return None if ids is None else pack_integers(np.searchsorted(vocabulary, ids[positions]))
-
     references = [run.reference_identity for run in runs]
-    found: list[Series] = [
-        {
-            "label": run.label,
-            "is_reference": False,
+
+    def series(
+        label: str,
+        run: RunFile,
+        nlls: Floats,
+        tops: NDArray[np.int32] | None,
+        kld: Floats | None = None,
+        ranks: NDArray[np.int32] | None = None,
+        confidence: Floats | None = None,
+    ) -> Series:
+        return {
+            "label": label,
+            "is_reference": confidence is not None,
             # Equal for runs that were compared with the same one.
             "reference": references.index(run.reference_identity),
-            "nll": pack_fixed(run.nlls[positions], largest_nll),
-            "kld": None if run.kld is None else pack_klds(run.kld[positions]),
-            "ranks": None if run.ranks is None else pack_integers(run.ranks[positions]),
-            "tops": places(run.top_token_ids),
-            "confidence": None,
-            "mean_nll": pack_floats(passages.means(run.nlls)),
-            "mean_kld": None if run.kld is None else pack_floats(passages.means(run.kld)),
+            "nll": pack_fixed(nlls[positions], largest_nll),
+            "kld": None if kld is None else pack_klds(kld[positions]),
+            "ranks": None if ranks is None else pack_integers(ranks[positions]),
+            "tops": None if tops is None else pack_integers(np.searchsorted(vocabulary, tops[positions])),
+            "confidence": None if confidence is None else pack_fixed(confidence[positions], 1),
+            "mean_nll": pack_floats(passages.means(nlls)),
+            "mean_kld": None if kld is None else pack_floats(passages.means(kld)),
         }
-        for run in runs
-    ]
-    for run in _one_for_each_reference(runs):
-        nlls, confidence = run.reference_nlls, run.reference_confidence
-        assert nlls is not None
-        assert confidence is not None
-        assert run.reference is not None
-        found.append(
-            {
-                "label": f"reference {run.reference.name}",
-                "is_reference": True,
-                "reference": references.index(run.reference_identity),
-                "nll": pack_fixed(nlls[positions], largest_nll),
-                "kld": None,
-                "ranks": None,
-                "tops": places(run.reference_top_token_ids),
-                "confidence": pack_fixed(confidence[positions], 1),
-                "mean_nll": pack_floats(passages.means(nlls)),
-                "mean_kld": None,
-            }
-        )
+
+    found = [series(run.label, run, run.nlls, run.top_token_ids, run.kld, run.ranks) for run in runs]
+    for run in {run.reference_identity: run for run in reversed(runs)}.values():
+        if run.reference is not None and run.reference_nlls is not None:
+            label, tops = f"reference {run.reference.name}", run.reference_top_token_ids
+            found.append(series(label, run, run.reference_nlls, tops, confidence=run.reference_confidence))
     return found
 
 
@@ -141,10 +187,6 @@ def _largest_nll(runs: Sequence[RunFile]) -> float:
     return max(float(array.max(where=np.isfinite(array), initial=0)) for array in arrays)
 
 
-def _one_for_each_reference(runs: Sequence[RunFile]) -> list[RunFile]:
-    return list({run.reference_identity: run for run in reversed(runs) if run.reference is not None}.values())
-
-
 def _vocabulary(runs: Sequence[RunFile], tops: Iterable[TopTokens]) -> NDArray[np.int32]:
     """Every token id that occurs, in order."""
     arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
@@ -152,5 +194,66 @@ def _vocabulary(runs: Sequence[RunFile], tops: Iterable[TopTokens]) -> NDArray[n
     return np.unique(np.concatenate([np.unique(array) for array in arrays if array is not None]))
 
 
-def _token_texts(runs: Sequence[RunFile]) -> Mapping[int, str]:
-    return {token: text for run in runs for token, text in run.token_texts.items()}
+def divergence(run: RunFile, base: RunFile) -> Floats:
+    """[n], how far the run is from the reference, or else from the base; the base itself by its NLL."""
+    if run.kld is not None:
+        return run.kld
+    if run is base:
+        return run.nlls
+    # Infinity minus infinity counts as 0.
+    with np.errstate(invalid="ignore"):
+        return np.where(run.nlls == base.nlls, 0, np.abs(run.nlls - base.nlls))
+
+
+def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float) -> NDArray[np.bool_]:
+    """[passages], those to keep where only `max_tokens` tokens can be.
+
+    First come those with a token that is among the most divergent of a run, then those whose mean divergence is
+    largest, each run's divided by its mean over all tokens so that no run decides alone.
+    """
+    compared = [run for run in runs if run.kld is not None] or runs[1:] or runs
+    listed = np.zeros(len(passages), bool)
+    score = np.zeros(len(passages))
+    for run in compared:
+        values = np.minimum(divergence(run, runs[0]), np.finfo(np.float32).max)
+        top = np.argpartition(values, -min(NUM_LISTED, len(values)))[-NUM_LISTED:]
+        listed[np.searchsorted(passages.start, top, side="right") - 1] = True
+        score += passages.means(values) / (values.mean() or 1)
+    order = np.lexsort((-score, ~listed))
+    kept = np.zeros(len(passages), bool)
+    kept[order[np.cumsum(passages.size[order]) <= max_tokens]] = True
+    return kept
+
+
+def pack_integers(values: NDArray[Any]) -> Packed:
+    """Exactly, in 16 bits where all values fit: none of them is negative."""
+    dtype = "uint16" if len(values) == 0 or values.max() < 2**16 else "int32"
+    return _packed(values, dtype, None)
+
+
+def pack_fixed(values: NDArray[np.float64], largest: float) -> Packed:
+    """NLLs or probabilities to a 65,534th of the largest, which series have in common whose differences are shown."""
+    finite = np.isfinite(values)
+    scale = largest / (_INFINITE - 1) or 1.0
+    return _packed(np.where(finite, np.rint(np.where(finite, values, 0) / scale), _INFINITE), "uint16", scale)
+
+
+def pack_klds(values: NDArray[np.float64]) -> Packed:
+    """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
+    scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, _LARGEST_HALF), np.inf)
+    return _packed(scaled, "float16", 1 / _KLD_SCALE)
+
+
+def pack_floats(values: NDArray[np.float64]) -> Packed:
+    """To the 24 bits of float32."""
+    return _packed(values, "float32", None)
+
+
+def _packed_bytes(packed: Packed) -> float:
+    """What each value takes in a file."""
+    return np.dtype(packed["type"]).itemsize * 4 / 3
+
+
+def _packed(values: NDArray[Any], dtype: str, scale: float | None) -> Packed:
+    content = np.ascontiguousarray(values.astype(np.dtype(dtype).newbyteorder("<"))).tobytes()
+    return {"type": dtype, "scale": scale, "data": base64.b64encode(content).decode("ascii")}

@@ -1,6 +1,7 @@
 """The tables of a report: every figure as text, with its errors, and as the number that it is sorted by."""
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +17,6 @@ _FAR_FEWER = 2
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure, or a name."""
-
     text: str
     value: float | None = None
     errors: tuple[str, ...] = ()
@@ -34,8 +33,6 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Of the table of runs."""
-
     name: str
     is_number: bool = True
 
@@ -51,8 +48,6 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a run costs, in one line."""
-
     label: str
     parts: list[Cell]
 
@@ -153,9 +148,8 @@ def _matrix(
 def _ratio_cell(pair: PairFigures, is_inverse: bool) -> Cell:
     ratio = pair.ppl_ratio
     if is_inverse:
-        low, high = (None if end is None else 1 / end for end in (ratio.high, ratio.low))
         value = 1 / ratio.value if ratio.value else math.inf
-        ratio = Figure(value, None if ratio.stderr is None else ratio.stderr * value**2, low, high)
+        ratio = ratio.through(lambda end: 1 / end if end else math.inf, value**2)
     shown = with_errors(ratio)
     return _pair_cell(pair, is_inverse, pair.verdict, "perplexity", shown, f"{shown.text} times")
 
@@ -165,8 +159,7 @@ def _kld_cell(pair: PairFigures, is_inverse: bool) -> Cell:
     if difference is None or pair.kld_verdict is None:
         return Cell(NOT_KNOWN)
     if is_inverse:
-        low, high = (None if end is None else -end for end in (difference.high, difference.low))
-        difference = Figure(-difference.value, difference.stderr, low, high)
+        difference = difference.through(operator.neg, 1)
     shown = with_errors(difference, sign="+")
     return _pair_cell(pair, is_inverse, pair.kld_verdict, "mean KL divergence", shown, f"{shown.text} nats")
 

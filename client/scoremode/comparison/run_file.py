@@ -63,9 +63,6 @@ class _KldRecord(_Record):
 
 _SHAPES: dict[str, type[_PerplexityRecord | _KldRecord]] = {"perplexity": _PerplexityRecord, "kld": _KldRecord}
 
-_LONGEST_INTEGER = 19
-"""Digits, with a sign: of what 64 bits hold, and every float."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFile:
@@ -192,7 +189,8 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     text = record.reference if isinstance(record, _KldRecord) else record
     kind: Literal["perplexity", "kld"] = "perplexity" if reference is None else "kld"
     _check_arrays(path, kind, arrays)
-    of_reference = {} if reference is None else arrays
+    of_reference = {} if reference is None else {name: arrays[name] for name in POSITION_DTYPES}
+    floats = {name: of_reference[name].astype(np.float64) for name in ("kld", "reference_confidence") if of_reference}
     found = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
     try:
         top_tokens = TopTokens(**found, num_scored=len(arrays["token_ids"])) if found["positions"].size else None
@@ -218,11 +216,11 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
         ranks=arrays.get("ranks"),
-        kld=_as_float64(of_reference.get("kld")),
+        kld=floats.get("kld"),
         reference_nlls=None if reference is None else _nlls(arrays["reference_logprobs"]),
         top_token_ids=of_reference.get("top_token_ids"),
         reference_top_token_ids=of_reference.get("reference_top_token_ids"),
-        reference_confidence=_as_float64(of_reference.get("reference_confidence")),
+        reference_confidence=floats.get("reference_confidence"),
         token_texts=record.token_texts or {},
         top_tokens=top_tokens,
     )
@@ -230,14 +228,13 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
 
 def _read_record(path: Path) -> _PerplexityRecord | _KldRecord:
     try:
-        content: Any = json.loads(path.read_bytes(), parse_int=_integer)
+        # Larger numbers would fit no float either.
+        content: Any = json.loads(path.read_bytes(), parse_int=lambda digits: int(np.int64(digits)))
         record: dict[str, Any] = _shown(content)
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise RunError(f"{path} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise RunError(f"{path} is nested too deeply for a result of ppl-client") from error
     kind, version = (record.get("kind"), record.get("version")) if isinstance(record, dict) else (None, None)
     if not isinstance(kind, str) or kind not in _SHAPES:
         raise RunError(f"{path} is not a result of `ppl-client --output` or `ppl-client kld --output`")
@@ -249,12 +246,6 @@ def _read_record(path: Path) -> _PerplexityRecord | _KldRecord:
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _LONGEST_INTEGER:
-        raise ValueError(f"a whole number of {len(digits)} digits")
-    return int(digits)
 
 
 def _shown(value: Any) -> Any:
@@ -308,7 +299,3 @@ def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:
     lowest logprob for that."""
     nlls: NDArray[np.float64] = np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
     return nlls
-
-
-def _as_float64(array: NDArray[Any] | None) -> NDArray[np.float64] | None:
-    return None if array is None else array.astype(np.float64)

@@ -12,8 +12,17 @@ from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
 from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.plot_style import HEIGHT, Labels, Theme, add_tip, legend, line_box, marker, new_axes
-from scoremode.comparison.plot_style import plain_log_axis as log_axis
+from scoremode.comparison.plot_style import (
+    HEIGHT,
+    Theme,
+    add_tip,
+    legend,
+    line_box,
+    marker,
+    new_axes,
+    plain_log_axis,
+    put_label,
+)
 
 MIN_FRONT = 3
 """Runs; fewer need no line to be told apart."""
@@ -35,35 +44,34 @@ class Point:
     high: float
 
 
-def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> list[Point]:
-    """The runs that have the figure, and it is finite; low and high are the value itself without an interval."""
-    size_of = size_axis(comparison)[1]
-    return [
+def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> tuple[str | None, list[Point]]:
+    """What is known of every run's size, as the name of an axis, None where nothing is; and the runs whose figure is
+    finite, with low and high as the value itself where it has no interval."""
+    runs = [figures.run for figures in comparison.runs]
+    axis: str | None = None
+    sizes: list[float | None] = [None] * len(runs)
+    for name, known in (
+        ("weight files (GiB)", [run.gib for run in runs]),
+        ("bits per weight", [run.bits_per_weight for run in runs]),
+    ):
+        if None not in known:
+            axis, sizes = name, known
+    return axis, [
         Point(
             index,
             run.run.label,
-            size_of(run),
+            size,
             figure.value,
             _finite(figure.low, figure.value),
             _finite(figure.high, figure.value),
         )
-        for index, run in enumerate(comparison.runs)
+        for index, (run, size) in enumerate(zip(comparison.runs, sizes, strict=True))
         if (figure := figure_of(run)) is not None and math.isfinite(figure.value)
     ]
 
 
 def _finite(value: float | None, otherwise: float) -> float:
     return value if value is not None and math.isfinite(value) else otherwise
-
-
-def size_axis(comparison: Comparison) -> tuple[str | None, Callable[[RunFigures], float | None]]:
-    """What is known of every run's size, as the name of an axis and the value on it; None where nothing is."""
-    runs = [figures.run for figures in comparison.runs]
-    if all(run.bits_per_weight is not None for run in runs):
-        return "bits per weight", lambda figures: figures.run.bits_per_weight
-    if all(run.gib is not None for run in runs):
-        return "weight files (GiB)", lambda figures: figures.run.gib
-    return None, lambda figures: None
 
 
 def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
@@ -88,10 +96,9 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
     legend(drawing, axes, theme)
     # Labels keep clear of points in pixels, so the layout has to be final.
     drawing.draw_without_rendering()
-    labels = Labels(axes, theme)
-    labels.keep_clear(_taken(axes, all_points, line, floor))
+    taken = list(_taken(axes, all_points, line, floor))
     for point in all_points:
-        labels.put(point.size or 0, point.value, point.label, theme.run(point.index))
+        put_label(axes, theme, taken, (point.size or 0, point.value), point.label, theme.run(point.index))
     return drawing
 
 
@@ -161,7 +168,7 @@ def _set_scale(axes: Axes, all_points: Sequence[Point], floor: float | None, whi
         return
     ends = [*values, *(end for point in all_points for end in (point.low, point.high) if end > 0)]
     (axes.set_xlim if which == "x" else axes.set_ylim)(max(min(ends), min(values) / 10) / 2, max(ends) * 2)
-    log_axis(axes, which)
+    plain_log_axis(axes, which)
 
 
 def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:

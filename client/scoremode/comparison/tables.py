@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Generic, TypeVar
 
 from scoremode.comparison.compare import ppl_change
@@ -16,61 +16,83 @@ from scoremode.runs.report import weights_in_words
 
 Row = TypeVar("Row")
 
-_CSV_HEADER = ("run", "beside", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict")
-_CSV_OF_RUN = ("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished")
+CsvRow = dict[str, object]
+_CSV_HEADER = (
+    *("run", "beside", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict"),
+    *("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished", "task"),
+)
 
 
 def as_text(comparison: Comparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
-    parts = [
+    return paragraphs(
         _settings(comparison),
         *(aligned(section, comparison.runs) for section in _run_sections(comparison)),
         *(aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
         summary(comparison),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+    )
 
 
 def as_markdown(comparison: Comparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
-    parts = [
+    return paragraphs(
         markdown_rows(_merged(_run_sections(comparison)), comparison.runs),
         markdown_rows(_merged(_pair_sections(comparison)), comparison.pairs),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
-        [f"{escaped(' '.join(_settings(comparison)))}"],
-    ]
+        [escaped(" ".join(_settings(comparison)))],
+    )
+
+
+def paragraphs(*parts: Sequence[str]) -> str:
+    """Lines with an empty one between two parts, of which empty ones are left out."""
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def as_csv(comparison: Comparison | None, accuracies: Iterable[Sequence[object]] = ()) -> str:
+def as_csv(comparison: Comparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
     """One line per figure, in full precision. A pair's `run` is the second, `beside` the first.
 
     Args:
         comparison: Of runs, if there are any.
-        accuracies: Run, `beside`, task, figure, value, ends of its interval, and verdict.
+        accuracies: More rows, by the names of columns.
     """
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*_CSV_HEADER, *_CSV_OF_RUN, "task"])
+    writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")
+    writer.writeheader()
     if comparison is not None:
-        writer.writerows(_csv_rows(comparison))
-    for run, beside, task, figure, value, low, high, verdict in accuracies:
-        row = [run, beside, "", "", figure, value, None, low, high, verdict]
-        writer.writerow([*row, *[None] * len(_CSV_OF_RUN), task])
+        for figures in comparison.runs:
+            server = figures.run.server
+            writer.writerows(_csv_rows(figures.run, "", "weight_bytes", server.weight_bytes))
+            writer.writerows(_csv_rows(figures.run, "", "num_parameters", server.num_parameters))
+            writer.writerows(_csv_rows(figures.run, "", "bits_per_weight", figures.run.bits_per_weight))
+            for name in (field.name for field in fields(figures) if field.name != "run"):
+                writer.writerows(_csv_rows(figures.run, "", name, getattr(figures, name)))
+        for pair in comparison.pairs:
+            beside = pair.first.label
+            writer.writerows(_csv_rows(pair.second, beside, "ln_ppl_ratio", pair.ln_ppl_ratio, pair.verdict))
+            writer.writerows(_csv_rows(pair.second, beside, "ppl_ratio", pair.ppl_ratio, pair.verdict))
+            writer.writerows(_csv_rows(pair.second, beside, "ppl_difference", pair.ppl_difference))
+            writer.writerows(_csv_rows(pair.second, beside, "kld_difference", pair.kld_difference, pair.kld_verdict))
+    writer.writerows(accuracies)
     return file.getvalue()
 
 
-def _csv_rows(comparison: Comparison) -> Iterator[list[object]]:
-    for figures in comparison.runs:
-        for name, value in _run_values(figures).items():
-            if value is not None:
-                row = [figures.run.label, "", *_weights(figures.run), name, *_values(value), ""]
-                yield [*row, *_of_run(figures.run), None]
-    for pair in comparison.pairs:
-        for name, figure, verdict in _pair_values(pair):
-            if figure is not None:
-                row = [pair.second.label, pair.first.label, *_weights(pair.second), name]
-                yield [*row, *_values(figure), verdict, *_of_run(pair.second), None]
+def _csv_rows(
+    run: RunFile, beside: str, figure: str, value: Figure | float | None, verdict: str | None = None
+) -> Iterator[CsvRow]:
+    """None where there is no value."""
+    if value is None:
+        return
+    corpus = run.corpus
+    yield {
+        **{"run": run.label, "beside": beside, "quantization": run.server.quantization, "dtype": run.server.dtype},
+        **{"figure": figure, "verdict": verdict, "path": run.path},
+        **(asdict(value) if isinstance(value, Figure) else {"value": value}),
+        "corpus": None if corpus is None else corpus.in_words,
+        "corpus_sha256": None if corpus is None else corpus.sha256,
+        "figures": comparable_with(corpus, run.context_length),
+        **{"model": run.model, "revision": run.server.revision, "versions": run.versions},
+        **{"device": run.server.devices, "finished": run.finished},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,36 +131,39 @@ def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     change = ppl_change(comparison, comparison.base)
     if not comparison.pairs and change is not None and comparison.base_reference is not None:
-        base, ratios = (
-            f"the reference {comparison.base_reference.name}",
-            {base: replace(change, value=1 + change.value)},
-        )
+        ratios = {base: replace(change, value=1 + change.value)}
+        base = f"the reference {comparison.base_reference.name}"
     label: TextColumn[RunFigures] = TextColumn("run", lambda row: row.run.label, right=False)
-    weights: list[TextColumn[RunFigures]] = [
-        TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
-        TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
-        TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
-        TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+    sections: list[list[TextColumn[RunFigures]]] = [
+        [
+            label,
+            TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
+            TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
+            TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
+            TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+        ],
+        [
+            label,
+            TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
+            TextColumn(f"over that of {base}", lambda row: _figure(ratios.get(row.run.label), 4)),
+        ],
+        [
+            label,
+            TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
+            TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
+            TextColumn("times the floor", lambda row: floors(row.kld_over_noise_floor).text),
+        ],
+        [
+            label,
+            TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),
+            TextColumn("95 %", lambda row: _number(row.kld_p95, 4)),
+            TextColumn("99 %", lambda row: _number(row.kld_p99, 4)),
+            TextColumn("99.9 %", lambda row: _number(row.kld_p999, 4)),
+            TextColumn("max KLD", lambda row: _number(row.kld_max, 4)),
+            TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
+        ],
     ]
-    perplexity: list[TextColumn[RunFigures]] = [
-        TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
-        TextColumn(f"over that of {base}", lambda row: _figure(ratios.get(row.run.label), 4)),
-    ]
-    kld: list[TextColumn[RunFigures]] = [
-        TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
-        TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-        TextColumn("times the floor", lambda row: floors(row.kld_over_noise_floor).text),
-    ]
-    tail: list[TextColumn[RunFigures]] = [
-        TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),
-        TextColumn("95 %", lambda row: _number(row.kld_p95, 4)),
-        TextColumn("99 %", lambda row: _number(row.kld_p99, 4)),
-        TextColumn("99.9 %", lambda row: _number(row.kld_p999, 4)),
-        TextColumn("max KLD", lambda row: _number(row.kld_max, 4)),
-        TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
-    ]
-    has_kld = any(figures.kld is not None for figures in comparison.runs)
-    return [[label, *weights], [label, *perplexity], *([[label, *kld], [label, *tail]] if has_kld else [])]
+    return sections if any(figures.kld is not None for figures in comparison.runs) else sections[:2]
 
 
 def _pair_sections(comparison: Comparison) -> list[list[TextColumn[PairFigures]]]:
@@ -148,16 +173,12 @@ def _pair_sections(comparison: Comparison) -> list[list[TextColumn[PairFigures]]
         TextColumn("run", lambda row: row.second.label, right=False),
         TextColumn("compared with", lambda row: row.first.label, right=False),
     ]
-    perplexity: list[TextColumn[PairFigures]] = [
-        TextColumn("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4)),
-        TextColumn("by perplexity", lambda row: row.verdict, right=False),
-    ]
-    kld: list[TextColumn[PairFigures]] = [
-        TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6)),
-        TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False),
-    ]
-    has_kld = any(pair.kld_difference is not None for pair in comparison.pairs)
-    return [[*labels, *perplexity], *([[*labels, *kld]] if has_kld else [])]
+    ratio: TextColumn[PairFigures] = TextColumn("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4))
+    sections = [[*labels, ratio, TextColumn("by perplexity", lambda row: row.verdict, right=False)]]
+    if any(pair.kld_difference is not None for pair in comparison.pairs):
+        more: TextColumn[PairFigures] = TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6))
+        sections.append([*labels, more, TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False)])
+    return sections
 
 
 def _merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:
@@ -199,25 +220,6 @@ def escaped(text: str) -> str:
     return text
 
 
-def _weights(run: RunFile) -> tuple[str, str]:
-    return run.server.quantization or "", run.server.dtype
-
-
-def _of_run(run: RunFile) -> list[str | None]:
-    corpus = run.corpus
-    return [
-        str(run.path),
-        None if corpus is None else corpus.in_words,
-        None if corpus is None else corpus.sha256,
-        comparable_with(corpus, run.context_length),
-        run.model,
-        run.server.revision,
-        run.versions,
-        run.server.devices,
-        run.finished,
-    ]
-
-
 def _number(value: float | None, digits: int) -> str:
     return _in_words(plain(value, digits))
 
@@ -228,27 +230,3 @@ def _figure(figure: Figure | None, digits: int, scale: float = 1) -> str:
 
 def _in_words(cell: Cell) -> str:
     return " ".join((cell.text, *cell.errors)).replace("∞", "inf")
-
-
-def _run_values(figures: RunFigures) -> dict[str, Figure | float | None]:
-    return {
-        "weight_bytes": figures.run.server.weight_bytes,
-        "num_parameters": figures.run.server.num_parameters,
-        "bits_per_weight": figures.run.bits_per_weight,
-        **{field.name: getattr(figures, field.name) for field in fields(figures) if field.name != "run"},
-    }
-
-
-def _pair_values(pair: PairFigures) -> list[tuple[str, Figure | None, str]]:
-    return [
-        ("ln_ppl_ratio", pair.ln_ppl_ratio, pair.verdict),
-        ("ppl_ratio", pair.ppl_ratio, pair.verdict),
-        ("ppl_difference", pair.ppl_difference, ""),
-        ("kld_difference", pair.kld_difference, pair.kld_verdict or ""),
-    ]
-
-
-def _values(value: Figure | float) -> list[float | None]:
-    return (
-        [value.value, value.stderr, value.low, value.high] if isinstance(value, Figure) else [value, None, None, None]
-    )

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from scoremode.comparison.plot_style import (
     Theme,
-    add_curve_tips,
     add_tip,
-    dashes,
+    draw_curve,
     legend,
     legend_label,
     marker,
@@ -40,16 +39,9 @@ def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> 
     for index, run in runs:
         values = _kld(run)
         shares, zeros = survival(values, thresholds), float((values <= 0).mean())
-        axes.plot(
-            thresholds,
-            shares,
-            color=theme.run(index),
-            linestyle=dashes(index),
-            linewidth=1.8,
-            label=legend_label(run.label) + (f" ({_percent(zeros)} exactly 0)" if zeros else ""),
-        )
+        shown = run.label + (f" ({_percent(zeros)} exactly 0)" if zeros else "")
         form = "{1:.3%} of tokens have more than {0:.2g} nats"
-        add_curve_tips(axes, thresholds, shares, theme.run(index), run.label, form)
+        draw_curve(axes, theme, index, thresholds, shares, run.label, shown, form)
     if floor:
         axes.axvline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor, mean")
     axes.set_xlim(thresholds[0], thresholds[-1])
@@ -154,16 +146,8 @@ def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Draw
     for index, run in runs:
         means = running_difference(run, base)
         settled.append(means[int(num_tokens * _SETTLED) :])
-        axes.plot(
-            shown + 1,
-            means[shown],
-            color=theme.run(index),
-            linestyle=dashes(index),
-            linewidth=1.8,
-            label=legend_label(run.label),
-        )
         form = "{1:+.4f} nats over {0:,.0f} tokens"
-        add_curve_tips(axes, shown + 1, means[shown], theme.run(index), run.label, form)
+        draw_curve(axes, theme, index, shown + 1, means[shown], run.label, run.label, form)
     axes.axhline(0, color=theme.quiet, linewidth=1)
     low, high = min(0.0, *(part.min() for part in settled)), max(0.0, *(part.max() for part in settled))
     margin = 0.08 * (high - low or 1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from scoremode.corpus.documents import Document, ScoredDocument, UnscoredDocument
+from scoremode.corpus.documents import AnyDocument, Document, DocumentResult, ScoredDocument, UnscoredDocument
 from scoremode.errors import CorpusError
 
 FIGURES = {
@@ -40,7 +40,7 @@ def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], whe
         )
 
 
-def documents_of(column: pa.Array) -> list[Document | UnscoredDocument]:
+def documents_of(column: pa.Array) -> list[AnyDocument]:
     """The texts of a column."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -48,7 +48,7 @@ def documents_of(column: pa.Array) -> list[Document | UnscoredDocument]:
     return [_document(text) for text in column.cast(pa.large_binary()).to_pylist()]
 
 
-def added_columns(results: Sequence[ScoredDocument | UnscoredDocument], schema: pa.Schema) -> pa.RecordBatch:
+def added_columns(results: Sequence[DocumentResult], schema: pa.Schema) -> pa.RecordBatch:
     """The added columns of some rows."""
     scored = [result if isinstance(result, ScoredDocument) else None for result in results]
     values: list[list[object]] = [
@@ -64,12 +64,12 @@ def added_columns(results: Sequence[ScoredDocument | UnscoredDocument], schema: 
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def errors_of(results: Sequence[ScoredDocument | UnscoredDocument]) -> list[str | None]:
+def errors_of(results: Sequence[DocumentResult]) -> list[str | None]:
     """Why each row has no figures; None where it has."""
     return [result.error if isinstance(result, UnscoredDocument) else None for result in results]
 
 
-def _document(text: bytes | None) -> Document | UnscoredDocument:
+def _document(text: bytes | None) -> AnyDocument:
     if not text:
         return UnscoredDocument("the text is null" if text is None else "the text is empty")
     try:

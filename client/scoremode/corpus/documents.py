@@ -5,7 +5,6 @@ prefix token. A document that fits the context is one such window, so that many 
 longer one is tokenized first, and cut.
 """
 
-import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from scoremode.runs.pool import Pool, Result
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
 from scoremode.wire.retries import INTERNAL_ERROR, TIMED_OUT
 
-_log = logging.getLogger(__name__)
-
 Part = TypeVar("Part")
 
 _REQUEST_BYTES = 32_768
@@ -41,18 +38,13 @@ _FEWEST_BYTES = 3
 """A token, of what a document that fits the context is taken to have. One with more bytes than the context so has is
 tokenized before it is scored, which takes a second request. Any other is sent as text; the server refuses the request
 if it is too long after all."""
-_MARGIN = 0.8
-"""Of the bytes a token that the documents scored so far had, which count where they are more."""
 _REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text to be scored."""
-
     text: str
     num_bytes: int
-    """In UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +72,19 @@ class ScoredDocument:
 
 @dataclass(frozen=True, slots=True)
 class UnscoredDocument:
-    """A document without figures."""
-
     error: str
 
 
-def text_bytes(document: Document | UnscoredDocument) -> int:
+AnyDocument = Document | UnscoredDocument
+DocumentResult = ScoredDocument | UnscoredDocument
+
+
+def text_bytes(document: AnyDocument) -> int:
     """Of the text in UTF-8; 0 without a text."""
     return document.num_bytes if isinstance(document, Document) else 0
 
 
-def cut_into_requests(documents: Sequence[Document | UnscoredDocument]) -> Iterator[tuple[int, int]]:
+def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
@@ -118,41 +112,30 @@ class DocumentScorer:
         self.prefix_token_id: int = prefix_token_id
         self._pool = pool
         self._per_token = per_token
-        self._has_left_out = False
-        self._num_bytes = 0
-        """Of the documents that are scored."""
-        self._num_tokens = 0
         self._most_texts = self._most_windows = math.inf
         """In a request: half of those that a server did not score in time."""
 
-    async def score(self, documents: Sequence[Document | UnscoredDocument]) -> list[ScoredDocument | UnscoredDocument]:
+    async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
         """Score documents, those that fit the context together, in one request.
 
         Raises:
             ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
         """
         asked = [document for document in documents if isinstance(document, Document)]
-        # Bytes of a text that likely fits the context.
-        so_far = self._num_bytes / self._num_tokens if self._num_tokens else 0
-        limit = self.context_length * max(_FEWEST_BYTES, _MARGIN * so_far)
+        limit = self.context_length * _FEWEST_BYTES
         short, long = await joined(
             [
                 self._score_texts([document for document in asked if document.num_bytes <= limit]),
                 joined(self._tokenize_and_score(document) for document in asked if document.num_bytes > limit),
             ]
         )
-        scored = [result for result in short + long if isinstance(result, ScoredDocument)]
-        self._num_bytes += sum(result.num_bytes for result in scored)
-        self._num_tokens += sum(result.num_tokens for result in scored)
-        next_short, next_long = iter(short), iter(long)
+        results = {True: iter(short), False: iter(long)}
         return [
-            document
-            if isinstance(document, UnscoredDocument)
-            else next(next_long if document.num_bytes > limit else next_short)
+            document if isinstance(document, UnscoredDocument) else next(results[document.num_bytes <= limit])
             for document in documents
         ]
 
-    async def _score_texts(self, documents: Sequence[Document]) -> list[ScoredDocument | UnscoredDocument]:
+    async def _score_texts(self, documents: Sequence[Document]) -> list[DocumentResult]:
         if not documents:
             return []
         if len(documents) > self._most_texts:
@@ -182,20 +165,18 @@ class DocumentScorer:
         kept = (answer.token_ids, answer.logprob_array) if self._per_token else (None, None)
         return ScoredDocument(document.num_bytes, answer.num_scored, -answer.sum_logprob, *kept)
 
-    async def _tokenize_and_score(self, document: Document) -> ScoredDocument | UnscoredDocument:
+    async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
             tokens = await self._pool.ask(
                 document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
             )
         except _RefusalError as error:
-            return self._leave_out(error)
-        return (
-            await self._score_tokens(tokens, document.num_bytes)
-            if tokens
-            else UnscoredDocument("the text has no token")
-        )
+            return UnscoredDocument(str(error))
+        if not tokens:
+            return UnscoredDocument("the text has no token")
+        return await self._score_tokens(tokens, document.num_bytes)
 
-    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> ScoredDocument | UnscoredDocument:
+    async def _score_tokens(self, tokens: list[int], num_bytes: int) -> DocumentResult:
         windows = cut_windows(len(tokens), "rolling", self.context_length, prefix_token_id=self.prefix_token_id)
         in_request = max(1, _REQUEST_TOKENS // self.context_length)
         try:
@@ -204,7 +185,7 @@ class DocumentScorer:
                 for first in range(0, len(windows), in_request)
             )
         except _RefusalError as error:
-            return self._leave_out(error)
+            return UnscoredDocument(str(error))
         logprobs = np.concatenate([window for part in parts for window in part])
         kept = (tokens, logprobs) if self._per_token else (None, None)
         return ScoredDocument(num_bytes, len(tokens), -math.fsum(logprobs.tolist()), *kept)
@@ -228,12 +209,6 @@ class DocumentScorer:
         if any(np.isnan(logprobs).any() for logprobs in targets):
             raise ResponseError("the server gave no logprob for a target of a window")
         return targets
-
-    def _leave_out(self, error: "_RefusalError") -> UnscoredDocument:
-        if not self._has_left_out:
-            self._has_left_out = True
-            _log.warning("a document is left without figures, and any other like it: %s", error)
-        return UnscoredDocument(str(error))
 
     async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
         scores = await _answer(client, client.score([[self.prefix_token_id]], texts), len(texts))

@@ -1,7 +1,9 @@
 """`--filter`: a condition on columns, written as in Python, as an expression of pyarrow. Nothing is evaluated here."""
 
 import ast
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pyarrow as pa
@@ -9,25 +11,22 @@ import pyarrow.compute as pc
 
 from scoremode.errors import CorpusError
 
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Lt: lambda left, right: left < right,
-    ast.LtE: lambda left, right: left <= right,
-    ast.Gt: lambda left, right: left > right,
-    ast.GtE: lambda left, right: left >= right,
-    ast.Eq: lambda left, right: left == right,
-    ast.NotEq: lambda left, right: left != right,
-}
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: lambda left, right: left + right,
-    ast.Sub: lambda left, right: left - right,
-    ast.Mult: lambda left, right: left * right,
+_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.And: operator.and_,
+    ast.Or: operator.or_,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
     # pyarrow divides whole numbers as C does.
     ast.Div: lambda left, right: left.cast(pa.float64()) / right,
 }
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "len": lambda operand: pc.utf8_length(operand),
-    "abs": lambda operand: pc.abs(operand),
-}
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {"len": pc.utf8_length, "abs": pc.abs}
 
 
 def parse_filter(text: str) -> pc.Expression:
@@ -67,20 +66,18 @@ def _expression(node: ast.expr) -> Any:
             return pc.field(name)
         case ast.Call(func=ast.Name(id=name), args=[operand], keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](_expression(operand))
-        case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
             return ~_expression(operand)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return pc.negate(_expression(operand))
-        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-            return _expression(left) & _expression(right)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _expression(left) | _expression(right)
-        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _ARITHMETIC:
-            return _ARITHMETIC[type(operator)](_expression(left), _expression(right))
-        case ast.BoolOp(op=operator, values=[first, *others]):
-            return _joined(_expression(first), others, all_of=isinstance(operator, ast.And))
-        case ast.Compare(left=left, ops=operators, comparators=operands):
-            return _comparison(left, operators, operands)
+        case ast.BinOp(left=left, op=kind, right=right) if type(kind) in _OPERATORS:
+            return _OPERATORS[type(kind)](_expression(left), _expression(right))
+        case ast.BoolOp(op=kind, values=values):
+            return reduce(_OPERATORS[type(kind)], map(_expression, values))
+        case ast.Compare(left=left, ops=kinds, comparators=operands):
+            # Python's chains too: `1 < a < 2`.
+            pairs = zip(kinds, [left, *operands], operands, strict=False)
+            return reduce(operator.and_, (_compared(_expression(one), kind, other) for kind, one, other in pairs))
     raise ValueError(f"{ast.unparse(node)!r} is not understood")
 
 
@@ -93,31 +90,15 @@ def _path(node: ast.expr) -> list[str]:
     raise ValueError(f"{ast.unparse(node)!r} is not understood")
 
 
-def _joined(expression: Any, others: list[ast.expr], *, all_of: bool) -> Any:
-    for node in others:
-        expression = expression & _expression(node) if all_of else expression | _expression(node)
-    return expression
-
-
-def _comparison(left: ast.expr, operators: list[ast.cmpop], operands: list[ast.expr]) -> Any:
-    """Python's chains too: `1 < a < 2`."""
-    whole = None
-    for operator, right in zip(operators, operands, strict=True):
-        part = _compared(_expression(left), operator, right)
-        whole = part if whole is None else whole & part
-        left = right
-    return whole
-
-
-def _compared(left: Any, operator: ast.cmpop, right: ast.expr) -> Any:
-    match operator, right:
+def _compared(left: Any, kind: ast.cmpop, right: ast.expr) -> Any:
+    match kind, right:
         case ast.Is(), ast.Constant(value=None):
             return left.is_null()
         case ast.IsNot(), ast.Constant(value=None):
             return left.is_valid()
         case ast.In() | ast.NotIn(), ast.List(elts=elements) | ast.Tuple(elts=elements) | ast.Set(elts=elements):
             found = left.isin([ast.literal_eval(element) for element in elements])
-            return found if isinstance(operator, ast.In) else ~found
-    if type(operator) not in _COMPARISONS:
+            return found if isinstance(kind, ast.In) else ~found
+    if type(kind) not in _OPERATORS:
         raise ValueError(f"{ast.unparse(right)!r} cannot be compared in this way")
-    return _COMPARISONS[type(operator)](left, _expression(right))
+    return _OPERATORS[type(kind)](left, _expression(right))

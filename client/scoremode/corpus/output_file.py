@@ -1,4 +1,9 @@
-"""One file's rows with their added columns, in a parquet file that appears whole or not at all."""
+"""One file's rows with their added columns, in a parquet file that appears whole or not at all.
+
+Until then the figures are in a journal that outlives the run, should it be killed: a stream of Arrow record batches,
+each the figures of the rows after those of the batch before. A batch is handed to the operating system in one piece, so
+a process that is killed leaves at most one torn batch, the last.
+"""
 
 import json
 import os
@@ -10,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scoremode.corpus.figures_journal import HEADER_KEY, FiguresJournal
 from scoremode.errors import OutputError
-from scoremode.runs.journal import check_same_run
+from scoremode.runs.journal import AppendedFile, check_same_run, open_locked
 from scoremode.runs.output import sync_folder
 
+HEADER_KEY = b"scoremode"
 _ROW_GROUP_BYTES = 64 << 20
 _ROW_GROUP_ROWS = 65_536
 
@@ -24,15 +29,54 @@ def journal_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.journal")
 
 
+class FiguresJournal(AppendedFile):
+    """The journal of one output file: the figures of earlier sessions, and a place for those of this one."""
+
+    def __init__(self, path: Path, header: Mapping[str, object], schema: pa.Schema) -> None:
+        super().__init__(path, open_locked(path))
+        schema = schema.with_metadata({HEADER_KEY: json.dumps(header)})
+        try:
+            size, batches = self._read(header, schema) if path.stat().st_size else (0, [])
+            self._file.truncate(size)
+            if not size:
+                self._append(schema.serialize())
+        except BaseException:
+            self._file.close()
+            raise
+        self.earlier = pa.Table.from_batches(batches, schema)
+        """The figures of earlier sessions: the file's own bytes, mapped into memory."""
+        self.num_done = self.earlier.num_rows
+
+    def add(self, figures: pa.RecordBatch) -> None:
+        """Write down the figures of the next rows."""
+        self._append(figures.serialize())
+        self.num_done += figures.num_rows
+
+    def _read(self, header: Mapping[str, object], schema: pa.Schema) -> tuple[int, list[pa.RecordBatch]]:
+        """The size of the file without a torn end, and the batches that are there."""
+        batches: list[pa.RecordBatch] = []
+        with pa.memory_map(str(self.path)) as source:
+            try:
+                found = pa.ipc.read_schema(source)
+            except (OSError, pa.ArrowException):
+                # Torn within the header, or no journal; one that is killed there has no more than that.
+                if source.size() <= len(schema.serialize()):
+                    return 0, batches
+                raise OutputError(f"{self.path} is not a journal of this version of ppl-client; move it away") from None
+            of_file = json.loads((found.metadata or {}).get(HEADER_KEY, b"{}"))
+            check_same_run(self.path, of_file, header, "delete it to start afresh")
+            while True:
+                end = int(source.tell())
+                try:
+                    batches.append(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema))
+                except (EOFError, OSError, pa.ArrowException):
+                    return end, batches
+
+
 class OutputFile:
     """Takes rows and their figures in order, until `finish` puts the file in its place.
 
-    Args:
-        path: The file's.
-        header: Everything that decides rows and figures; kept in the file.
-        rows: Schema of the rows as they are read.
-        added: Schema of the added columns.
-        condition: Of the rows that are kept; all when left out.
+    The file keeps `header`, everything that decides rows and figures, and the rows for which `condition` is true.
     """
 
     def __init__(
@@ -46,9 +90,7 @@ class OutputFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._journal = FiguresJournal(journal_of(path), header, added)
-        self.num_resumed = self._journal.num_resumed
-        """Rows whose figures an earlier session left."""
-        self.earlier = self._journal.earlier()
+        self._earlier = self._journal.earlier
         metadata = {**(rows.metadata or {}), _header_key(header): json.dumps(header)}
         self._schema = pa.schema([*rows, *added], metadata=metadata)
         self._condition = condition
@@ -61,6 +103,11 @@ class OutputFile:
         except OSError as error:
             self._journal.close()
             raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def take_earlier(self, num_rows: int) -> pa.Table:
+        """The figures of the next rows that an earlier session left, or as many as there are."""
+        taken, self._earlier = self._earlier.slice(0, num_rows), self._earlier.slice(num_rows)
+        return taken
 
     def add(self, rows: pa.RecordBatch, figures: pa.RecordBatch | pa.Table, *, is_new: bool) -> int:
         """Take the next rows; returns how many are kept. Their figures are in the journal first if they are new."""

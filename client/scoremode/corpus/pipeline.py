@@ -6,9 +6,10 @@ memory does not grow with the files.
 """
 
 import asyncio
+import hashlib
 import time
 from asyncio import Event, Queue, Task
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,11 @@ import pyarrow as pa
 
 from scoremode._tasks import in_thread, joined
 from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
-from scoremode.corpus.documents import DocumentScorer, ScoredDocument, UnscoredDocument, cut_into_requests, text_bytes
+from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
-from scoremode.corpus.rows import Rows, open_rows
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress, checksum_of
+from scoremode.corpus.rows import open_rows
+from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress
 from scoremode.errors import OutputError, ScoremodeError
 from scoremode.runs.pool import Pool
 
@@ -38,12 +39,10 @@ class _Piece:
     rows: pa.RecordBatch
     num_bytes: int
     earlier: pa.Table | None = None
-    scoring: Task[list[ScoredDocument | UnscoredDocument]] | None = None
+    scoring: Task[list[DocumentResult]] | None = None
 
 
 class Pipeline:
-    """One run over files."""
-
     def __init__(
         self,
         files: Sequence[InputFile],
@@ -67,7 +66,7 @@ class Pipeline:
         """An output stands for its end, an error for why no more is read, None for the end of all."""
         self._held = 0
         self._released = Event()
-        self._scoring: set[Task[list[ScoredDocument | UnscoredDocument]]] = set()
+        self._scoring: set[Task[list[DocumentResult]]] = set()
         """Not yet written."""
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
@@ -113,29 +112,29 @@ class Pipeline:
                 self.progress.num_finished_before += 1
                 self._report()
                 continue
-            rows, output = opened
-            batches = rows.batches()
+            batches, output = opened
             while (batch := await in_thread(next, batches, None)) is not None:
                 await self._read_batch(output, batch)
             await self._pieces.put(output)
 
-    def _open_file(self, file: InputFile) -> tuple[Rows, OutputFile] | None:
+    def _open_file(self, file: InputFile) -> tuple[Iterator[pa.RecordBatch], OutputFile] | None:
         path = self._folder / file.output_name
         header = self._settings.header(file)
         if path.exists():
             check_finished(path, header)
             return None
-        rows = open_rows(file.path)
-        check_columns(rows.schema, self._settings.text_column, self._added.names, str(file.path))
-        if self._condition is not None and rows.schema.names:
-            check_filter(self._condition, pa.schema([*rows.schema, *self._added]))
-        header["input_sha256"] = checksum_of(file.path)
-        output = OutputFile(path, header, rows.schema, self._added, self._condition)
+        schema, batches = open_rows(file.path)
+        check_columns(schema, self._settings.text_column, self._added.names, str(file.path))
+        if self._condition is not None and schema.names:
+            check_filter(self._condition, pa.schema([*schema, *self._added]))
+        with file.path.open("rb") as content:
+            header["input_sha256"] = hashlib.file_digest(content, "sha256").hexdigest()
+        output = OutputFile(path, header, schema, self._added, self._condition)
         self._open.append(output)
-        return rows, output
+        return batches, output
 
     async def _read_batch(self, output: OutputFile, batch: pa.RecordBatch) -> None:
-        earlier = output.earlier.take(batch.num_rows)
+        earlier = output.take_earlier(batch.num_rows)
         if earlier.num_rows:
             await self._hand_over(_Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier))
         batch = batch.slice(earlier.num_rows)
@@ -172,30 +171,25 @@ class Pipeline:
             self._report()
 
     async def _write_piece(self, piece: _Piece) -> None:
-        if piece.scoring is None:
-            figures = piece.earlier
-        else:
+        progress, is_new = self.progress, piece.scoring is not None
+        figures: pa.RecordBatch | pa.Table = piece.earlier
+        if piece.scoring is not None:
             # A failure is raised here, in the order of rows, so that earlier results are kept.
             results = await piece.scoring
             self._scoring.remove(piece.scoring)
             figures = added_columns(results, self._added)
-            if self.progress.first_error is None:
-                errors = (result.error for result in results if isinstance(result, UnscoredDocument))
-                self.progress.first_error = next(errors, None)
-        kept = await in_thread(piece.output.add, piece.rows, figures, is_new=piece.scoring is not None)
-        self._count(figures, kept, is_new=piece.scoring is not None)
-
-    def _count(self, figures: pa.RecordBatch | pa.Table, kept: int, *, is_new: bool) -> None:
+            errors = (result.error for result in results if isinstance(result, UnscoredDocument))
+            progress.first_error = progress.first_error or next(errors, None)
+        progress.num_kept += await in_thread(piece.output.add, piece.rows, figures, is_new=is_new)
         num_tokens, nll = (figures.column(place).to_pylist() for place in (0, 1))
         sum_tokens = sum(filter(None, num_tokens))
-        self.progress.num_documents += figures.num_rows
-        self.progress.num_unscored += num_tokens.count(None)
-        self.progress.num_kept += kept
-        self.progress.num_tokens += sum_tokens
-        self.progress.nll += sum(filter(None, nll))
+        progress.num_documents += figures.num_rows
+        progress.num_unscored += num_tokens.count(None)
+        progress.num_tokens += sum_tokens
+        progress.nll += sum(filter(None, nll))
         if not is_new:
-            self.progress.num_resumed += figures.num_rows
-            self.progress.num_tokens_resumed += sum_tokens
+            progress.num_resumed += figures.num_rows
+            progress.num_tokens_resumed += sum_tokens
 
     def _report(self) -> None:
         self.progress.seconds = time.perf_counter() - self._started

@@ -1,8 +1,7 @@
 """Which files a run reads, what decides the rows of an output and their figures, and the progress of a run."""
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from scoremode._printable import two_columns
@@ -16,8 +15,6 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file of documents."""
-
     path: Path
     name: str
     """Its place below the folder that was named, or its own name, with `/`."""
@@ -73,8 +70,6 @@ def _suffix(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CorpusSettings:
-    """What is asked for."""
-
     text_column: str
     column_prefix: str
     per_token: bool
@@ -91,20 +86,9 @@ class CorpusSettings:
             "format": 1,
             "input": file.name,
             "input_bytes": file.path.stat().st_size,
-            "text_column": self.text_column,
-            "column_prefix": self.column_prefix,
-            "per_token": self.per_token,
-            "filter": self.filter,
-            "context_length": self.context_length,
-            "model": self.model,
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "server"},
             **server_header(self.server),
         }
-
-
-def checksum_of(path: Path) -> str:
-    """sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(slots=True)
@@ -119,7 +103,6 @@ class CorpusProgress:
     num_resumed: int = 0
     """Documents among them that an earlier session had scored."""
     num_unscored: int = 0
-    """Documents without figures."""
     num_kept: int = 0
     """Documents that the filter let pass; all without one."""
     num_tokens: int = 0

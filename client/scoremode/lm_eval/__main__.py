@@ -22,7 +22,6 @@ class NamedCache(CachingLM):
 
 
 def main() -> None:
-    """Run lm-eval."""
     register_model("scoremode")(ScoremodeLM)
     lm_eval.api.model.CachingLM = NamedCache
     cli_evaluate()

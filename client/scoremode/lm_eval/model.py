@@ -6,6 +6,7 @@ import os
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
@@ -113,29 +114,19 @@ class ScoremodeLM(TemplateLM):
     @property
     def cache_name(self) -> str:
         """All that an answer depends on, apart from its request."""
-        settings = [
-            self.max_length,
-            self.prefix_token_id,
-            self._add_bos_token,
-            self._max_gen_toks,
-            self._think_end_token,
-        ]
-        return "-".join(map(str, [self._info.fingerprint, *settings]))
+        settings = (self._add_bos_token, self._max_gen_toks, self._think_end_token)
+        return "-".join(map(str, (self._info.fingerprint, self.max_length, self.prefix_token_id, *settings)))
 
     @property
     def eot_token_id(self) -> int:
-        """EOS."""
         token_id: int = self.tokenizer.eos_token_id
         return token_id
 
     @property
     def prefix_token_id(self) -> int:
         """The context of an empty context."""
-        tokenizer = self.tokenizer
-        for token_id in (self._prefix_token_id, tokenizer.bos_token_id):
-            if token_id is not None:
-                return int(token_id)
-        return self.eot_token_id
+        known = (self._prefix_token_id, self.tokenizer.bos_token_id)
+        return int(next((token_id for token_id in known if token_id is not None), self.eot_token_id))
 
     @property
     def tokenizer_name(self) -> str:
@@ -145,20 +136,12 @@ class ScoremodeLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a chat; without its system message where the template refuses that."""
 
-        def text(messages: list[dict[str, str]]) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
-                )
-            )
-
+        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
-            return text(chat_history)
+            return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))
         except TemplateError:
-            return text([message for message in chat_history if message["role"] != "system"])
+            messages = [message for message in chat_history if message["role"] != "system"]
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **ends))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """The tokens of a text."""
@@ -169,13 +152,10 @@ class ScoremodeLM(TemplateLM):
 
     def _encode(self, texts: list[str], add_special_tokens: bool | None = None) -> list[list[int]]:
         """A text that begins with BOS gets no other."""
-        options = [_add_special_kwargs(add_special_tokens, self._add_bos_token)] * len(texts)
+        usual, bos = _add_special_kwargs(add_special_tokens, self._add_bos_token), None
         if add_special_tokens is None:
             bos = self.tokenizer.decode(self.prefix_token_id)
-            options = [
-                {"add_special_tokens": False} if has_bos_prefix(text, bos) else usual
-                for text, usual in zip(texts, options, strict=True)
-            ]
+        options = [{"add_special_tokens": False} if bos and has_bos_prefix(text, bos) else usual for text in texts]
         if all(each == options[0] for each in options):
             encoded: list[list[int]] = self.tokenizer(texts, **options[0])["input_ids"]
             return encoded
@@ -188,7 +168,8 @@ class ScoremodeLM(TemplateLM):
         for context, continuation in (request.args for request in requests):
             if context:
                 texts |= {context.rstrip(): None, context + continuation: None}
-        for some in _parts(list(texts), ENCODED_AT_ONCE):
+        for start in range(0, len(texts), ENCODED_AT_ONCE):
+            some = list(islice(texts, start, start + ENCODED_AT_ONCE))
             # Arrays have a tenth of a list's memory.
             self._encoded |= {text: array("i", ids) for text, ids in zip(some, self._encode(some), strict=True)}
         try:
@@ -341,8 +322,3 @@ def _root(body: bytes, name: str) -> str:
     """The path of a served model or of an adapter's model, from `/v1/models`."""
     models = {model["id"]: model for model in json.loads(body)["data"]}
     return str(models[models[name].get("parent") or name]["root"])
-
-
-def _parts(texts: list[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]

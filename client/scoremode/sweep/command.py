@@ -5,7 +5,6 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from scoremode._printable import printable
@@ -54,7 +53,6 @@ def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
             result.failures[label] = str(error)
     if not runs:
         return
-    _warn_of_versions(runs)
     comparison = compare(runs)
     output = folder / plan.output
     if plan.compare.plots is not None:
@@ -63,13 +61,3 @@ def _compare(plan: SweepPlan, folder: Path, result: SweepResult) -> None:
         write_report(comparison, output / plan.compare.html)
         _log.info("the report is %s", output / plan.compare.html)
     sys.stdout.write(as_text(comparison))
-
-
-def _warn_of_versions(runs: Sequence[RunFile]) -> None:
-    """Runs are kept when vLLM is updated, which may then explain their differences."""
-    versions: dict[str, list[str]] = {}
-    for run in runs:
-        versions.setdefault(run.versions.replace(", ", " on "), []).append(run.label)
-    if len(versions) > 1:
-        found = "; ".join(f"{version}: {', '.join(labels)}" for version, labels in versions.items())
-        _log.warning("the runs are of different versions, delete the older ones to measure them again: %s", found)

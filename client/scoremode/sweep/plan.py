@@ -140,8 +140,6 @@ class CompareOptions(_Part):
 
 
 class SweepPlan(_Part):
-    """A whole plan."""
-
     output: LocalPath
     text: TextOptions
     windows: WindowOptions = WindowOptions()

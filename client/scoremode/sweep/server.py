@@ -69,14 +69,7 @@ async def model_server(
 ) -> AsyncIterator[ModelServer]:
     """`COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`, once it answers `/health`; stopped on leaving.
 
-    Args:
-        command: What stands before the model.
-        model: A path or a name.
-        flags: What stands after it.
-        environment: In addition to this process's.
-        folder: Which paths in `model` and `flags` are relative to.
-        log: The file that gets all that the server prints.
-        start_seconds: How long to wait for it.
+    It runs in `folder`, with `environment` in addition to this process's, and prints to `log`.
 
     Raises:
         ServerProcessError: the command is missing, or the server ended or was not ready in time.

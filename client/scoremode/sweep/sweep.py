@@ -1,11 +1,9 @@
 """A sweep: each model of a plan is served, measured and stopped, one after another."""
 
 import logging
-import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 from numpy.typing import NDArray
@@ -23,19 +21,7 @@ from scoremode.runs.journal import Journal, Measurement
 from scoremode.runs.output import Output
 from scoremode.runs.plan import WindowNlls
 from scoremode.runs.recording import record_reference
-from scoremode.runs.run import OnProgress
-from scoremode.sweep.kept import (
-    FIELD,
-    Marks,
-    can_resume,
-    changes,
-    finish,
-    is_complete,
-    reference_name,
-    running_marks,
-    served_marks,
-    text_marks,
-)
+from scoremode.sweep import kept
 from scoremode.sweep.plan import ModelEntry, SweepPlan, check_local_models
 from scoremode.sweep.server import model_server
 from scoremode.windows import WindowError, WindowSettings
@@ -83,7 +69,8 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
         try:
             await sweep.measure(entry)
         except (ScoremodeError, WindowError, OSError) as error:
-            sweep.fail(entry, error)
+            sweep.result.failures[entry.name] = str(error)
+            _log.error("%s: failed: %s", entry.name, error)
     return sweep.result
 
 
@@ -102,8 +89,6 @@ class _Sweep:
         self._recorded: list[PerplexityWindow] = []
         """Of the first model, those of this time."""
         self._recording_seconds = 0.0
-        self._seconds: list[float] = []
-        """That each model took which was measured now."""
         try:
             self._references.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -111,21 +96,10 @@ class _Sweep:
 
     async def measure(self, entry: ModelEntry) -> None:
         """See that there is the run of a model."""
-        started = time.monotonic()
-        if entry.url is None:
-            await self._measure_served(entry)
-        else:
-            await self._measure_running(entry, entry.url)
-        if entry.name in self.result.measured:
-            self._seconds.append(time.monotonic() - started)
-
-    def fail(self, entry: ModelEntry, error: Exception) -> None:
-        """Note that a model has no run."""
-        self.result.failures[entry.name] = str(error)
-        _log.error("%s: failed: %s", entry.name, error)
+        await (self._measure_served(entry) if entry.url is None else self._measure_running(entry, entry.url))
 
     async def _measure_served(self, entry: ModelEntry) -> None:
-        marks = self._marks(entry, served_marks(self._plan, entry, self._folder))
+        marks = self._marks(entry, kept.served_marks(self._plan, entry, self._folder))
         if self._is_kept(entry, marks, self._reference) and not (self._is_first(entry) and self._lacks_reference()):
             self._keep(entry)
             return
@@ -151,7 +125,7 @@ class _Sweep:
 
     async def _measure_running(self, entry: ModelEntry, url: str) -> None:
         async with self._client(url, entry.model) as client:
-            marks = self._marks(entry, running_marks(await client.info(), entry))
+            marks = self._marks(entry, kept.running_marks(await client.info(), entry))
             if self._is_kept(entry, marks, await self._reference_at(client, entry)):
                 self._keep(entry)
             else:
@@ -160,8 +134,7 @@ class _Sweep:
 
     def _announce(self, entry: ModelEntry, doing: str) -> None:
         models = self._plan.models
-        place = f"model {models.index(entry) + 1} of {len(models)}"
-        _log.info("%s, %s: %s%s", place, entry.name, doing, self._time_left(entry))
+        _log.info("model %d of %d, %s: %s", models.index(entry) + 1, len(models), entry.name, doing)
 
     def _is_first(self, entry: ModelEntry) -> bool:
         return entry is self._plan.models[0]
@@ -178,19 +151,19 @@ class _Sweep:
     def _path(self, entry: ModelEntry) -> Path:
         return self._output / f"{entry.name}.json"
 
-    def _marks(self, entry: ModelEntry, of_model: Marks) -> Marks:
-        marks = {**text_marks(self._plan, self._corpus), **of_model}
+    def _marks(self, entry: ModelEntry, of_model: kept.Marks) -> kept.Marks:
+        marks = {**kept.text_marks(self._plan, self._corpus), **of_model}
         if self._is_first(entry):
-            self._reference = reference_name(entry, marks)
+            self._reference = kept.reference_name(entry, marks)
         return marks
 
-    def _is_kept(self, entry: ModelEntry, marks: Marks, reference: str | None) -> bool:
+    def _is_kept(self, entry: ModelEntry, marks: kept.Marks, reference: str | None) -> bool:
         """Whether the run is there already."""
         wanted = {**marks, "reference": reference}
         if reference is None or self._plan.models[0].name in self.result.failures:
             # What was compared with the first is not thrown away because that is not at hand today.
             del wanted["reference"]
-        changed = changes(self._path(entry), wanted)
+        changed = kept.changes(self._path(entry), wanted)
         if changed:
             _log.info("%s: measured again, because of its %s", entry.name, changed)
         return changed == ""
@@ -202,7 +175,7 @@ class _Sweep:
     def _lacks_reference(self) -> bool:
         """Whether the first model's reference is missing, or not complete, and another model needs it."""
         assert self._reference is not None
-        if is_complete(self._references / self._reference):
+        if kept.is_complete(self._references / self._reference):
             return False
         return any(map(self._will_be_measured, self._plan.models[1:]))
 
@@ -210,16 +183,8 @@ class _Sweep:
         """Whether a model after the first has no run yet, as far as is known before its server is asked."""
         if entry.url is not None:
             return True
-        marks = {**self._marks(entry, served_marks(self._plan, entry, self._folder)), "reference": self._reference}
-        return changes(self._path(entry), marks) != ""
-
-    def _time_left(self, entry: ModelEntry) -> str:
-        """In words, once a model was measured: as if the others took as long."""
-        if not self._seconds:
-            return ""
-        later = self._plan.models[self._plan.models.index(entry) + 1 :]
-        seconds = sum(self._seconds) / len(self._seconds) * (1 + sum(map(self._will_be_measured, later)))
-        return f", about {seconds / 60:.0f} min left" if seconds >= 60 else f", about {seconds:.0f} s left"
+        marks = {**self._marks(entry, kept.served_marks(self._plan, entry, self._folder)), "reference": self._reference}
+        return kept.changes(self._path(entry), marks) != ""
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
         """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
@@ -233,21 +198,21 @@ class _Sweep:
         except NotFoundError:
             return None
 
-    async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: Marks) -> None:
+    async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: kept.Marks) -> None:
         reference = await self._reference_at(client, entry)
         if reference is None:
             _log.warning("%s: its server has no reference of the first model: perplexity alone is measured", entry.name)
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=can_resume(path, all_marks), force=True)
+        output = Output(path, resume=kept.can_resume(path, all_marks), force=True)
         try:
             if reference is None or self._is_first(entry):
                 record, arrays, figure = await self._perplexity(client, entry, output)
             else:
                 record, arrays, figure = await self._kld(client, entry, output, reference)
-            output.write({**record, FIELD: all_marks}, arrays)
-            finish(path)
+            output.write({**record, kept.FIELD: all_marks}, arrays)
+            kept.finish(path)
         finally:
             output.abort()
         self.result.runs[entry.name] = path
@@ -256,7 +221,7 @@ class _Sweep:
 
     async def _record(self, client: AsyncScoreClient, entry: ModelEntry, reference: str) -> None:
         _log.info("%s: recording the reference %s", entry.name, reference)
-        with self._progress("ppl") as on_progress:
+        with progress_bar("ppl", quiet=self._quiet) as on_progress:
             recorded = await record_reference(
                 client,
                 self._corpus,
@@ -268,7 +233,7 @@ class _Sweep:
         self._recording_seconds = recorded.seconds
         if self._plan.floor and recorded.reference.noise_floor is None:
             _log.info("%s: measuring the noise floor", entry.name)
-            with self._progress("kld") as on_progress:
+            with progress_bar("kld", quiet=self._quiet) as on_progress:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
@@ -287,7 +252,7 @@ class _Sweep:
             return journal
 
         _log.info("%s: measuring perplexity", entry.name)
-        with self._progress("ppl") as on_progress:
+        with progress_bar("ppl", quiet=self._quiet) as on_progress:
             evaluation = await evaluate(
                 client,
                 self._corpus,
@@ -302,7 +267,7 @@ class _Sweep:
 
     async def _kld(self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str) -> _Measured:
         _log.info("%s: measuring KL divergence and perplexity", entry.name)
-        with self._progress("kld") as on_progress:
+        with progress_bar("kld", quiet=self._quiet) as on_progress:
             measurement = await measure_kld(
                 client,
                 reference,
@@ -323,9 +288,6 @@ class _Sweep:
             "stride": windows.stride,
             "max_tokens": self._plan.text.max_tokens,
         }
-
-    def _progress(self, figure: Literal["ppl", "kld"]) -> AbstractContextManager[OnProgress]:
-        return progress_bar(figure, quiet=self._quiet)
 
 
 def _shown(figure: float | None) -> str:

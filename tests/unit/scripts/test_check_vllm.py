@@ -89,6 +89,12 @@ def test_names_of_a_new_version_are_the_same_changed_or_gone(wheels: Path, capsy
     assert check_vllm.check("1.1")
 
 
+def test_a_recorded_version_whose_wheel_is_another_is_not_clean(wheels: Path, capsys):
+    make_wheel(wheels, "1.0", engine=ENGINE.replace("return x + 1", "# One more.\n        return (x+1)"))
+    assert not check_vllm.check("1.0")
+    assert capsys.readouterr().out.endswith("5 names, 2 differ\n  vllm.engine:Engine\n  vllm.engine:Engine.run\n")
+
+
 def test_the_exit_status_is_1_where_a_diff_is_shown(wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     make_wheel(wheels, "1.1", engine=ENGINE.replace("x + 1", "x + 2"))
     for version, status in (("1.0", 0), ("1.1", 1)):

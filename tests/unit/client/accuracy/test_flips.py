@@ -68,27 +68,6 @@ def test_a_planted_loss_is_found_with_the_questions_that_are_needed():
     assert binom.sf(5, needed, 0.01) >= 0.8 > binom.sf(5, round(0.99 * needed), 0.01)
 
 
-def test_equal_models_are_rarely_called_different():
-    """500 times ten tasks: over all questions, and in any one task."""
-    rng = np.random.default_rng(1)
-    pooled = anywhere = covered = 0
-    for _ in range(500):
-        sizes, rates = rng.integers(100, 1500, 10), rng.uniform(0.005, 0.1, 10)
-        num_flips = rng.binomial(sizes, rates)
-        lost = rng.binomial(num_flips, 0.5)
-        tasks = [
-            Flips(int(n), int(n) // 2, int(a), int(b)) for n, a, b in zip(sizes, lost, num_flips - lost, strict=True)
-        ]
-        total = sum(tasks[1:], tasks[0])
-        low, high = score_interval(total)
-        covered += low <= 0 <= high
-        pooled += exact_p(total) < 0.05
-        anywhere += min(holm([exact_p(task) for task in tasks])) < 0.05
-    # Of 500, 25 are expected at most, with a standard error of 5.
-    assert max(pooled, anywhere) <= 40
-    assert 460 <= covered <= 490
-
-
 @pytest.mark.parametrize(
     ("flips", "verdict", "has_needed"),
     [

@@ -3,10 +3,8 @@
 import math
 
 import numpy as np
-import pytest
 from arch.bootstrap import StationaryBootstrap, optimal_block_length
 from interval_coverage import DEPENDENCES, measure
-from scipy import stats
 
 from scoremode.comparison.bootstrap import MANY_UNITS, MIN_UNITS, block_length, cut_units, resample
 
@@ -67,17 +65,6 @@ def test_blocks_are_twice_as_long_as_is_best_within_bounds():
     assert block_length(cut_units(sizes(*[4] * 400)), np.repeat(levels, 4)[:, None]) == math.ceil(2 * wanted)
     assert block_length(cut_units(sizes(*[4] * 1000)), np.ones((4000, 1))) == 10, "the cube root"
     assert block_length(cut_units(sizes(*[4] * 50)), np.arange(200.0)[:, None]) <= 12, "a quarter"
-
-
-def test_on_independent_data_the_interval_is_that_of_scipy():
-    rng = np.random.default_rng(RNG_SEED)
-    values = rng.exponential(size=2000)
-    found = resample(values[:, None], values[:, None], sizes(*[1] * 2000), num_resamples=4000, seed=0)
-    low, high = found.interval(values.mean(), found.means[:, 0])
-    theirs = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=rng).confidence_interval
-    # Both halves have a sampling error of some 3 %, and blocks, which are not needed here, estimate the deviation from
-    # less: with 2,000 units in blocks of 13 its own error is sqrt(13 / 2000) = 8 %. Three of them.
-    assert high - low == pytest.approx(theirs.high - theirs.low, rel=0.25)
 
 
 def test_on_dependent_data_blocks_cover_what_independence_does_not():

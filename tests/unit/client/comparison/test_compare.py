@@ -63,17 +63,15 @@ def test_errors_that_take_tokens_as_independent_are_scipys(tmp_path):
     assert pair.ppl_difference.low < pair.ppl_difference.value < pair.ppl_difference.high
 
 
-@pytest.mark.parametrize(("shift", "verdicts"), [(0.05, ("worse", "better")), (0.003, ("no difference shown",) * 2)])
-def test_verdicts_are_on_the_second(tmp_path, shift, verdicts):
+@pytest.mark.parametrize(("shift", "verdict"), [(0.05, "worse"), (-0.05, "better"), (0.003, "no difference shown")])
+def test_a_verdict_is_on_the_second(tmp_path, shift, verdict):
     """Both perplexities are uncertain by far more than what they differ by, but on the same tokens."""
     runs = [perplexity_run(tmp_path, "one", NLLS), perplexity_run(tmp_path, "two", made_up_nlls(2, shift=shift))]
-    for order, verdict in ((1, verdicts[0]), (-1, verdicts[1])):
-        comparison = compare(runs[::order])
-        [pair], (one, two) = comparison.pairs, comparison.runs
-        assert (pair.verdict, order * pair.ln_ppl_ratio.value > 0) == (verdict, True)
-        assert (pair.ln_ppl_ratio.low < 0, pair.ln_ppl_ratio.high > 0) == (verdict != "worse", verdict != "better")
-        assert two.perplexity.low < one.perplexity.value < two.perplexity.high
-        assert (pair.kld_difference, pair.kld_verdict) == (None, None)
+    comparison = compare(runs)
+    [pair], (one, two) = comparison.pairs, comparison.runs
+    assert (pair.verdict, pair.kld_difference, pair.kld_verdict) == (verdict, None, None)
+    assert (pair.ln_ppl_ratio.low < 0, pair.ln_ppl_ratio.high > 0) == (verdict != "worse", verdict != "better")
+    assert two.perplexity.low < one.perplexity.value < two.perplexity.high
 
 
 def test_every_pair_is_compared_over_the_resamples_of_the_seed(tmp_path):
@@ -127,8 +125,7 @@ def test_an_infinite_value_has_no_interval_and_no_verdict(tmp_path):
 
 
 def test_intervals_end_at_what_a_figure_can_be(tmp_path):
-    kld = np.zeros(3000)
-    kld[50] = 5.0
+    kld = np.where(np.arange(3000) == 50, 5.0, 0.0)
     [figures] = compare([kld_run(tmp_path, "one", NLLS, kld)]).runs
     assert (figures.kld.low, figures.same_top_p.high) == (0, 1)
 

@@ -114,51 +114,42 @@ def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):
     assert ("too short" in text, " inf  " in text, text.count("[")) == (True, True, 1)
 
 
-def run_of(tmp_path, label, computed_by, **server):
-    server["computed_by"] = None if computed_by is None else computed_by.model_dump()
-    return perplexity_run(tmp_path, label, made_up_nlls(1), server=server)
+COMPUTED = {
+    "other GPUs": (
+        {"one": (A100, {}), "two": (H200, {}), "three": (A100, {}), "old": (None, {})},
+        "device: NVIDIA A100 (one, three), NVIDIA H200 (two); "
+        "attention: FLASH_ATTN 2 (one, three), FLASH_ATTN 3 (two).",
+    ),
+    "not known": ({"one": (A100, {}), "old": (None, {})}, None),
+    "replicas": ({"one": (A100, {}), "eight": (A100, {"num_devices": 8, "data_parallel_size": 8})}, None),
+    "dtypes": ({"a": (None, {}), "b": (None, {"dtype": "bfloat16"})}, "dtype: float32 (a), bfloat16 (b)."),
+    "one quantization": ({"base": (A100, {}), "q": (A100, {"quantization": "awq", "kernels": ["Marlin"]})}, None),
+    "its kernels": (
+        {each: (A100, {"quantization": "awq", "kernels": [each]}) for each in ("Marlin", "Machete")},
+        "kernels: Marlin (Marlin), Machete (Machete).",
+    ),
+}
 
 
-def sentence(*runs) -> str:
-    lines = [line for line in as_text(compare(runs, num_resamples=50)).splitlines() if line.startswith(NOT_ALIKE)]
-    assert len(lines) < 2
-    return lines[0] if lines else ""
-
-
-def test_runs_on_other_gpus_are_named_in_every_table_and_the_report(tmp_path):
-    runs = [run_of(tmp_path, name, by) for name, by in {"one": A100, "two": H200, "three": A100, "old": None}.items()]
-    found = sentence(*runs)
-    assert found == (
-        f"{NOT_ALIKE}, which may be a part of the differences. device: NVIDIA A100 (one, three), NVIDIA H200 (two); "
-        "attention: FLASH_ATTN 2 (one, three), FLASH_ATTN 3 (two)."
-    )
-    comparison = compare(runs, num_resamples=50)
-    assert "device: NVIDIA A100 (one, three)" in as_markdown(comparison)
-    write_report(comparison, tmp_path / "report.html")
-    html = (tmp_path / "report.html").read_text()
-    assert NOT_ALIKE in html
-    assert "device NVIDIA H200; number of devices 8; model runner v2; attention FLASH_ATTN 3; kernels Linear" in html
-
-
-def test_runs_that_were_computed_alike_or_do_not_say_are_not_named(tmp_path):
-    assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "two", A100))
-    assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "old", None))
-    replicas = A100.model_copy(update={"num_devices": 8, "data_parallel_size": 8})
-    assert not sentence(run_of(tmp_path, "one", A100), run_of(tmp_path, "eight", replicas))
-
-
-def test_kernels_are_compared_among_equal_quantizations_and_dtypes_among_all(tmp_path):
-    dtypes = [run_of(tmp_path, name, None, dtype=name) for name in ("float32", "bfloat16")]
-    assert sentence(*dtypes).endswith("differences. dtype: float32 (float32), bfloat16 (bfloat16).")
-    marlin, machete = (A100.model_copy(update={"kernels": [name]}) for name in ("Marlin", "Machete"))
-    base = run_of(tmp_path, "base", A100)
-    quantized = [run_of(tmp_path, by.kernels[0], by, quantization="awq") for by in (marlin, machete)]
-    assert not sentence(base, quantized[0])
-    assert "kernels: Marlin (Marlin), Machete (Machete)." in sentence(base, *quantized)
+@pytest.mark.parametrize(("runs", "expected"), COMPUTED.values(), ids=COMPUTED)
+def test_what_computed_runs_differently_is_named(tmp_path, runs, expected):
+    loaded = []
+    for label, (by, changes) in runs.items():
+        known = by and {**by.model_dump(), **changes}
+        loaded.append(perplexity_run(tmp_path, label, made_up_nlls(1), server={**changes, "computed_by": known}))
+    comparison = compare(loaded, num_resamples=50)
+    lines = [line for line in as_text(comparison).splitlines() if line.startswith(NOT_ALIKE)]
+    assert lines == ([f"{NOT_ALIKE}, which may be a part of the differences. {expected}"] if expected else [])
+    assert (NOT_ALIKE in as_markdown(comparison)) == bool(expected)
+    if "two" in runs:
+        write_report(comparison, tmp_path / "report.html")
+        html = (tmp_path / "report.html").read_text()
+        assert NOT_ALIKE in html
+        assert "device NVIDIA H200; number of devices 8; model runner v2; attention FLASH_ATTN 3; kernels" in html
 
 
 def test_a_reference_of_another_gpu_is_named_once(tmp_path):
     reference = made_up_reference(computed_by=A100)
     nlls, server = made_up_nlls(1), {"computed_by": H200.model_dump()}
     runs = [kld_run(tmp_path, name, nlls, nlls, reference=reference, server=server) for name in ("one", "two")]
-    assert "device: NVIDIA H200 (one, two), NVIDIA A100 (reference base)" in sentence(*runs)
+    assert "device: NVIDIA H200 (one, two), NVIDIA A100 (reference base)" in as_text(compare(runs, num_resamples=50))

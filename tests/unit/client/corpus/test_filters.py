@@ -29,8 +29,6 @@ TABLE = pa.table(
         ("bits_per_byte is not None and row > 0", [1, 2]),
         ('language == "en" or row == 2', [0, 2, 3]),
         ('language in ["de", "fr"]', [1]),
-        ('(language == "en") & (row > 1)', [3]),
-        ('(language == "de") | (row < 1)', [0, 1]),
         ("meta.score >= 3", [2, 3]),
         ('column("my column")', [0, 2, 3]),
         ('not column("my column")', [1]),

@@ -8,14 +8,14 @@ import pyarrow as pa
 import pytest
 
 from scoremode import CorpusError
-from scoremode.corpus import json_lines
-from scoremode.corpus.json_lines import JsonLines
+from scoremode.corpus import rows
+from scoremode.corpus.rows import JsonLines
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """A few lines are several blocks."""
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 64)
 
 
 def read(path):
@@ -75,6 +75,13 @@ def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, na
     _, message = str(failure.value).split("rows.jsonl")
     numbers = [int(word) for word in re.findall(r"\b\d+\b", message.partition("line")[2])]
     assert min(numbers) <= place + 1 <= max(numbers) <= min(numbers) + 3
+
+
+def test_a_line_that_a_file_unpacks_to_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "LONGEST_LINE_BYTES", 1 << 20)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"x" * (3 << 20)))
+    with pytest.raises(CorpusError, match="line 1 has more than 1 MiB"):
+        read(tmp_path / "rows.jsonl.gz")
 
 
 def test_a_damaged_archive_is_named(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -45,21 +44,18 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, False]
         *lines, last = printed.err.splitlines()
         assert f"ppl-client: model 1 of 3, base: served at {base_url}" in lines
-        assert re.search(rf"\nppl-client: model 2 of 3, near: served at {near_url}, about \d+ s left\n", printed.err)
+        assert f"ppl-client: model 2 of 3, near: served at {near_url}" in lines
         assert "\nppl-client: model 3 of 3, broken: loading `" in printed.err
         reason = f"status 1 (log {runs}/logs/broken.log): ValueError: no \\x1b[31m memory for the cache"
         assert last == f"ppl-client: broken failed: the server ended with {reason}"
         assert list((runs / "plots").glob("*.svg"))
         written = (runs / "report.html").stat().st_mtime_ns
-        near = runs / "near.json"
-        near.write_text(near.read_text().replace('"vllm_version": "0.32.0"', '"vllm_version": "0.33.0"'))
         assert main(["sweep", write_plan(tmp_path, *models, compare=NO_FILES), "--quiet"]) == 0
         messages = capsys.readouterr().err
         near_server.info["fingerprint"] = "another"
         assert main(["sweep", write_plan(tmp_path, *models, compare=NO_FILES), "--quiet"]) == 0
         assert capsys.readouterr().err.count("measured before") == 1, "servers are asked what they serve"
     assert messages.count("measured before") == 2
-    assert "scoremode 9.9.9 on vLLM 0.33.0: near" in messages
     assert (runs / "report.html").stat().st_mtime_ns == written
 
 
