@@ -131,12 +131,6 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a negative token in a list", {"prompt": [[5], [-1]]}, "prompt", "prompt[1] has the negative"),
         ("no prompt", {}, "prompt", "Either prompt or prompt_embeds must be provided"),
         ("a field given twice", b'{"echo": true, %s' % SCORING, "echo", "echo is given more than once"),
-        (
-            "a name given twice in an object",
-            b'{"vllm_xargs": {"a": 1, "a": 2}, %s' % SCORING,
-            "vllm_xargs",
-            "vllm_xargs.a is given more than once",
-        ),
         ("too many prompts", {"prompt": ["a"] * 1025}, "prompt", "prompt list length 1025 exceeds"),
         ("a text as temperature", scoring(temperature="warm"), "temperature", "temperature: "),
         ("a wrong stop string", {"prompt": [5], "stop": ["a", 5]}, "stop", "stop: should be"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from scoremode_server.api.completions import GENERATE
 from scoremode_server.api.event_stream import EventStream
-from scoremode_server.api.generate import ROUTE
 from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
@@ -61,7 +61,7 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
         (SCORE, {"prompt": [[5, 6, 7], [8, 9]]}, 2),
         (PERPLEXITY, {"prompt": [5, 6, 7], "context_length": 2, "stride": 1}, 2),
         (COMPLETIONS, {"prompt": [[5, 6, 7], [8, 9]], **SCORES}, 2),
-        (ROUTE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}, 1),
+        (GENERATE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}, 1),
     ],
 )
 async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_model, route, body, num_sequences):

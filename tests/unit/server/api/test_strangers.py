@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from scoremode_server.api import requests
-from scoremode_server.api.generate import ROUTE
+from scoremode_server.api.completions import GENERATE
 from scoremode_server.completions.requests import read_completion_request
 from scoremode_server.errors import RequestError
 from tests.bad_inputs import COMPLETIONS, JSON, LONG_NAME, SCORE, SHORT_NAME
@@ -83,7 +83,7 @@ async def test_vllms_route_of_token_ids_takes_no_field_twice_of_a_scoring_reques
     body = f'{{{before}"token_ids": [5, 6], "sampling_params": {params}}}'
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
-        answer = await client.post(ROUTE, content=body, headers=JSON)
+        answer = await client.post(GENERATE, content=body, headers=JSON)
     assert error_of(answer) == (400, message.split()[0].partition(".")[0], message)
 
 
@@ -95,7 +95,7 @@ async def test_vllms_route_of_token_ids_repeats_no_long_name_of_a_model(random_m
     body = {"model": LONG_NAME, "token_ids": [5], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
-        answer = await client.post(ROUTE, json=body)
+        answer = await client.post(GENERATE, json=body)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"].startswith(SHORT_NAME)
 

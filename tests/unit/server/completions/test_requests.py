@@ -10,8 +10,12 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
 
-from scoremode_server.completions.generate import is_scoring_generation, read_generate_request
-from scoremode_server.completions.requests import is_scoring_completion, read_completion_request
+from scoremode_server.completions.requests import (
+    is_scoring_completion,
+    is_scoring_generation,
+    read_completion_request,
+    read_generate_request,
+)
 from scoremode_server.errors import RequestError
 
 PLAIN = {"model": "m", "prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
