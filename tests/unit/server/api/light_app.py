@@ -148,7 +148,9 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-async def leaving(app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
+async def leaving(
+    app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event, request_id: str = ""
+) -> list[dict[str, Any]]:
     """What is sent to a client that disconnects after its request."""
     requests, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
 
@@ -162,5 +164,6 @@ async def leaving(app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
-    await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    await app({**scope, "headers": headers}, receive, send)
     return sent

@@ -14,6 +14,7 @@ from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
+from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
 
@@ -51,7 +52,7 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
     app, never_done = light_app(), NeverDone()
     app.state.scoremode.scorer = app.state.scoremode.completions = never_done
     sent = await leaving(app, route, {"prompt": [5, 6], **fields}, never_done.begun)
-    assert never_done.cancelled.is_set()
+    await asyncio.wait_for(never_done.cancelled.wait(), 60)
     assert sent[0]["status"] == CLIENT_CLOSED_REQUEST
 
 
@@ -67,22 +68,27 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
 async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_model, route, body, num_sequences):
     app, engine = app_with_completions(random_model)
     engine.let_go.clear()
+    leave = asyncio.Event()
+    leaves = asyncio.create_task(leaving(app, route, body, leave, "the same"))
     async with client_of(app) as client:
-        requests = []
-        for number in (1, 2):
-            requests.append(asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"})))
-            while len(engine.inside) < number * num_sequences:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        leaves, stays = requests
-        leaves.cancel()
-        await asyncio.gather(leaves, return_exceptions=True)
-        assert engine.num_running == num_sequences
+        await entered(engine, num_sequences)
+        stays = asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"}))
+        await entered(engine, 2 * num_sequences)
+        leave.set()
+        await leaves
+        while engine.num_running > num_sequences:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         assert {each for call in engine.aborted for each in call} <= set(engine.inside[:num_sequences])
         assert len(set(engine.inside)) == 2 * num_sequences
         engine.let_go.set()
         answer = await stays
     assert answer.status_code == 200
     assert answer.json().get("id", answer.json().get("request_id")).endswith("-the same")
+
+
+async def entered(engine: HeldEngine, num_sequences: int) -> None:
+    while len(engine.inside) < num_sequences:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_a_stream_that_no_client_can_read_is_closed_at_once():

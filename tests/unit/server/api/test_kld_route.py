@@ -17,7 +17,7 @@ from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.api.light_app import client_of, error_of, events, is_idle, leaving, light_app
+from tests.unit.server.api.light_app import client_of, error_of, events, light_app
 from tests.unit.server.api.reference_engine import HEAD_FORMAT, NUM_WINDOWS, TOKENS, ReferenceEngine, record
 from tests.unit.server.prefix_cache.fake_engine import MAX_TOP
 from tests.unit.server.references.reference_setup import HEAD, create
@@ -192,15 +192,3 @@ async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root):
                 await stored.save(old, {"noise_floor": None})
             assert (await client.get(BASE)).json() == new
             assert (await client.post(KLD, json=BODY)).json()["num_scored"] == num_tokens - 1
-
-
-async def test_a_client_that_leaves_ends_its_comparison(root):
-    engine, leave = ReferenceEngine(root), asyncio.Event()
-    engine.let_go.clear()
-    serving = asyncio.create_task(leaving(app := light_app(engine), KLD, BODY, leave))
-    await engine.has_any.wait()
-    leave.set()
-    await serving
-    while not is_idle(app):  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    assert (bool(engine.aborted), engine.computed) == (True, [])

@@ -9,7 +9,7 @@ import pytest
 
 from scoremode_server.errors import BusyError, OverdueError, RequestError, TooLargeError, UnavailableError
 from scoremode_server.prefix_cache import admission as module
-from scoremode_server.prefix_cache.admission import Admission, EngineSize, RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate, RequestQueue
 
 
 class Engine:
@@ -90,32 +90,6 @@ async def test_the_engine_gets_all_but_one_of_the_sequences_that_it_holds():
     engine.check_nothing_is_left()
 
 
-async def test_the_engine_gets_as_many_tokens_as_it_holds():
-    engine = Engine(tokens=300)
-    answer = asyncio.create_task(engine.request(names("a", 5), num_tokens=150))
-    assert len(await engine.step()) == 2
-    assert len(await engine.step()) == 2
-    assert len(await engine.step()) == 1
-    await answer
-    huge = asyncio.create_task(engine.request(["huge"], num_tokens=5000))
-    assert await engine.step() == ["huge"]
-    await huge
-
-
-async def test_few_sequences_that_are_counted_as_they_begin_run_at_once():
-    engine = Engine(tokens=300, sequences=24, max_scoring_tokens=1000)
-    answer = asyncio.create_task(engine.windows(names("a", 30), num_tokens=50))
-    most = 0
-    while not answer.done():
-        await settle()
-        most = max(most, engine.admission.num_tokens)
-        engine.admission.check(600)
-        await engine.step()
-    assert await answer == names("a", 30)
-    assert 300 < most <= 350
-    engine.check_nothing_is_left()
-
-
 async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
     engine = Engine(tokens=300)
     answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
@@ -158,14 +132,6 @@ async def test_large_requests_alternate():
     await asyncio.gather(*requests)
 
 
-async def test_an_engine_of_one_sequence_a_step_has_another_one_waiting():
-    engine = Engine(sequences=2)
-    answer = asyncio.create_task(engine.request(names("a", 4)))
-    assert await engine.step() == ["a0", "a1"]
-    assert await engine.step() == ["a2", "a3"]
-    await answer
-
-
 async def test_requests_take_turns_whatever_their_size():
     engine = Engine(sequences=6)
     large = asyncio.create_task(engine.request(names("a", 40)))
@@ -199,22 +165,6 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
     assert list(engine.inside) == ["b"]
     await engine.step()
     assert await stays == ["b"]
-    engine.check_nothing_is_left()
-
-
-async def test_a_waiting_sequence_that_is_cancelled_blocks_no_other():
-    engine = Engine(sequences=3)
-    inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
-    await settle()
-    leaves = asyncio.create_task(engine.request(["b"]))
-    await settle()
-    stays = asyncio.create_task(engine.request(["c"]))
-    await settle()
-    leaves.cancel()
-    await engine.step()
-    assert list(engine.inside) == ["c"]
-    await engine.step()
-    await asyncio.gather(*inside, stays)
     engine.check_nothing_is_left()
 
 
@@ -392,3 +342,57 @@ async def test_a_timeout_of_something_else_is_not_the_requests_limit():
     with pytest.raises(TimeoutError, match="the disk's"):
         async with Engine().admission.request():
             raise TimeoutError("the disk's")
+
+
+# Sequences that may enter the engine at some times only
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Engine(tokens=100, sequences=3).admission
+
+
+async def entering(queue: RequestQueue, name: str, gate: Gate | None) -> asyncio.Task[None]:
+    task = asyncio.create_task(queue.enter(name, 10, 0, gate))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_those_at_a_closed_gate_let_others_pass(admission: Admission):
+    idle: list[int] = []
+    gate, other = Gate(admission, lambda: idle.append(1)), Gate(admission, lambda: None)
+    one, two = RequestQueue(admission), RequestQueue(admission)
+    first = await entering(one, "first", gate)
+    second = await entering(one, "second", gate)
+    passing = await entering(two, "passing", None)
+    # Also of the same request, whose windows may be on several engines.
+    other.open()
+    elsewhere = await entering(one, "elsewhere", other)
+    await asyncio.gather(passing, elsewhere)
+    assert (first.done(), admission.num_running, gate.num_running, other.num_running) == (False, 2, 0, 1)
+    gate.open()
+    await first
+    # The engine is full.
+    assert not second.done()
+    gate.close()
+    two.leave("passing", 10)
+    assert (gate.num_running, second.done()) == (1, False)
+    assert not idle
+    one.leave("first", 10, 0, gate)
+    assert idle
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    one.leave("elsewhere", 10, 0, other)
+    assert admission.num_running == gate.num_running == other.num_running == 0
+    assert not admission._waiting
+
+
+async def test_a_gate_that_never_opens_ends_those_who_wait(admission: Admission):
+    gate, queue = Gate(admission, lambda: None), RequestQueue(admission)
+    waiting = [await entering(queue, str(number), gate) for number in range(2)]
+    gate.refuse(lambda: ValueError("gone"))
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(result) for result in results] == ["gone", "gone"]
+    assert results[0] is not results[1]
+    assert not admission._waiting
+    assert admission.num_running == 0

@@ -50,15 +50,6 @@ async def test_the_engine_refuses_a_token_outside_the_vocabulary():
         await made.ask(Ask([*range(12), 1 << 40, 1]))
 
 
-async def test_the_requests_params_and_prompt_stay_as_they_are():
-    made = setup()
-    request = Ask(list(range(13))).request("id")
-    for _ in range(2):
-        await made.scoring.rows(request)
-    assert request.params.skip_reading_prefix_cache is True
-    assert "cache_salt" not in request.prompt
-
-
 # Rows that are needed from a position on
 
 
@@ -94,12 +85,6 @@ def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> A
         cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=prefix_caching),
         parallel_config=SimpleNamespace(_api_process_count=num_api_servers),
     )
-
-
-def test_the_block_size_is_the_engines_prefix_caches():
-    store = make_store(engine_config(), 9)
-    assert (store.block_size, store.max_bytes) == (16, 9)
-    assert not make_store(engine_config(prefix_caching=False), 9).enabled
 
 
 @pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])

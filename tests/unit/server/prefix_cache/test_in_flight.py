@@ -19,17 +19,6 @@ def test_a_request_releases_only_its_own_blocks():
     assert in_flight.register(request(1, b"a", b"b", b"c")) == {b"a": first, b"b": first, b"c": third}
 
 
-def test_blocks_that_were_found_are_not_computed():
-    in_flight = InFlightRequests()
-    first, second = request(1, b"a", b"b", b"c"), request(1, b"a", b"b", b"d")
-    assert in_flight.register(first, {b"a"}) == {}
-    assert in_flight.register(second, {b"a"}) == {b"b": first}
-    assert len(in_flight) == 3
-    in_flight.release(first)
-    in_flight.release(second)
-    assert len(in_flight) == 0
-
-
 def test_no_request_waits_for_one_with_fewer_columns():
     in_flight = InFlightRequests()
     narrow, wide, middle = request(1, b"a"), request(3, b"a"), request(2, b"a")
