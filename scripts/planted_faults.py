@@ -115,10 +115,8 @@ SERVER_FAULTS = {
         ('f"{request.owner}.{salt}"', 'f"scoremode.{salt}"'),
     ],
     "prefix_cache/request.py < prefix_cache": [
-        ("num_left_out = -(-run.first // self", "num_left_out = (run.first // self")
-    ],
-    "prefix_cache/in_flight.py < prefix_cache/test_in_flight.py": [
-        ("if other is not None and other.num_columns >= request.num_columns:", "if other is not None:")
+        ("num_left_out = -(-run.first // self", "num_left_out = (run.first // self"),
+        ("if other is not None and other.num_columns >= self.num_columns:", "if other is not None:"),
     ],
     "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),

@@ -9,9 +9,7 @@ from http import HTTPStatus
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.status import WS_1008_POLICY_VIOLATION
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocketClose
 from vllm import envs
 from vllm.entrypoints.serve import create_error_response
 
@@ -77,9 +75,6 @@ def _digest(key: str) -> bytes:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
-        await WebSocketClose(WS_1008_POLICY_VIOLATION)(scope, receive, send)
-        return
     given = "Authorization" in Headers(scope=scope)
     message = "The API key is not valid." if given else "An API key is required, as `Authorization: Bearer KEY`."
     error = create_error_response(message, "AuthenticationError", HTTPStatus.UNAUTHORIZED)

@@ -2,15 +2,14 @@
 
 import asyncio
 import json
-import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from scoremode_server.api import kld, requests
+from scoremode_server.api import requests
 from tests.bad_inputs import KLD, PERPLEXITY, REFERENCES
-from tests.unit.server.api.light_app import client_of, error_of, light_app
+from tests.unit.server.api.light_app import client_of, light_app
 from tests.unit.server.api.reference_engine import BODY, ReferenceEngine, record
 from tests.unit.server.prefix_cache.cache_setup import LARGE
 
@@ -91,23 +90,4 @@ async def test_a_stream_that_is_read_slowly_ends_with_the_error(route, body, eng
         "code": 504,
     }
     assert (done, nothing) == (b"data: [DONE]\n\n", b"")
-    assert limited.statuses == [504]
-
-
-async def test_an_answer_that_is_written_in_a_thread_too_long_is_504(
-    engine: ReferenceEngine, limited: Request, monkeypatch
-):
-    late, loop = threading.Event(), asyncio.get_running_loop()
-
-    def write(*_: Any) -> None:
-        loop.call_soon_threadsafe(limited.end)
-        late.wait()
-
-    monkeypatch.setattr(kld, "_window", write)
-    try:
-        async with client_of(light_app(engine, size=LIMITED)) as client:
-            answer = await client.post(KLD, json={"reference": "base"})
-    finally:
-        late.set()
-    assert error_of(answer) == (504, None, TOO_LATE)
     assert limited.statuses == [504]

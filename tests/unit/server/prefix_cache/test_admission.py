@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from scoremode_server.errors import BusyError, OverdueError, RequestError, TooLargeError, UnavailableError
-from scoremode_server.prefix_cache import admission as module
 from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate, RequestQueue
 
 
@@ -130,26 +129,6 @@ async def test_large_requests_alternate():
     while engine.inside:
         await engine.step()
     await asyncio.gather(*requests)
-
-
-async def test_requests_take_turns_whatever_their_size():
-    engine = Engine(sequences=6)
-    large = asyncio.create_task(engine.request(names("a", 40)))
-    await settle()
-    assert list(engine.inside) == names("a", 5)
-    small = [asyncio.create_task(engine.request([name])) for name in ("b", "c")]
-    await settle()
-    assert list(engine.inside) == [*names("a", 5), "b"]
-    for name in ("a0", "a1"):
-        engine.inside[name].set()
-    await settle()
-    assert list(engine.inside) == ["a2", "a3", "a4", "b", "c"]
-    await engine.step()
-    assert all(task.done() for task in small)
-    assert not large.done()
-    while not large.done():
-        await engine.step()
-    engine.check_nothing_is_left()
 
 
 async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
@@ -286,37 +265,6 @@ async def test_nothing_is_left_of_a_client_whose_abort_is_cancelled():
     await asyncio.gather(leaves, return_exceptions=True)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not engine.inside
-    engine.check_nothing_is_left()
-
-
-async def test_a_shutdown_waits_for_begun_requests_but_not_for_stuck_readers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(module, "UNREAD_SECONDS", 0)
-    engine = Engine(tokens=300)
-    has_read = asyncio.Event()
-
-    async def read_one() -> None:
-        async with (
-            engine.admission.request() as queue,
-            aclosing(queue.in_order(engine.begun(queue, names("a", 30), 50))) as answers,
-        ):
-            await anext(answers)
-            has_read.set()
-            await asyncio.Event().wait()
-
-    reading = asyncio.create_task(read_one())
-    await settle()
-    engine.inside["a0"].set()
-    await has_read.wait()
-    draining = asyncio.create_task(engine.admission.drain(3600))
-    await asyncio.sleep(3 * module.POLL_SECONDS)
-    assert not draining.done()
-    while engine.inside:
-        await engine.step()
-    await asyncio.wait_for(draining, 60)
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
     engine.check_nothing_is_left()
 
 
