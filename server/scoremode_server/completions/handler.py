@@ -114,7 +114,17 @@ class ScoringCompletions:
             choice["prompt_logprobs"] = GAP
             if request.logprobs is not None:
                 choice["logprobs"] = GAP
-        parts = filled(content, self._logprobs(results, request))
+        as_token_ids = request.return_tokens_as_token_ids
+        if as_token_ids is None:
+            as_token_ids = stock.return_tokens_as_token_ids
+        style = Style(request.logprobs, bool(as_token_ids))
+        # All are checked before the response begins.
+        sampled = [
+            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
+            for result in results
+            for completion in result.output.outputs
+        ]
+        parts = filled(content, self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo)))
         num_entries = sum(result.rows.token_ids.size * len(result.output.outputs) for result in results)
         return as_body(parts, num_entries, self._long_turns)
 
@@ -158,23 +168,10 @@ class ScoringCompletions:
             return text
         return self._texts.text(result.output.prompt_token_ids, result.block_hashes[: result.num_cached_blocks])
 
-    def _logprobs(self, results: list[EngineResult], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
-        """What fills the gaps of a response: for each choice OpenAI's logprobs, if wanted, and vLLM's."""
-        as_token_ids = request.return_tokens_as_token_ids
-        if as_token_ids is None:
-            as_token_ids = self._stock.return_tokens_as_token_ids
-        style = Style(request.logprobs, bool(as_token_ids))
-        # Checked before the response begins.
-        sampled: list[list[OpenAI]] = [
-            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
-            for result in results
-            for completion in result.output.outputs
-        ]
-        return self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo))
-
     def _in_gaps(
         self, results: list[EngineResult], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
+        """What fills the gaps of a response: for each choice OpenAI's logprobs, if wanted, and vLLM's."""
         in_openai = echoes and style.num_top is not None
         for result in results:
             of_prompt = self._writer.prompt(result, style if in_openai else Style(None, as_token_ids=False))

@@ -52,6 +52,11 @@ class Engine:
         async with self.admission.request(len(names), len(names) * num_tokens) as queue:
             return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
 
+    async def begin(self, names: list[str], num_tokens: int = 10) -> "asyncio.Task[list[str]]":
+        task = asyncio.create_task(self.request(names, num_tokens))
+        await settle()
+        return task
+
     async def step(self) -> list[str]:
         """Finish all that is inside; their names, in the order in which they came."""
         await settle()
@@ -103,8 +108,7 @@ async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
 
 async def test_tokens_are_reserved_for_a_request_without_any_in_the_engine():
     engine = Engine(tokens=300, reserved_tokens=50)
-    large = asyncio.create_task(engine.request(names("a", 9), num_tokens=50))
-    await settle()
+    large = await engine.begin(names("a", 9), num_tokens=50)
     assert list(engine.inside) == names("a", 5)
     small = [asyncio.create_task(engine.request([name], num_tokens=50)) for name in ("b", "c")]
     assert await engine.step() == [*names("a", 5), "b"]
@@ -133,10 +137,8 @@ async def test_large_requests_alternate():
 
 async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
     engine = Engine(sequences=12)
-    leaves = asyncio.create_task(engine.request(names("a", 1000)))
-    await settle()
-    stays = asyncio.create_task(engine.request(["b"]))
-    await settle()
+    leaves = await engine.begin(names("a", 1000))
+    stays = await engine.begin(["b"])
     assert list(engine.inside) == [*names("a", 11), "b"]
     leaves.cancel()
     await settle()
@@ -151,8 +153,7 @@ async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     engine = Engine(sequences=3)
     inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
     await settle()
-    waiting = asyncio.create_task(engine.request(["b"]))
-    await settle()
+    waiting = await engine.begin(["b"])
     (line,) = engine.admission._waiting.values()
     admitted = line[0].admitted
     admitted.add_done_callback(lambda _: waiting.cancel())
@@ -186,8 +187,7 @@ async def test_more_tokens_than_may_wait_now_or_ever_are_refused():
     engine = Engine(max_scoring_tokens=100)
     with pytest.raises(TooLargeError, match="--max-scoring-tokens"):
         await engine.request(["a"], num_tokens=101)
-    first = asyncio.create_task(engine.request(["b"], num_tokens=80))
-    await settle()
+    first = await engine.begin(["b"], num_tokens=80)
     with pytest.raises(BusyError, match="80 tokens are waiting"):
         await engine.request(["c"], num_tokens=21)
     second = asyncio.create_task(engine.request(["d"], num_tokens=20))
@@ -206,8 +206,7 @@ async def test_a_request_that_takes_too_long_is_aborted():
 
 async def test_before_a_shutdown_requests_may_finish_and_none_may_begin():
     engine = Engine()
-    running = asyncio.create_task(engine.request(names("a", 20)))
-    await settle()
+    running = await engine.begin(names("a", 20))
     draining = asyncio.create_task(engine.admission.drain(60))
     await settle()
     with pytest.raises(UnavailableError, match="shutting down"):
@@ -238,8 +237,7 @@ async def test_a_turn_that_is_given_at_the_end_is_not_used():
     async with engine.admission.request(2, 20) as queue:
         for name in names("a", 2):
             await queue.enter(name, 10)
-        waiting = asyncio.create_task(engine.request(["b"]))
-        await settle()
+        waiting = await engine.begin(["b"])
         queue.leave("a0", 10)
         engine.admission.is_stopped = True
         with pytest.raises(RequestError, match="shutting down"):
@@ -257,8 +255,7 @@ async def test_nothing_is_left_of_a_client_whose_abort_is_cancelled():
         await asyncio.Event().wait()
 
     engine.admission.abort = abort
-    leaves = asyncio.create_task(engine.request(names("a", 5)))
-    await settle()
+    leaves = await engine.begin(names("a", 5))
     leaves.cancel()
     await aborting.wait()
     leaves.cancel()
