@@ -149,9 +149,9 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 async def leaving(
-    app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event, request_id: str = ""
+    app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event, request_id: str = "", read: Any = None
 ) -> list[dict[str, Any]]:
-    """What is sent to a client that disconnects after its request."""
+    """What is sent to a client that disconnects after its request, and that calls `read` for each part of the body."""
     requests, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
 
     async def receive() -> dict[str, Any]:
@@ -162,6 +162,8 @@ async def leaving(
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
+        if read is not None and message["type"] == "http.response.body":
+            await read()
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]

