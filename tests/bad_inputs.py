@@ -97,6 +97,18 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("an empty list", {"prompt": ["a", "b"], "continuations": [["c"], []]}, "continuations", "continuations[1] is"),
         ("an empty text", {"prompt": "one", "continuations": [" two", ""]}, "continuations", NO_TOKEN_OF_ITS_OWN, True),
         ("candidate lists", CONTINUED | {"candidate_token_ids": [[1]]}, "candidate_token_ids", "candidate_token_ids: "),
+        (
+            "too many prompts",
+            {"prompt": [[5]] * 65_537},
+            "prompt",
+            "the request has 65537 sequences to score, of at most",
+        ),
+        (
+            "too many continuations",
+            {"prompt": [[5]] * 300, "continuations": [[6]] * 300},
+            "continuations",
+            "the request has 90000 sequences",
+        ),
         ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
     ],
     (PERPLEXITY,): [
@@ -106,6 +118,12 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("texts too short", {"texts": []}, "texts", "no token can be scored: texts has 0 tokens"),
         ("a text too short", {"prompt": [5]}, "prompt", "no token can be scored: prompt has 1 tokens"),
         ("a rolling one too long", {"prompt": [5], "method": "rolling", "context_length": 2048}, "context_length", ""),
+        (
+            "too many windows",
+            {"prompt": [5] * 70_000, "context_length": 8, "stride": 1},
+            "stride",
+            "the request has 70001",
+        ),
         ("a stride past the context", {"prompt": [5, 6], "context_length": 8, "stride": 9}, "stride", ""),
     ],
     (COMPLETIONS,): [

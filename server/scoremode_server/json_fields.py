@@ -54,15 +54,7 @@ _NAMES = {
 }
 
 
-def split(body: bytes) -> Fields:
-    """The fields of a JSON object, not decoded yet."""
-    fields, repeated = split_as_vllm(body)
-    if repeated is not None:
-        raise repeated
-    return fields
-
-
-def split_as_vllm(body: bytes) -> tuple[Fields, RequestError | None]:
+def split(body: bytes) -> tuple[Fields, RequestError | None]:
     """The fields of a JSON object, not decoded yet, and the error if a name occurs twice, where the last counts."""
     try:
         named = _OBJECT.decode(body)

@@ -88,7 +88,10 @@ def _read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     """
     forms = _LISTS.get(model, {})
     lists, to_validate, unknown = {}, {}, []
-    for name, raw in json_fields.split(body).items():
+    fields, repeated = json_fields.split(body)
+    if repeated is not None:
+        raise repeated
+    for name, raw in fields.items():
         if name in forms:
             lists[name] = json_fields.read_list(raw, name, forms[name])
             to_validate[name] = json_fields.stand_in(lists[name])

@@ -6,7 +6,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from scoremode_server.errors import RequestError
-from scoremode_server.json_fields import PROMPTS, TOKENS, Fields, read_anything, read_list, split_as_vllm, stand_in
+from scoremode_server.json_fields import PROMPTS, TOKENS, Fields, read_anything, read_list, split, stand_in
 
 
 def is_scoring_completion(request: CompletionRequest) -> bool:
@@ -47,7 +47,7 @@ def read_completion_request(body: bytes) -> CompletionRequest:
     Raises:
         ValidationError, VLLMValidationError: vLLM's model refuses another field.
     """
-    fields, repeated = split_as_vllm(body)
+    fields, repeated = split(body)
     request = _read_completion(fields)
     if repeated is not None and is_scoring_completion(request):
         raise repeated
@@ -60,7 +60,7 @@ def read_generate_request(body: bytes) -> GenerateRequest:
     Raises:
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
-    fields, repeated = split_as_vllm(body)
+    fields, repeated = split(body)
     request = GenerateRequest.model_validate(
         {
             name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)

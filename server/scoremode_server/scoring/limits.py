@@ -37,21 +37,12 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_sequences: int, field: str) -> None:
-        """Of prompts, or of continuations of all prompts together."""
+        """Of prompts, of continuations of all prompts together, or of windows."""
         if num_sequences > self.max_sequences:
             raise RequestError(
                 f"the request has {num_sequences} sequences to score, of at most {self.max_sequences} "
                 "(--max-request-sequences)",
                 field,
-            )
-
-    def check_num_windows(self, num_windows: int, stride: int) -> None:
-        """Before any is cut: they may be one fewer per text."""
-        if num_windows > self.max_sequences:
-            raise RequestError(
-                f"with stride {stride} there are {num_windows} windows, and a request may have at most "
-                f"{self.max_sequences} (--max-request-sequences)",
-                "stride",
             )
 
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:

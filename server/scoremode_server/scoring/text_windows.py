@@ -98,7 +98,8 @@ async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Li
             if document.token_ids:
                 limits.check_vocabulary(document.token_ids, field_name)
         documents = await _truncated(documents, request, tokenizer, info)
-        limits.check_num_windows(sum(len(document.token_ids) // stride + 1 for document in documents), stride)
+        # Before any is cut: there may be one window fewer per text.
+        limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
 
         def cut(document: TextDocument) -> TextDocument:
             special = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
