@@ -106,7 +106,7 @@ SERVER_FAULTS = {
         ("len(data) - step + 1, step", "len(data) - step, step"),
     ],
     "prefix_cache/store.py < prefix_cache/test_store.py": [
-        ("in reversed(block_hashes):", "in block_hashes:"),
+        ("in reversed(block_hashes):\n            block = self", "in block_hashes:\n            block = self"),
         ("-= 0 if old is None else len(old) + ENTRY_BYTES", "-= 0 if old is None else len(old)"),
         ("if generation != self.generation or not self.enabled:", "if not self.enabled:"),
     ],
@@ -115,10 +115,8 @@ SERVER_FAULTS = {
         ('f"{request.owner}.{salt}"', 'f"scoremode.{salt}"'),
     ],
     "prefix_cache/request.py < prefix_cache": [
-        ("num_left_out = -(-run.first // self", "num_left_out = (run.first // self")
-    ],
-    "prefix_cache/in_flight.py < prefix_cache/test_in_flight.py": [
-        ("if other is not None and other.num_columns >= request.num_columns:", "if other is not None:")
+        ("num_left_out = -(-run.first // self", "num_left_out = (run.first // self"),
+        ("if other is not None and other.num_columns >= self.num_columns:", "if other is not None:"),
     ],
     "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
@@ -156,7 +154,7 @@ SERVER_FAULTS = {
     ],
     "api/error_responses.py < api/test_error_responses.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
     "api/kld.py < api/test_kld_route.py api": [
-        ("windows[::-1] if self.request.as_noise_floor else windows", "windows")
+        ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)")
     ],
     "completions/logprobs_json.py < completions": [
         ("lengths.cumsum() - lengths", "lengths.cumsum()"),

@@ -65,9 +65,8 @@ class ReferenceParts:
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
         stored, files = References(root, model), WorkerFiles(client, engine.admission)
-        return cls(
-            stored, Recorder(stored, client, engine, turns, files), Comparer(stored, client, engine, turns, files)
-        )
+        parts = (stored, client, engine, turns, files)
+        return cls(stored, Recorder(*parts), Comparer(*parts))
 
 
 @dataclass(frozen=True, slots=True)

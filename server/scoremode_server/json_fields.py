@@ -2,9 +2,6 @@
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -58,57 +55,43 @@ _NAMES = {
 }
 
 
-def split(body: bytes) -> Fields:
-    """The fields of a JSON object, not decoded yet."""
-    fields, repeated = split_as_vllm(body)
-    for name in repeated:
-        raise _given_twice(name, name)
-    return fields
-
-
-def split_as_vllm(body: bytes) -> tuple[Fields, list[str]]:
-    """The fields of a JSON object, not decoded yet, and the names that occur twice, where the last field counts."""
+def split(body: bytes) -> tuple[Fields, RequestError | None]:
+    """The fields of a JSON object, not decoded yet, and the error if a name occurs twice, there or in an object in a
+    field. The last one counts."""
     try:
         named = _OBJECT.decode(body)
     except msgspec.ValidationError:
         raise RequestError("the body must be a JSON object", None) from None
-    except RecursionError:
-        raise RequestError("the body is not valid JSON: it is nested too deep", None) from None
-    except UnicodeDecodeError:
-        raise RequestError("the body is not valid JSON: the name of a field is not UTF-8", None) from None
-    except msgspec.DecodeError as error:
-        reason = str(error).removeprefix("JSON is malformed: ")
-        if "(byte " not in reason:
-            reason = f"it is cut off after {len(body)} bytes, or has half of a surrogate pair"
-        raise RequestError(f"the body is not valid JSON: {reason}", None) from None
-    fields = {str(name): raw for name, raw in named.items()}
-    return fields, _repeated(map(str, named)) if len(fields) < len(named) else []
+    except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise RequestError(f"the body is not valid JSON: {_reason(error, len(body))}", None) from None
+    fields: Fields = {}
+    repeated = None
+    for name, raw in named.items():
+        if str(name) in fields:
+            repeated = RequestError(f"{name[:MAX_NAME]} is given more than once", name[:MAX_NAME])
+        elif bytes(memoryview(raw)[:1]) == b"{" and _repeats_name(bytes(raw)):
+            repeated = RequestError(f"{name[:MAX_NAME]} has a field that is given more than once", name[:MAX_NAME])
+        fields[str(name)] = raw
+    return fields, repeated
 
 
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
+def _repeats_name(content: bytes) -> bool:
+    num_repeated: list[int] = []
+    try:
+        json.loads(content, object_pairs_hook=lambda pairs: num_repeated.append(len(pairs) - len(dict(pairs))))
+    except (ValueError, RecursionError):
+        # Decoding the field says what is wrong with it.
+        return False
+    return any(num_repeated)
 
 
-def _given_twice(name: str, field: str) -> RequestError:
-    return RequestError(f"{name[:MAX_NAME]} is given more than once", field[:MAX_NAME])
-
-
-def check_names(fields: Fields, repeated: list[str]) -> None:
-    """Refuse a body that has two fields of one name: `repeated` of `split_as_vllm`, or in an object within a field, all
-    of which were decoded before."""
-    for name in repeated:
-        raise _given_twice(name, name)
-    for field, raw in fields.items():
-        if _is_container(raw) and b"{" in (content := bytes(raw)):
-            try:
-                json.loads(content, object_pairs_hook=partial(_check_object, field))
-            except RecursionError:
-                raise _too_deep(field) from None
-
-
-def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
-    for name in _repeated(name for name, _ in pairs):
-        raise _given_twice(f"{field}.{name}", field)
+def _reason(error: Exception, num_bytes: int) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    if isinstance(error, UnicodeDecodeError):
+        return "the name of a field is not UTF-8"
+    reason = str(error).removeprefix("JSON is malformed: ")
+    return reason if "(byte " in reason else f"it is cut off after {num_bytes} bytes, or has half of a surrogate pair"
 
 
 def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
@@ -127,7 +110,7 @@ def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
 
 def read_anything(raw: msgspec.Raw, field: str) -> Any:
     """A field of any form."""
-    if len(raw) > MAX_VALUES and _is_container(raw):
+    if len(raw) > MAX_VALUES and bytes(memoryview(raw)[:1]) in (b"[", b"{"):
         _check_count(bytes(raw).count(b",") + 1, MAX_VALUES, "values", field)
     return _decode(raw, field, _ANYTHING)
 
@@ -144,10 +127,6 @@ def stand_in(value: Any) -> Any:
     return value
 
 
-def _is_container(raw: msgspec.Raw) -> bool:
-    return bytes(memoryview(raw)[:1]) in (b"[", b"{")
-
-
 def _check_count(count: int, most: int, things: str, field: str) -> None:
     if count > most:
         raise RequestError(f"{field} has {count} {things}, but a request can have at most {most}", field)
@@ -159,13 +138,9 @@ def _decode(raw: msgspec.Raw, field: str, decoder: Any) -> Any:
     except msgspec.ValidationError as error:
         raise RequestError(_explain(str(error), field), field) from None
     except RecursionError:
-        raise _too_deep(field) from None
+        raise RequestError(f"{field} is nested too deep", field) from None
     except UnicodeDecodeError:
         raise RequestError(f"{field} is not valid UTF-8", field) from None
-
-
-def _too_deep(field: str) -> RequestError:
-    return RequestError(f"{field} is nested too deep", field)
 
 
 def _explain(error: str, field: str) -> str:

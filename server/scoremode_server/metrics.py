@@ -4,6 +4,7 @@ They are written when something happens, since with several API servers vLLM add
 """
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -18,32 +19,26 @@ class Metrics:
     """Metrics of all scoring requests of one API server process."""
 
     def __init__(self, logprob_bytes: int, registry: CollectorRegistry = REGISTRY) -> None:
-        self._tokens = Counter(
-            "scoremode_scored_tokens",
-            "Tokens with a logprob, computed or cached: all but the first of every sequence.",
-            registry=registry,
+        counter = partial(Counter, registry=registry)
+        seconds = partial(Histogram, registry=registry, buckets=SECONDS)
+        of_all = partial(Gauge, registry=registry, multiprocess_mode="livesum")
+        self._tokens = counter(
+            "scoremode_scored_tokens", "Tokens with a logprob, computed or cached: all but the first of every sequence."
         )
-        self._waiting = Histogram(
+        self._waiting = seconds(
             "scoremode_request_waiting_seconds",
             "From when a sequence may enter the engine until the engine schedules it. Empty with --disable-log-stats. "
             "If the engine runs on another host, only the time in the engine's queue.",
-            registry=registry,
-            buckets=SECONDS,
         )
-        self._running = Histogram(
+        self._running = seconds(
             "scoremode_request_running_seconds",
             "From when the engine schedules a scoring request until it is done. With --disable-log-stats, from arrival "
             "to answer in the API server.",
-            registry=registry,
-            buckets=SECONDS,
         )
-        self._waiting_now, self._running_now = (
-            Gauge(f"scoremode_{name}", text, registry=registry, multiprocess_mode="livesum")
-            for name, text in (
-                ("waiting_sequences", "Sequences of scoring requests that wait for the engine."),
-                ("running_sequences", "Sequences of scoring requests in the engine."),
-            )
+        self._waiting_now = of_all(
+            "scoremode_waiting_sequences", "Sequences of scoring requests that wait for the engine."
         )
+        self._running_now = of_all("scoremode_running_sequences", "Sequences of scoring requests in the engine.")
         # All processes report the same value.
         Gauge(
             "scoremode_logprob_working_bytes",
@@ -51,21 +46,15 @@ class Metrics:
             registry=registry,
             multiprocess_mode="max",
         ).set(logprob_bytes)
-        self.hits, self.misses, self.joined, self.evictions = (
-            Counter(f"scoremode_score_cache_{name}", text, registry=registry)
-            for name, text in (
-                ("hits", "Tokens whose logprob was cached."),
-                ("misses", "Tokens whose logprob was computed for a request that used the cache."),
-                ("joined", "Requests that waited for the logprobs of another request in flight."),
-                ("evictions", "Blocks of logprobs that were evicted."),
-            )
+        self.hits = counter("scoremode_score_cache_hits", "Tokens whose logprob was cached.")
+        self.misses = counter(
+            "scoremode_score_cache_misses", "Tokens whose logprob was computed for a request that used the cache."
         )
-        self.cache_bytes = Gauge(
-            "scoremode_score_cache_bytes",
-            "Memory of the cached logprobs.",
-            registry=registry,
-            multiprocess_mode="livesum",
+        self.joined = counter(
+            "scoremode_score_cache_joined", "Requests that waited for the logprobs of another request in flight."
         )
+        self.evictions = counter("scoremode_score_cache_evictions", "Blocks of logprobs that were evicted.")
+        self.cache_bytes = of_all("scoremode_score_cache_bytes", "Memory of the cached logprobs.")
 
     def show_load(self, num_sequences: int, num_running: int) -> None:
         """Show the number of sequences, and of those in the engine."""

@@ -23,20 +23,20 @@ class ScoremodeEndpoints:
     def attach_router(self, app: "FastAPI") -> None:
         """Add our routes before vLLM's, in place of its `/v1/completions` and, if served, `/inference/v1/generate`. Add
         our middleware and limits of connections."""
-        from scoremode_server.api import completions, generate, kld, page, perplexity, references, score, tokens
+        from scoremode_server.api import completions, kld, page, perplexity, references, score, tokens
         from scoremode_server.api.middleware import wrap
         from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
-        ours = [completions, perplexity, score, tokens, references, kld, page]
-        replaced = {completions.ROUTE}
-        if generate.is_served(app):
-            ours.append(generate)
-            replaced.add(generate.ROUTE)
+        ours = [each.router for each in (completions, perplexity, score, tokens, references, kld, page)]
+        replaced = {completions.COMPLETIONS}
+        if completions.serves_generate(app):
+            ours.append(completions.generate_router)
+            replaced.add(completions.GENERATE)
         of_vllm = [route for route in app.routes if getattr(route, "path", None) not in replaced]
         app.router.routes.clear()
-        for routes in ours:
-            app.include_router(routes.router)
+        for router in ours:
+            app.include_router(router)
         app.router.routes.extend(of_vllm)
         wrap(app)
         bound_connections(app)

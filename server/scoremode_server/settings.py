@@ -41,7 +41,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--score-cache-bytes",
         type=number_of_bytes,
-        default=None,
         metavar="BYTES",
         help="Memory for logprobs of repeated prefixes, such as 512M or 2G; 0 turns the cache off. "
         f"Default: the environment's {SCORE_CACHE_VARIABLE}, else 512M.",
@@ -49,7 +48,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         "--max-scoring-tokens",
         type=positive,
-        default=None,
         metavar="TOKENS",
         help="Tokens that may wait or be scored at once, in all requests to an API server process; further requests "
         "get 429. Default: 16 times the tokens of the KV cache.",
@@ -62,17 +60,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Sequences in one scoring request: prompts, prompts times continuations, or windows. "
         "Default: %(default)s.",
     )
-    group.add_argument(
-        "--request-timeout",
-        type=positive,
-        default=None,
-        metavar="SECONDS",
-        help="Seconds after which a scoring request is aborted with 504. Default: none.",
-    )
+    timeout_help = "Seconds after which a scoring request is aborted with 504. Default: none."
+    group.add_argument("--request-timeout", type=positive, metavar="SECONDS", help=timeout_help)
     group.add_argument(
         "--reference-dir",
         type=Path,
-        default=None,
         metavar="DIR",
         help="Folder for references (/v1/references, /v1/kld), with the same path on all workers and API servers. "
         f"Default: the environment's {REFERENCE_VARIABLE}, else none.",
@@ -80,7 +72,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument(
         REFERENCE_HEADS_FLAG,
         type=number_of_bytes,
-        default=None,
         metavar="BYTES",
         help="Accelerator memory for LM heads of references on all tensor-parallel ranks together, such as 4G. "
         "Comparisons with references whose heads do not fit at once take turns of some seconds. "
@@ -93,11 +84,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="BYTES",
         help="The size limit of a scoring or completion request's body, such as 64M. Default: 16M.",
     )
-    group.add_argument(
-        "--no-page",
-        action="store_true",
-        help="Do not serve the page at /scoremode, which loads without an API key.",
-    )
+    page_help = "Do not serve the page at /scoremode, which loads without an API key."
+    group.add_argument("--no-page", action="store_true", help=page_help)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +171,14 @@ def _from_environment(variable: str, default: int) -> int:
         raise ValueError(f"{variable}: {error}") from None
 
 
-def allowed_plugins(current: str | None) -> str:
-    """VLLM_PLUGINS with Scoremode added. If it is unset, all plugins that vLLM loads by default are named."""
-    if current is not None:
+def allow_plugin() -> None:
+    """Add Scoremode to VLLM_PLUGINS of this process and its children. If it is unset, all plugins that vLLM loads by
+    default are named."""
+    if (current := os.environ.get(PLUGINS_VARIABLE)) is not None:
         names = current.split(",")
     else:
         names = [point.name for group in _ALLOWED_BY_DEFAULT for point in importlib.metadata.entry_points(group=group)]
-    return ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
-
-
-def allow_plugin() -> None:
-    """Add Scoremode to VLLM_PLUGINS of this process and its children."""
-    os.environ[PLUGINS_VARIABLE] = allowed_plugins(os.environ.get(PLUGINS_VARIABLE))
+    os.environ[PLUGINS_VARIABLE] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
 
 
 def positive(text: str) -> int:
@@ -208,7 +192,4 @@ def number_of_bytes(text: str) -> int:
     size = re.fullmatch(r"([0-9]+)([KMG]?)", text.upper())
     if size is None:
         raise ValueError(f"not a number of bytes: {text!r}")
-    return int(size[1]) * _UNITS[size[2]]
-
-
-_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
+    return int(size[1]) * int(1024 ** " KMG".index(size[2] or " "))

@@ -44,16 +44,6 @@ def test_top_logprobs_equal_transformers(client, tokens, logits):
     oracle.assert_close(logprobs, np.take_along_axis(expected, ids, 1))
 
 
-def test_the_same_candidates_at_all_positions(client, tokens, logits):
-    chosen = [0, 17, 17, 1023]
-    (score,) = client.score(tokens, candidate_token_ids=chosen)
-    assert score.candidate_logprobs.shape == (LENGTH, 4)
-    assert np.isnan(score.candidate_logprobs[0]).all()
-    oracle.assert_close(score.candidate_logprobs[1:], log_softmax(logits)[:, chosen])
-    (plain,) = client.score(tokens, use_cache=False)
-    oracle.assert_close(score.logprobs[1:], np.array(plain.logprobs[1:]))
-
-
 def test_candidates_of_each_position(client, tokens, logits):
     chosen = np.random.default_rng(1).integers(0, 1024, (LENGTH, 7))
     (score,) = client.score(tokens, candidate_token_ids=chosen.tolist())
@@ -109,13 +99,6 @@ def test_other_candidates_or_temperatures_have_rows_of_their_own(client, tokens)
     oracle.assert_close(again.candidate_logprobs[1:], first.candidate_logprobs[1:], scale=2)
     oracle.assert_close(other.candidate_logprobs[1:], first.candidate_logprobs[1:, ::-1], scale=2)
     assert np.abs(first.candidate_logprobs[1:] - warmer.candidate_logprobs[1:]).max() > 0.1
-
-
-def test_continuations_have_candidates_too(client, logits, tokens):
-    scores = client.score([tokens[:20]], [tokens[20:23], tokens[20:22]], candidate_token_ids=[11, 12])
-    expected = log_softmax(logits)[:, [11, 12]]
-    oracle.assert_close(scores[0].candidate_logprobs, expected[19:22])
-    oracle.assert_close(scores[1].candidate_logprobs, expected[19:21])
 
 
 def test_in_json_a_position_without_context_is_null(server):

@@ -69,12 +69,6 @@ def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm
         assert score.is_greedy == all(rank == 1 for rank in ranks[start - 1 :])
 
 
-def test_trailing_white_space_of_a_context_is_scored(smollm2_client):
-    ended = smollm2_client.score("The capital of France is ", ["Paris"])
-    plain = smollm2_client.score("The capital of France is", [" Paris"])
-    assert [score.token_ids for score in ended] == [score.token_ids for score in plain]
-
-
 def test_logprobs_equal_stock_vllm_on_the_same_server(smollm2_client, smollm2_server, tokens):
     request = {"prompt": tokens[:700], "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
     stock = httpx.post(f"{smollm2_server}/stock/v1/completions", json=request, timeout=300).raise_for_status().json()
@@ -94,26 +88,11 @@ def test_a_batch_scores_each_sequence_as_if_it_were_alone(smollm2_client, smollm
         oracle.assert_close(score.logprobs[1:], expected)
 
 
-def test_json_and_base64_have_the_same_logprobs(smollm2_client, smollm2_server, tokens):
-    answer = httpx.post(f"{smollm2_server}/v1/score", json={"prompt": tokens[:100]}, timeout=60).json()
-    plain = answer["data"][0]["logprobs"]
-    (packed,) = smollm2_client.score(tokens[:100])
-    assert plain[0] is None
-    assert np.array_equal(plain[1:], packed.logprobs[1:])
-
-
 def test_a_sequence_as_long_as_the_context_is_scored(bos_client, byte_fallback_model):
     tokens = np.random.default_rng(0).integers(3, 400, bos_client.info().max_model_len).tolist()
     (score,) = bos_client.score(tokens)
     (expected,) = oracle.logprobs(byte_fallback_model, [tokens])
     oracle.assert_close(score.logprobs[1:], expected)
-
-
-def test_one_token_has_nothing_to_score(bos_client):
-    (score,) = bos_client.score([7], top_logprobs=3, return_ranks=True)
-    assert (score.num_scored, score.logprobs, score.ranks) == (0, [None], [None])
-    assert score.top_logprobs.token_ids.tolist() == [[-1, -1, -1]]
-    assert np.isnan(score.top_logprobs.logprobs).all()
 
 
 def test_bos_gives_the_first_word_its_context(bos_client):

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from tests.e2e.metrics import metric
-from tests.e2e.test_cancellation import requests_in_engine, wait_for
+
+IN_ENGINE = r"(?:vllm:num_requests_(?:running|waiting)\{.*\}|scoremode_(?:running|waiting)_sequences)"
 
 
 def gauges(server: str) -> list[float]:
@@ -68,22 +69,8 @@ def test_a_large_request_whose_client_disconnects_ends(smollm2_server):
     with pytest.raises(httpx.TimeoutException):
         large.result()
     assert score(smollm2_server, sequences(1, 32)).status_code == 200
-    assert wait_for(smollm2_server, busy=False, seconds=60)
-    assert gauges(smollm2_server) == [0, 0]
-
-
-def test_too_many_sequences_are_refused_before_any_is_made(smollm2_server):
-    for body in (
-        {"prompt": [[5, 6]] * 100_000},
-        {"prompt": ["a"] * 10_000, "continuations": ["b"] * 10_000},
-    ):
-        answer = httpx.post(f"{smollm2_server}/v1/score", json=body, timeout=60)
-        assert answer.status_code == 400
-        assert "at most 65536 (--max-request-sequences)" in answer.json()["error"]["message"]
-    many_windows = {"prompt": [5] * 100_000, "stride": 1, "context_length": 64}
-    answer = httpx.post(f"{smollm2_server}/v1/perplexity", json=many_windows, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stride")
-    assert requests_in_engine(smollm2_server) == 0
+    # vLLM's gauges are those after its last step: they read 0 while what comes next has not reached it.
+    wait_until(lambda: metric(smollm2_server, IN_ENGINE) == 0)
 
 
 def test_vllms_bound_of_queued_requests_is_for_generation(int8_server):

@@ -31,13 +31,6 @@ def test_scores_count_with_the_cache_and_without(client, server, tokens):
     assert added(server, before) == (99 + 4 + 99 + 99 + 52 + 50, 6, 6)
 
 
-def test_perplexity_counts_its_windows(client, server, tokens):
-    before = counted(server)
-    client.perplexity(tokens, method="overlapping", context_length=40, stride=20)
-    # [0, 40), [20, 60), [40, 80): the last one that begins before 60.
-    assert added(server, before) == (3 * 39, 3, 3)
-
-
 def test_completions_count_their_prompt_if_they_score(server, tokens):
     before = counted(server)
     scoring = {"prompt": [tokens, tokens[:10]], "echo": True, "logprobs": 1}
@@ -56,7 +49,3 @@ def test_times_are_seconds_that_passed(server, tokens):
     assert waiting >= 0
     assert running > 0
     assert waiting + running <= response.elapsed.total_seconds()
-
-
-def test_the_memory_for_logprobs_is_shown(server):
-    assert metric(server, "scoremode_logprob_working_bytes") == 256 * 1024**2

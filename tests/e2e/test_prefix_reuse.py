@@ -3,15 +3,12 @@
 vLLM's own metrics tell what the engine computed. A part of a prompt runs in another batch shape than the whole.
 """
 
-import asyncio
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
 import lm_eval_tasks
-from scoremode import AsyncScoreClient, ScoreClient
+from scoremode import ScoreClient
 from tests import oracle
 from tests.e2e.metrics import metric
 from tests.e2e.test_lm_eval import TASK, answers, evaluate
@@ -47,18 +44,6 @@ def test_a_second_request_computes_only_the_last_block(client, server, random_mo
         oracle.assert_close(score.logprobs[1:], expected)
 
 
-def test_the_cache_holds_ranks_and_alternatives(client, server, wikitext):
-    tokens = fresh(wikitext, client, 1, 300)
-    (first,) = client.score(tokens, top_logprobs=5, return_ranks=True)
-    before = computed_tokens(server)
-    (fewer,) = client.score(tokens, top_logprobs=2, return_ranks=True)
-    assert computed_tokens(server) - before <= BLOCK_SIZE
-    assert np.mean(np.array(fewer.ranks[1:]) == first.ranks[1:]) > 0.99
-    before = computed_tokens(server)
-    client.score(tokens, top_logprobs=9)
-    assert computed_tokens(server) - before >= 299 - BLOCK_SIZE, "more alternatives than are held are computed anew"
-
-
 def test_continuations_share_their_prompt(client, server, random_model, wikitext):
     prompt, endings = fresh(wikitext, client, 2, 250), [[500 + index, 600 + index] for index in range(8)]
     before = computed_tokens(server)
@@ -68,44 +53,6 @@ def test_continuations_share_their_prompt(client, server, random_model, wikitext
     expected = oracle.logprobs(random_model, [prompt + ending for ending in endings])
     for score, whole in zip(scores, expected, strict=True):
         oracle.assert_close(score.logprobs, whole[-2:])
-
-
-def test_usage_has_the_number_of_cached_tokens(client, server, wikitext):
-    body = {"prompt": fresh(wikitext, client, 3, 200)}
-    for options, expected in (({}, 0), ({}, 192), ({"use_cache": False}, 0)):
-        usage = httpx.post(f"{server}/v1/score", json=body | options, timeout=60).json()["usage"]
-        assert usage["cached_tokens"] == expected
-
-
-def test_requests_in_flight_share_work(server, client, random_model, wikitext):
-    prompt = fresh(wikitext, client, 4, 500)
-    sequences = [[*prompt, 700 + index] for index in range(4)]
-    before = computed_tokens(server)
-
-    async def all_at_once() -> list[Any]:
-        async with AsyncScoreClient(server, timeout=300) as asynchronous:
-            return await asyncio.gather(*(asynchronous.score(sequence) for sequence in sequences))
-
-    scores = asyncio.run(all_at_once())
-    assert computed_tokens(server) - before <= 500 + 3 * (BLOCK_SIZE + 1)
-    for (score,), expected in zip(scores, oracle.logprobs(random_model, sequences), strict=True):
-        oracle.assert_close(score.logprobs[1:], expected)
-
-
-def test_completions_read_their_echo_from_the_cache(client, server, wikitext):
-    tokens = fresh(wikitext, client, 5, 300)
-    body = {"prompt": tokens, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
-
-    def echo() -> dict[str, Any]:
-        logprobs: dict[str, Any] = httpx.post(f"{server}/v1/completions", json=body).json()["choices"][0]["logprobs"]
-        return logprobs
-
-    first, before = echo(), computed_tokens(server)
-    again = echo()
-    assert computed_tokens(server) - before <= BLOCK_SIZE
-    assert again["tokens"] == first["tokens"]
-    oracle.assert_close(again["token_logprobs"][1:], first["token_logprobs"][1:])
-    assert [list(entry) for entry in again["top_logprobs"][1:]] == [list(entry) for entry in first["top_logprobs"][1:]]
 
 
 def test_repeated_perplexity_windows_are_not_computed(client, server, wikitext):

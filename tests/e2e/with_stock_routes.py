@@ -12,14 +12,14 @@ from vllm.entrypoints.scale_out.token_in_token_out import api_router as token_id
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from scoremode_server import cli, plugin
-from scoremode_server.api.generate import is_served
+from scoremode_server.api.completions import serves_generate
 
 attach_router = plugin.ScoremodeEndpoints.attach_router
 
 
 def attach_both(self: plugin.ScoremodeEndpoints, app: FastAPI) -> None:
     routes = {"/v1/completions": stock.create_completion}
-    if is_served(app):
+    if serves_generate(app):
         routes["/inference/v1/generate"] = token_ids.generate
     attach_router(self, app)
     for path, endpoint in routes.items():

@@ -9,9 +9,7 @@ from http import HTTPStatus
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.status import WS_1008_POLICY_VIOLATION
 from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocketClose
 from vllm import envs
 from vllm.entrypoints.serve import create_error_response
 
@@ -20,17 +18,10 @@ from scoremode_server.api import page
 OPEN_PATHS = frozenset(
     {
         # Probes and scrapers, which seldom have a key.
-        "/health",
-        "/ping",
-        "/version",
-        "/metrics",
+        *("/health", "/ping", "/version", "/metrics"),
         # The API's description, which is the same on every server, and the pages that show it.
-        "/openapi.json",
-        "/docs",
-        "/docs/oauth2-redirect",
-        "/redoc",
-        "/static/swagger-ui-bundle.js",
-        "/static/swagger-ui.css",
+        *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"),
+        *("/static/swagger-ui-bundle.js", "/static/swagger-ui.css"),
         # Files that are the same on every server. The page requests scores with the key that the user types in.
         *page.FILES,
     }
@@ -84,14 +75,8 @@ def _digest(key: str) -> bytes:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
-        await WebSocketClose(WS_1008_POLICY_VIOLATION)(scope, receive, send)
-        return
     given = "Authorization" in Headers(scope=scope)
-    error = create_error_response(
-        "The API key is not valid." if given else "An API key is required, as `Authorization: Bearer KEY`.",
-        "AuthenticationError",
-        HTTPStatus.UNAUTHORIZED,
-    )
+    message = "The API key is not valid." if given else "An API key is required, as `Authorization: Bearer KEY`."
+    error = create_error_response(message, "AuthenticationError", HTTPStatus.UNAUTHORIZED)
     headers = {"WWW-Authenticate": "Bearer"}
     await JSONResponse(error.model_dump(), HTTPStatus.UNAUTHORIZED, headers)(scope, receive, send)

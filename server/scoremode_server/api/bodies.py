@@ -12,11 +12,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from scoremode.wire.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
+from scoremode.wire.protocol import PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
 from scoremode_server import json_fields
 from scoremode_server.api.requests import scoremode_state
-from scoremode_server.completions.generate import read_generate_request
-from scoremode_server.completions.requests import read_completion_request
+from scoremode_server.completions.requests import read_completion_request, read_generate_request
 from scoremode_server.errors import EncodingError, RequestError, TooLargeError
 
 T = TypeVar("T")
@@ -24,6 +23,7 @@ T = TypeVar("T")
 READ_AT_ONCE = 256 * 1024
 """Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
 
+_TEXTS = {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS}
 _LISTS: dict[type[BaseModel], dict[str, Any]] = {
     ScoreRequest: {
         "prompt": json_fields.PROMPTS,
@@ -31,9 +31,8 @@ _LISTS: dict[type[BaseModel], dict[str, Any]] = {
         "candidate_token_ids": json_fields.CANDIDATES,
         "logprobs_from": json_fields.TOKENS,
     },
-    PerplexityRequest: {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS},
-    ReferenceRequest: {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS},
-    KldRequest: {},
+    PerplexityRequest: _TEXTS,
+    ReferenceRequest: _TEXTS,
     TokensRequest: {"token_ids": json_fields.TOKENS},
 }
 """Fields of each request that may be large, and their allowed forms."""
@@ -55,35 +54,44 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
+    too_large = TooLargeError(f"the body has more than {limit} bytes, which is this server's --max-request-bytes", None)
     # uvicorn has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
-        raise _too_large(limit)
+        raise too_large
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
-                raise _too_large(limit)
+                raise too_large
     except ClientDisconnect:
         raise RequestError("the client disconnected before it had sent the body", None) from None
     return b"".join(chunks)
 
 
-def _too_large(limit: int) -> TooLargeError:
-    return TooLargeError(f"the body has more than {limit} bytes, which is this server's --max-request-bytes", None)
+def reader_of(model: type[BaseModel]) -> Callable[[bytes], BaseModel]:
+    """The function that makes a request of this model from a body."""
+    readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
+        CompletionRequest: read_completion_request,
+        GenerateRequest: read_generate_request,
+    }
+    return readers.get(model) or partial(_read_model, model)
 
 
-def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
+def _read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     """A request of Scoremode's own routes. Pydantic tries each form of a list on each of its values, so it validates a
     short list in place of one that is decoded already.
 
     Raises:
         ValidationError: a field is missing, unknown or wrong.
     """
-    forms = _LISTS[model]
+    forms = _LISTS.get(model, {})
     lists, to_validate, unknown = {}, {}, []
-    for name, raw in json_fields.split(body).items():
+    fields, repeated = json_fields.split(body)
+    if repeated is not None:
+        raise repeated
+    for name, raw in fields.items():
         if name in forms:
             lists[name] = json_fields.read_list(raw, name, forms[name])
             to_validate[name] = json_fields.stand_in(lists[name])
@@ -95,12 +103,3 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     for name, value in lists.items():
         setattr(request, name, value)
     return request
-
-
-def reader_of(model: type[BaseModel]) -> Callable[[bytes], BaseModel]:
-    """The function that makes a request of this model from a body."""
-    readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
-        CompletionRequest: read_completion_request,
-        GenerateRequest: read_generate_request,
-    }
-    return readers.get(model) or partial(read_model, model)

@@ -1,10 +1,14 @@
-"""`POST /v1/completions`: scoring requests are written from arrays, all others are vLLM's."""
+"""vLLM's routes that may score: `POST /v1/completions`, and of token ids `POST /inference/v1/generate`. Answers to
+scoring requests are written from arrays, all others are vLLM's."""
 
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
-from vllm.entrypoints.openai.completion import api_router as stock
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from vllm.entrypoints.openai.completion import api_router as stock_completions
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out import api_router as stock_tokens
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
@@ -12,30 +16,57 @@ from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import STOCK_RESPONSES, ScoremodeRoute
 from scoremode_server.api.requests import accepted, owner_of, scoremode_state
 from scoremode_server.api.responses import written_response
-from scoremode_server.completions.requests import is_scoring_completion
+from scoremode_server.completions.requests import is_scoring_completion, is_scoring_generation
 from scoremode_server.scoring.tokenizer import as_prompts
 
-ROUTE = "/v1/completions"
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"
 
 router = APIRouter(route_class=ScoremodeRoute)
+generate_router = APIRouter(route_class=ScoremodeRoute)
 
 
-@router.post(ROUTE, responses=STOCK_RESPONSES)
+def serves_generate(app: FastAPI) -> bool:
+    """Whether vLLM was started with a flag that makes it serve the route: `--enable-scale-out`, `--tokens-only`."""
+    return any(isinstance(route, APIRoute) and route.endpoint is stock_tokens.generate for route in app.routes)
+
+
+@router.post(COMPLETIONS, responses=STOCK_RESPONSES)
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions, as vLLM serves them."""
-    answer = _create_scoring_completion if is_scoring_completion(request) else stock.create_completion
+    answer = _create_scoring_completion if is_scoring_completion(request) else stock_completions.create_completion
     response: Response = await answer(request, raw_request)
     return response
 
 
-@load_aware_call
 @until_disconnect
+@load_aware_call
 async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
     if request.prompt:
         state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
-    accept = partial(accepted, state.admission, ROUTE)
+    accept = partial(accepted, state.admission, COMPLETIONS)
     result = await state.completions.create_completion(request, raw_request, owner_of(raw_request), accept)
-    format_wanted = raw_request.headers.get(stock.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+    format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
     return written_response(result, request.model, metrics_header(format_wanted))
+
+
+@generate_router.post(GENERATE, responses=STOCK_RESPONSES)
+async def generate(request: GenerateRequest, raw_request: Request) -> Response:
+    """Token ids in, token ids out, as vLLM serves them."""
+    scoring = scoremode_state(raw_request).generate
+    scores = scoring is not None and scoring.has_texts and is_scoring_generation(request)
+    response: Response = await (_score_tokens if scores else stock_tokens.generate)(request, raw_request)
+    return response
+
+
+@until_disconnect
+@load_aware_call
+async def _score_tokens(request: GenerateRequest, raw_request: Request) -> Response:
+    state = scoremode_state(raw_request)
+    state.admission.check()
+    assert state.generate is not None
+    accept = partial(accepted, state.admission, GENERATE)
+    result = await state.generate.generate(request, raw_request, owner_of(raw_request), accept)
+    return written_response(result, request.model)

@@ -1,7 +1,6 @@
 """Errors as responses in OpenAI's shape, and the route class that answers with them."""
 
 from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,7 +13,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.api.bodies import MAX_REPORTED, read_request, reader_of
-from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST, STATUSES, status_of
+from scoremode_server.api.statuses import STATUSES
 from scoremode_server.errors import MAX_NAME, BusyError, RequestError, UnavailableError, engine_has_died
 
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -40,55 +39,43 @@ def error_content(error: Exception) -> dict[str, Any]:
     if isinstance(error, RequestError):
         status = STATUSES[type(error)]
         kind = f"{status.phrase.title().replace(' ', '')}Error"
-        body: dict[str, Any] = create_error_response(str(error), kind, status, error.param).model_dump()
+        response = create_error_response(str(error), kind, status, error.param)
     else:
-        body = create_error_response(error).model_dump()
-    return body
-
-
-def error_response(error: RequestError) -> JSONResponse:
-    """A request's error as a response, with `Retry-After` where a retry may succeed."""
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if isinstance(error, BusyError | UnavailableError) else None
-    return JSONResponse(error_content(error), status_code=status_of(error), headers=headers)
+        response = create_error_response(error)
+    content: dict[str, Any] = response.model_dump()
+    return content
 
 
 class ScoremodeRoute(APIRoute):
-    """A route whose errors have OpenAI's shape. Requests with a body do not pass through FastAPI, whose models would
-    look at each value again."""
+    """A route whose requests' errors have OpenAI's shape; all other errors go to vLLM's own handlers. Requests with a
+    body do not pass through FastAPI, whose models would look at each value again."""
 
     def get_route_handler(self) -> RouteHandler:
-        if self.body_field is None:
-            return with_error_responses(super().get_route_handler())
+        handle: RouteHandler = super().get_route_handler() if self.body_field is None else self._read_and_answer
+
+        async def handle_with_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                # vLLM's check of the content type.
+                failure: RequestError = RequestError("; ".join(map(str, error.errors())), None)
+            except ValidationError as error:
+                failure = from_validation(error)
+            except EngineDeadError:
+                failure = engine_has_died()
+            except RequestError as error:
+                failure = error
+            can_retry = isinstance(failure, BusyError | UnavailableError)
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if can_retry else None
+            return JSONResponse(error_content(failure), status_code=STATUSES[type(failure)], headers=headers)
+
+        return handle_with_errors
+
+    async def _read_and_answer(self, request: Request) -> Response:
+        assert self.body_field is not None
         model: Any = self.body_field.field_info.annotation
-        read = reader_of(model)
-
-        async def read_and_answer(request: Request) -> Response:
-            response: Response | None = await self.endpoint(await read_request(request, read), request)
-            # vLLM's routes return None if the client has left.
-            return Response(status_code=CLIENT_CLOSED_REQUEST) if response is None else response
-
-        return with_error_responses(read_and_answer)
-
-
-def with_error_responses(handle: RouteHandler) -> RouteHandler:
-    """Write errors of requests in OpenAI's shape. All other errors go to vLLM's own handlers."""
-
-    @wraps(handle)
-    async def handle_with_errors(request: Request) -> Response:
-        try:
-            return await handle(request)
-        except RequestValidationError as error:
-            # vLLM's check of the content type.
-            failure: RequestError = RequestError("; ".join(map(str, error.errors())), None)
-        except ValidationError as error:
-            failure = from_validation(error)
-        except EngineDeadError:
-            failure = engine_has_died()
-        except RequestError as error:
-            failure = error
-        return error_response(failure)
-
-    return handle_with_errors
+        response: Response = await self.endpoint(await read_request(request, reader_of(model)), request)
+        return response
 
 
 def from_validation(error: ValidationError) -> RequestError:
@@ -103,9 +90,9 @@ def _field(detail: Any) -> str:
 
 
 def _describe(detail: Any) -> str:
-    field = _field(detail)
-    place = field + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
-    required = ".".join(map(str, detail["loc"]))
-    messages = {"missing": f"{required} is required", "extra_forbidden": f"unknown field {place}"}
-    reason = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return messages.get(detail["type"], f"{place}: {reason}")
+    place = _field(detail) + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    if detail["type"] == "missing":
+        return f"{'.'.join(map(str, detail['loc']))} is required"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown field {place}"
+    return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"

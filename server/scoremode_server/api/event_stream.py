@@ -12,15 +12,14 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Send
 from vllm.logger import init_logger
 
-from scoremode_server.api.disconnects import cancel_and_wait
 from scoremode_server.api.error_responses import ERROR_RESPONSES, error_content
+from scoremode_server.api.requests import accepted
 from scoremode_server.api.responses import dump, json_response
 from scoremode_server.errors import RequestError
-from scoremode_server.prefix_cache.admission import RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, RequestQueue
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode.api")
-
 
 Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
 """The windows of a request, then its result."""
@@ -29,18 +28,15 @@ EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/even
 
 
 async def respond(
-    accepted: AbstractAsyncContextManager[RequestQueue],
-    events: Events,
-    request_id: str,
-    *,
-    stream: bool,
-    with_windows: bool = False,
+    admission: Admission, route: str, request_id: str, events: Events, *, stream: bool, with_windows: bool = False
 ) -> Response:
-    """A stream of all events, or the result alone, with the windows in `data` if wanted."""
+    """Accept a request, whose sequences count when they begin. Answer with a stream of all events, or with the result
+    alone, with the windows in `data` if wanted."""
+    in_queue = accepted(admission, route, request_id)
     if stream:
-        return EventStream(accepted, events, request_id)
+        return EventStream(in_queue, events, request_id)
     kept: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
-    async with accepted as queue, aclosing(events(queue)) as all_events:
+    async with in_queue as queue, aclosing(events(queue)) as all_events:
         async for event in all_events:
             kept.append(event)
         result = kept.pop()
@@ -56,8 +52,8 @@ class EventStream(StreamingResponse):
     run out while the client reads. If the client leaves or the server stops, the request ends at once.
     """
 
-    def __init__(self, accepted: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str) -> None:
-        self._events = _written(accepted, events, request_id)
+    def __init__(self, in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str) -> None:
+        self._events = _written(in_queue, events, request_id)
         super().__init__(self._events, media_type="text/event-stream")
 
     async def stream_response(self, send: Send) -> None:
@@ -67,13 +63,13 @@ class EventStream(StreamingResponse):
 
 
 async def _written(
-    accepted: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
+    in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
 ) -> AsyncGenerator[bytes, None]:
     written: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     async def own() -> None:
         try:
-            async with accepted as queue, aclosing(events(queue)) as all_events:
+            async with in_queue as queue, aclosing(events(queue)) as all_events:
                 async for event in all_events:
                     written.put_nowait(_event(event))
                     # Until the client reads on.
@@ -92,7 +88,8 @@ async def _written(
         await owner
         yield b"data: [DONE]\n\n"
     finally:
-        await cancel_and_wait(owner)
+        owner.cancel()
+        await asyncio.gather(owner, return_exceptions=True)
 
 
 def _event(content: Any) -> bytes:

@@ -1,5 +1,6 @@
 """`GET /scoremode`: the page that scores a text and colors its tokens, from the package's folder `page`."""
 
+from collections.abc import Awaitable, Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -11,11 +12,7 @@ from scoremode_server.settings import serves_page
 
 FOLDER = Path(__file__).parents[1] / "page"
 
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-}
+CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 HEADERS = {
     # Only this server's files, and answers of any server that the user types in; no text can become HTML or a script.
@@ -31,39 +28,30 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 
-
-def page_path(file: Path) -> str:
-    """The path that a file of the page is served at."""
-    return "/scoremode" if file.name == "index.html" else f"/scoremode/{file.name}"
-
-
-FILES = {page_path(file): file for file in sorted(FOLDER.iterdir()) if file.suffix in CONTENT_TYPES}
+FILES = {
+    "/scoremode" if file.name == "index.html" else f"/scoremode/{file.name}": file
+    for file in sorted(FOLDER.iterdir())
+    if file.suffix in CONTENT_TYPES
+}
 """By path. Each has its own route, so the server never looks for a client's path on disk."""
 
 router = APIRouter(route_class=ScoremodeRoute, include_in_schema=False)
 
 
-class PageFile:
-    """A file as it was when the server started."""
+def _answering_with(file: Path) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that answers with a file as it was when the server started, or with 304 if the client has it."""
+    content = file.read_bytes()
+    etag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
+    headers = HEADERS | {"ETag": etag, "Content-Type": f"{CONTENT_TYPES[file.suffix]}; charset=utf-8"}
 
-    def __init__(self, file: Path) -> None:
-        self._content = file.read_bytes()
-        etag = f'"{blake2b(self._content, digest_size=16).hexdigest()}"'
-        self._headers = HEADERS | {"ETag": etag, "Content-Type": CONTENT_TYPES[file.suffix]}
-
-    async def answer(self, request: Request) -> Response:
-        """The file, or 304 if the client has it already.
-
-        Raises:
-            NotServedError: the server was started with `--no-page`.
-        """
+    async def answer(request: Request) -> Response:
         if not serves_page(request.app.state.args):
             raise NotServedError("this server was started with --no-page", None)
-        known = request.headers.get("If-None-Match", "")
-        if self._headers["ETag"] in [tag.strip().removeprefix("W/") for tag in known.split(",")]:
-            return Response(status_code=304, headers=self._headers)
-        return Response(self._content, headers=self._headers)
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
+        return Response(status_code=304, headers=headers) if etag in known else Response(content, headers=headers)
+
+    return answer
 
 
 for _path, _file in FILES.items():
-    router.add_api_route(_path, PageFile(_file).answer, methods=["GET", "HEAD"], name=_file.name)
+    router.add_api_route(_path, _answering_with(_file), methods=["GET", "HEAD"], name=_file.name)

@@ -1,7 +1,7 @@
 """Responses of JSON, written from numpy arrays without a Python object per token."""
 
 import base64
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,12 @@ from scoremode_server.rows import json_logprobs
 from scoremode_server.vllm_patches.served_models import shorten_name
 
 
+def dump(content: Any) -> bytes:
+    """JSON of plain objects and contiguous numpy arrays; NaN becomes null."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
 def json_response(content: Any) -> Response:
-    """A response of plain objects and contiguous numpy arrays; NaN becomes null."""
     return Response(dump(content), media_type="application/json")
 
 
@@ -31,11 +35,6 @@ def written_response(
     return StreamingResponse(result, headers=headers, media_type="application/json")
 
 
-def dump(content: Any) -> bytes:
-    """JSON of plain objects and contiguous numpy arrays; NaN becomes null."""
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
 def as_base64(values: np.ndarray) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")
 
@@ -49,9 +48,16 @@ def top_arrays(token_ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
     }
 
 
-def top_entries(token_ids: np.ndarray, logprobs: np.ndarray) -> list[list[dict[str, Any]]]:
-    """The top tokens [n, k] at each position, each as a `TopLogprob`."""
-    return [
+def top_entries(
+    token_ids: np.ndarray, logprobs: np.ndarray, texts_of: Callable[[Sequence[int]], list[str]] | None = None
+) -> list[list[dict[str, Any]]]:
+    """The top tokens [n, k] at each position, each as a `TopLogprob`, with texts if wanted."""
+    entries = [
         [{"token_id": token_id, "logprob": logprob} for token_id, logprob in zip(*row, strict=True)]
         for row in zip(token_ids.tolist(), json_logprobs(logprobs).tolist(), strict=True)
     ]
+    if texts_of is not None:
+        for row in entries:
+            for entry, text in zip(row, texts_of([entry["token_id"] for entry in row]), strict=True):
+                entry["token"] = text
+    return entries

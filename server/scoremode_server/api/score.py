@@ -4,7 +4,6 @@ import asyncio
 import math
 import time
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,8 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
     responses=ERROR_RESPONSES,
     summary="Log-probabilities of given text",
 )
-@load_aware_call
 @until_disconnect
+@load_aware_call
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
     state = scoremode_state(raw_request)
@@ -72,16 +71,28 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         )
         async with aclosing(state.scorer.scores(passes, settings)) as scores:
             answers = [answer async for answer in scores]
-        write = partial(
-            _response,
-            request,
-            request_id,
-            model.name,
-            state.tokenizer.strings,
-            sequences,
-            list(zip(passes, answers, strict=True)),
-            num_tokens=num_tokens,
-        )
+
+        def write() -> Response:
+            results = [
+                _result(request, state.tokenizer.strings, each, passes[each.pass_index], answers[each.pass_index])
+                for each in sequences
+            ]
+            usage = {
+                "prompt_tokens": num_tokens,
+                "cached_tokens": sum(answer.num_cached_tokens for answer in answers),
+                "total_tokens": num_tokens,
+            }
+            return json_response(
+                {
+                    "id": request_id,
+                    "object": "score",
+                    "created": int(time.time()),
+                    "model": model.name,
+                    "data": [{"index": index, **result} for index, result in enumerate(results)],
+                    "usage": usage,
+                }
+            )
+
         # Within the request, so that a server that shuts down waits for it.
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
@@ -90,35 +101,6 @@ def _num_values(request: ScoreRequest, sequence: RequestedSequence) -> int:
     """Logprobs in the answer for a sequence."""
     num_positions = len(sequence.token_ids) - sequence.first
     return num_positions * (1 + sequence.num_candidates + request.top_logprobs)
-
-
-def _response(
-    request: ScoreRequest,
-    request_id: str,
-    model_name: str,
-    strings: TokenStrings,
-    sequences: list[RequestedSequence],
-    scored: list[tuple[ScoredSequence, ScoredRows]],
-    *,
-    num_tokens: int,
-) -> Response:
-    return json_response(
-        {
-            "id": request_id,
-            "object": "score",
-            "created": int(time.time()),
-            "model": model_name,
-            "data": [
-                {"index": index, **_result(request, strings, sequence, *scored[sequence.pass_index])}
-                for index, sequence in enumerate(sequences)
-            ],
-            "usage": {
-                "prompt_tokens": num_tokens,
-                "cached_tokens": sum(answer.num_cached_tokens for _, answer in scored),
-                "total_tokens": num_tokens,
-            },
-        }
-    )
 
 
 def _result(
@@ -131,22 +113,24 @@ def _result(
     """One entry of `data`."""
     token_ids, rows = sequence.token_ids[sequence.first :], answer.rows
     # A prompt's first token has no context, so no row.
-    without_row = [None] * (len(token_ids) - len(rows))
+    num_without = len(token_ids) - len(rows)
     logprobs = rows.logprobs[:, 0]
     if sequence.column:
         logprobs = np.append(logprobs[:-1], rows.logprobs[-1, sequence.column])
     scored = json_logprobs(logprobs)
+    chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
+    first_top = 1 + scored_by.num_candidates
+    top = slice(first_top, first_top + request.top_logprobs)
+    top_ids, top_logprobs = rows.token_ids[:, top], rows.logprobs[:, top]
     result: dict[str, Any] = {
         "prompt_index": sequence.prompt_index,
         "continuation_index": sequence.continuation_index,
         "token_ids": token_ids,
-        "logprobs": _logprobs(request, len(without_row), logprobs, scored),
         "sum_logprob": math.fsum(scored),
         "num_scored": len(rows),
     }
-    first_top = 1 + scored_by.num_candidates
     if request.return_ranks:
-        result["ranks"] = [*without_row, *rows.ranks.tolist()]
+        result["ranks"] = [*[None] * num_without, *rows.ranks.tolist()]
     if request.return_ranks or request.continuations is not None:
         result["is_greedy"] = bool(
             (rows.ranks[:-1] == 1).all() and _is_most_likely(rows, sequence, first_top)
@@ -155,14 +139,21 @@ def _result(
         )
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
+    if request.encoding_format == "base64":
+        result["logprobs"] = as_base64(_padded(logprobs, num_without, np.nan).astype("<f4"))
+        if sequence.candidates is not None:
+            padded = _padded(chosen, num_without, np.nan)
+            result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": as_base64(padded.astype("<f4"))}
+        if request.top_logprobs:
+            padded_ids = _padded(top_ids, num_without, -1)
+            result["top_logprobs"] = top_arrays(padded_ids, _padded(top_logprobs, num_without, np.nan))
+        return result
+    result["logprobs"] = _padded(scored, num_without, np.nan)
     if sequence.candidates is not None:
-        chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
-        result["candidate_logprobs"] = _candidate_logprobs(request, len(without_row), chosen)
+        result["candidate_logprobs"] = [*[None] * num_without, *json_logprobs(chosen).tolist()]
     if request.top_logprobs:
-        top = slice(first_top, first_top + request.top_logprobs)
-        result["top_logprobs"] = _top_logprobs(
-            request, strings, len(without_row), rows.token_ids[:, top], rows.logprobs[:, top]
-        )
+        texts = strings.texts_of if request.return_tokens else None
+        result["top_logprobs"] = [*[None] * num_without, *top_entries(top_ids, top_logprobs, texts)]
     return result
 
 
@@ -172,39 +163,8 @@ def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> 
     return bool(rows.token_ids[-1, first_top] == sequence.token_ids[-1] and first > second)
 
 
-def _logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray, scored: np.ndarray) -> str | np.ndarray:
-    """The actual tokens' logprobs, NaN where there is no row: JSON null, or base64 of little-endian float32."""
-    if request.encoding_format == "float":
-        return _padded(scored, num_without, np.nan)
-    return as_base64(_padded(logprobs, num_without, np.nan).astype("<f4"))
-
-
-def _candidate_logprobs(request: ScoreRequest, num_without: int, logprobs: np.ndarray) -> dict[str, Any] | list[Any]:
-    """[n, m] of the candidates."""
-    if request.encoding_format == "float":
-        return [*[None] * num_without, *json_logprobs(logprobs).tolist()]
-    padded = _padded(logprobs, num_without, np.nan)
-    return {"shape": list(padded.shape), "logprobs": as_base64(padded.astype("<f4"))}
-
-
-def _top_logprobs(
-    request: ScoreRequest, strings: TokenStrings, num_without: int, token_ids: np.ndarray, logprobs: np.ndarray
-) -> dict[str, Any] | list[Any]:
-    """[n, k] of the top tokens at each position."""
-    if request.encoding_format == "base64":
-        return top_arrays(_padded(token_ids, num_without, -1), _padded(logprobs, num_without, np.nan))
-    entries = top_entries(token_ids, logprobs)
-    if request.return_tokens:
-        for ids, of_position in zip(token_ids.tolist(), entries, strict=True):
-            for entry, token in zip(of_position, strings.texts_of(ids), strict=True):
-                entry["token"] = token
-    return [*[None] * num_without, *entries]
-
-
 def _padded(values: np.ndarray, num_without: int, missing: float) -> np.ndarray:
-    """Values after a filler for each position without a row."""
-    if not num_without:
-        return np.ascontiguousarray(values)
+    """Values after a filler for each position without a row; contiguous."""
     before = np.full((num_without, *values.shape[1:]), missing, values.dtype)
     padded: np.ndarray = np.concatenate([before, values])
     return padded

@@ -18,45 +18,11 @@ from vllm.outputs import RequestOutput
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, prompt_logprobs
 from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
 from scoremode_server.errors import RequestError, UnfinishedError
-from scoremode_server.json_fields import TOKENS, check_names, read_anything, read_list, split_as_vllm
 from scoremode_server.prefix_cache.admission import Accept
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
-
-
-def read_generate_request(body: bytes) -> GenerateRequest:
-    """The request that vLLM's model makes of a body.
-
-    Raises:
-        ValidationError, VLLMValidationError: vLLM's model refuses a field.
-    """
-    fields, repeated = split_as_vllm(body)
-    request = GenerateRequest.model_validate(
-        {
-            name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
-            for name, raw in fields.items()
-        }
-    )
-    if is_scoring_generation(request):
-        check_names(fields, repeated)
-    return request
-
-
-def is_scoring_generation(request: GenerateRequest) -> bool:
-    """Whether a request wants the top k of its prompt and one sampled token, not streamed. vLLM answers all others."""
-    params = request.sampling_params
-    return bool(
-        params.prompt_logprobs is not None
-        and params.prompt_logprobs >= 0
-        and request.is_sampling_param_provided("max_tokens")
-        and params.max_tokens == 1
-        and params.detokenize
-        and request.output_mode == "tokens"
-        and not (request.stream or request.features or request.content_parts)
-        and not (params.logprob_token_ids or params.prompt_logprob_token_ids)
-    )
 
 
 class ScoringGenerate:
@@ -84,19 +50,12 @@ class ScoringGenerate:
             response = await stock.serve_tokens(request, raw_request)
         if isinstance(response, ErrorResponse):
             return response
-        result = scoring.result
-        assert result is not None
+        assert scoring.result is not None
         content = response.model_dump()
         content["prompt_logprobs"] = GAP
-        of_prompt = self._writer.prompt(
-            result.output.prompt_token_ids,
-            result.rows,
-            result.block_hashes,
-            result.num_cached_blocks,
-            Style(None, as_token_ids=False),
-        )
+        of_prompt = self._writer.prompt(scoring.result, Style(None, as_token_ids=False))
         parts = filled(content, [prompt_logprobs(of_prompt)])
-        return as_body(parts, result.rows.token_ids.size, self._turns)
+        return as_body(parts, scoring.result.rows.token_ids.size, self._turns)
 
 
 class _EngineThatScores:
@@ -119,14 +78,8 @@ class _EngineThatScores:
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
         """The request's only output, without logprobs of the prompt."""
         # Engines that a request is moved between know it by its id.
-        asked = RowsRequest.sample(
-            prompt["prompt_token_ids"],
-            request_id=request_id if is_moved(params) else engine_id(request_id),
-            prompt=prompt,
-            params=params,
-            owner=self._owner,
-            options=options,
-        )
+        name = request_id if is_moved(params) else engine_id(request_id)
+        asked = RowsRequest.sample(prompt["prompt_token_ids"], name, prompt, params, self._owner, options)
         try:
             async with self._accept(request_id, 1, len(asked.token_ids)) as queue:
                 self.result = await self._engine.rows(replace(asked, queue=queue))

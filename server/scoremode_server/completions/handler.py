@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from fastapi import Request
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import CompletionOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions import logprobs_json
@@ -85,28 +85,48 @@ class ScoringCompletions:
             self._rows_request(request, prompt, f"{name}-{index}", owner, options)
             for index, prompt in enumerate(inputs)
         ]
+        num_tokens = sum(len(each.token_ids) for each in asked)
         try:
-            results = await self._results(asked, metadata.request_id, accept)
+            async with accept(metadata.request_id, len(asked), num_tokens) as queue:
+                coroutines = (self._engine.rows(replace(each, queue=queue)) for each in asked)
+                async with aclosing(queue.in_order(coroutines)) as in_order:
+                    results = [result async for result in in_order]
         except UnfinishedError as error:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
         await self._turns.wait()
         needs_text = request.echo and not request.return_token_ids
-        outputs = [
-            without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
-            for prompt, result in zip(inputs, results, strict=True)
+        # vLLM builds the response without logprobs, which then fill gaps in it.
+        response = stock.request_output_to_completion_response(
+            [
+                without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
+                for prompt, result in zip(inputs, results, strict=True)
+            ],
+            request.model_copy(update={"logprobs": None}),
+            metadata.request_id,
+            created,
+            stock.models.model_name(options["lora_request"]),
+            stock.renderer.tokenizer,
+            metadata,
+        )
+        content = response.model_dump()
+        for choice in content["choices"]:
+            choice["prompt_logprobs"] = GAP
+            if request.logprobs is not None:
+                choice["logprobs"] = GAP
+        as_token_ids = request.return_tokens_as_token_ids
+        if as_token_ids is None:
+            as_token_ids = stock.return_tokens_as_token_ids
+        style = Style(request.logprobs, bool(as_token_ids))
+        # All are checked before the response begins.
+        sampled = [
+            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
+            for result in results
+            for completion in result.output.outputs
         ]
-        model_name = stock.models.model_name(options["lora_request"])
-        response = self._response(results, outputs, request, created, model_name, metadata)
-        self._log_outputs(outputs, metadata.request_id)
-        return response
-
-    async def _results(self, asked: list[RowsRequest], request_id: str, accept: Accept) -> list[EngineResult]:
-        num_tokens = sum(len(request.token_ids) for request in asked)
-        async with accept(request_id, len(asked), num_tokens) as queue:
-            coroutines = (self._engine.rows(replace(request, queue=queue)) for request in asked)
-            async with aclosing(queue.in_order(coroutines)) as results:
-                return [result async for result in results]
+        parts = filled(content, self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo)))
+        num_entries = sum(result.rows.token_ids.size * len(result.output.outputs) for result in results)
+        return as_body(parts, num_entries, self._long_turns)
 
     async def _render(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
@@ -140,22 +160,7 @@ class ScoringCompletions:
         params.flat_logprobs = True
         stock._log_inputs(request_id, prompt, params=params, lora_request=options["lora_request"])
         token_ids = stock._extract_prompt_components(prompt).token_ids
-        return RowsRequest.sample(
-            token_ids, request_id=request_id, prompt=prompt, params=params, owner=owner, options=options
-        )
-
-    def _log_outputs(self, outputs: list[RequestOutput], request_id: str) -> None:
-        """What vLLM from 0.33 on logs with `--enable-log-outputs`."""
-        logger = self._stock.request_logger
-        if logger is None or not getattr(self._stock, "enable_log_outputs", False):
-            return
-        for completion in (completion for output in outputs for completion in output.outputs):
-            logger.log_outputs(
-                request_id=request_id,
-                outputs=completion.text,
-                output_token_ids=completion.token_ids,
-                finish_reason=completion.finish_reason,
-            )
+        return RowsRequest.sample(token_ids, request_id, prompt, params, owner, options)
 
     def _prompt_text(self, prompt: Any, result: EngineResult) -> str | None:
         text: str | None = result.output.prompt or self._stock._extract_prompt_text(prompt)
@@ -163,56 +168,13 @@ class ScoringCompletions:
             return text
         return self._texts.text(result.output.prompt_token_ids, result.block_hashes[: result.num_cached_blocks])
 
-    def _response(
-        self,
-        results: list[EngineResult],
-        outputs: list[RequestOutput],
-        request: CompletionRequest,
-        created: int,
-        model_name: str,
-        metadata: RequestResponseMetadata,
-    ) -> Body:
-        """vLLM builds the response without logprobs, which then fill gaps in it."""
-        response: CompletionResponse = self._stock.request_output_to_completion_response(
-            outputs,
-            request.model_copy(update={"logprobs": None}),
-            metadata.request_id,
-            created,
-            model_name,
-            self._stock.renderer.tokenizer,
-            metadata,
-        )
-        content = response.model_dump()
-        for choice in content["choices"]:
-            choice["prompt_logprobs"] = GAP
-            if request.logprobs is not None:
-                choice["logprobs"] = GAP
-        parts = filled(content, self._logprobs(results, request))
-        num_entries = sum(result.rows.token_ids.size * len(result.output.outputs) for result in results)
-        return as_body(parts, num_entries, self._long_turns)
-
-    def _logprobs(self, results: list[EngineResult], request: CompletionRequest) -> Iterator[Iterable[bytes]]:
-        """What fills the gaps of a response: for each choice OpenAI's logprobs, if wanted, and vLLM's."""
-        as_token_ids = request.return_tokens_as_token_ids
-        if as_token_ids is None:
-            as_token_ids = self._stock.return_tokens_as_token_ids
-        style = Style(request.logprobs, bool(as_token_ids))
-        sampled: list[list[OpenAI]] = [
-            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
-            for result in results
-            for completion in result.output.outputs
-        ]
-        return self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo))
-
     def _in_gaps(
         self, results: list[EngineResult], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
+        """What fills the gaps of a response: for each choice OpenAI's logprobs, if wanted, and vLLM's."""
         in_openai = echoes and style.num_top is not None
-        of_prompts = style if in_openai else Style(None, as_token_ids=False)
         for result in results:
-            of_prompt = self._writer.prompt(
-                result.output.prompt_token_ids, result.rows, result.block_hashes, result.num_cached_blocks, of_prompts
-            )
+            of_prompt = self._writer.prompt(result, style if in_openai else Style(None, as_token_ids=False))
             # Written once for all choices.
             copies = iter(tee(of_prompt, (1 + in_openai) * len(result.output.outputs)))
             for _ in result.output.outputs:

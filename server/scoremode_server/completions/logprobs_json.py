@@ -12,7 +12,8 @@ import orjson
 from cachetools import LRUCache
 from vllm.entrypoints.generate.base.serving import format_token_id_placeholder
 
-from scoremode_server.completions.token_pieces import TokenPieces, after_rank, num_characters
+from scoremode_server.completions.token_pieces import TokenPieces, after_rank
+from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.rows import Columns, Rows, json_logprobs
 from scoremode_server.scoring.token_strings import TokenStrings
 
@@ -66,7 +67,7 @@ class Entries(NamedTuple):
     repeats: list[int]
     """Places in the top k that have their row's actual token."""
     completed: list[tuple[int, str]]
-    """Places of tokens that end within a character, and their texts as JSON."""
+    """Places of tokens that end within a character, and their texts."""
 
 
 Key = tuple[bytes, int, Style]
@@ -98,25 +99,24 @@ class LogprobsWriter:
         self._block_size = block_size
         self._stored: LRUCache[Key, StoredPiece] = LRUCache(STORED_BYTES, getsizeof=lambda piece: piece.num_bytes)
 
-    def prompt(
-        self, token_ids: Sequence[int], rows: Rows, block_hashes: Sequence[bytes], num_cached_blocks: int, style: Style
-    ) -> Iterator[Written]:
-        """Logprobs of a prompt of n tokens in pieces, each written when the reader asks for it: the first token, which
-        has none, and the n - 1 rows after it.
+    def prompt(self, result: EngineResult, style: Style) -> Iterator[Written]:
+        """Logprobs of a prompt in pieces, each written when the reader asks for it: the first token, which has none,
+        and the rows after it.
 
-        `block_hashes` are of the rows' whole blocks. If the first `num_cached_blocks`, at least one, were computed for
-        an earlier request, stored pieces are used, and new ones are stored.
+        If the engine had the first blocks cached, stored pieces are used, and new ones are stored.
         """
+        token_ids, rows = result.output.prompt_token_ids, result.rows
         most_rows = max(1, PIECE_ENTRIES // rows.num_columns)
         most_blocks = most_rows // self._block_size
-        stores = num_cached_blocks and most_blocks and rows.num_columns <= MAX_STORED_COLUMNS
-        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in block_hashes] if stores else []
+        stores = result.num_cached_blocks and most_blocks and rows.num_columns <= MAX_STORED_COLUMNS
+        hashes = result.block_hashes if stores else ()
+        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in hashes]
         found, num_found = self._find(keys)
         yield self._first(token_ids[0], style)
         yield from found
         before = keys[num_found - 1] if num_found else None
         start = num_found
-        for end in _ends(num_found, min(num_cached_blocks, len(keys)), len(keys), most_blocks):
+        for end in _ends(num_found, min(result.num_cached_blocks, len(keys)), len(keys), most_blocks):
             written = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style)
             piece = StoredPiece(written, before)
             if piece.num_bytes <= self._stored.maxsize:
@@ -134,8 +134,9 @@ class LogprobsWriter:
     def _first(self, token_id: int, style: Style) -> Written:
         if style.num_top is None:
             return Written(b"null", None)
-        name = _placeholder(token_id) if style.as_token_ids else self._strings.first_of_a_prompt(token_id)
-        return Written(b"null", OpenAI(name.encode(), b"null", b"null", np.array([num_characters(name)])))
+        as_text = self._strings.first_of_a_prompt
+        name = format_token_id_placeholder(token_id) if style.as_token_ids else as_text(token_id)
+        return Written(b"null", OpenAI(orjson.dumps(name), b"null", b"null", np.array([len(name)])))
 
     def _find(self, keys: Sequence[Key]) -> tuple[list[Written], int]:
         """The stored pieces that cover the most of a sequence's first blocks, and how many blocks they cover."""
@@ -162,17 +163,17 @@ class LogprobsWriter:
         return Entries(
             _as_json(json_logprobs(rows.logprobs)),
             _repeats(rows.token_ids),
-            self._strings.json_within(token_ids, start + 1, rows.token_ids, within) if within else [],
+            self._strings.texts_within(token_ids, start + 1, rows.token_ids, within) if within else [],
         )
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. Each entry has four pieces: the token's id, logprob, rank and text."""
         ids, num_columns = rows.token_ids, rows.num_columns
-        before, after = self._pieces.around(ids.ravel())
+        after = self._pieces.after[ids.ravel()].tolist()
         for place, text in entries.completed:
             after[place] = after_rank(text)
         pieces = [b""] * (4 * ids.size)
-        pieces[0::4] = before
+        pieces[0::4] = self._pieces.before[ids.ravel()].tolist()
         pieces[1::4] = entries.logprobs
         pieces[2::4] = [_rank(rank) for rank in range(num_columns)] * len(rows)
         pieces[3::4] = after
@@ -187,16 +188,15 @@ class LogprobsWriter:
     def _openai(self, rows: Rows, entries: Entries, style: Style) -> OpenAI:
         assert style.num_top is not None
         ids, num_columns = rows.token_ids.ravel(), rows.num_columns
-        actual = ids[::num_columns]
         if style.as_token_ids:
-            names = [_placeholder(token_id).encode() for token_id in ids.tolist()]
+            names = [b'"%b"' % format_token_id_placeholder(token_id).encode() for token_id in ids.tolist()]
             lengths = np.array(list(map(len, names[::num_columns])), np.int64) - 2
         else:
-            names, lengths = self._pieces.texts(ids), self._pieces.lengths(actual)
+            names, lengths = self._pieces.texts[ids].tolist(), self._pieces.lengths[ids[::num_columns]]
             for place, text in entries.completed:
-                names[place] = text.encode()
+                names[place] = orjson.dumps(text)
                 if place % num_columns == 0:
-                    lengths[place // num_columns] = num_characters(text)
+                    lengths[place // num_columns] = len(text)
         return OpenAI(
             b",".join(names[::num_columns]),
             b",".join(entries.logprobs[::num_columns]),
@@ -266,8 +266,3 @@ def _rank(rank: int) -> bytes:
 def _as_json(values: np.ndarray) -> list[bytes]:
     """Each number of an array, which is not empty, as JSON."""
     return orjson.dumps(np.ascontiguousarray(values).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
-
-
-def _placeholder(token_id: int) -> str:
-    """vLLM's name of a token without text, as JSON."""
-    return f'"{format_token_id_placeholder(token_id)}"'

@@ -1,19 +1,12 @@
-"""Reads completion requests fast: benchmarks send thousands of them, with thousands of token ids each."""
+"""Reads requests to vLLM's routes fast: benchmarks send thousands of them, with thousands of token ids each."""
 
 from typing import Any
 
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from scoremode_server.errors import RequestError
-from scoremode_server.json_fields import (
-    PROMPTS,
-    Fields,
-    check_names,
-    read_anything,
-    read_list,
-    split_as_vllm,
-    stand_in,
-)
+from scoremode_server.json_fields import PROMPTS, TOKENS, Fields, read_anything, read_list, split, stand_in
 
 
 def is_scoring_completion(request: CompletionRequest) -> bool:
@@ -32,6 +25,21 @@ def is_scoring_completion(request: CompletionRequest) -> bool:
     )
 
 
+def is_scoring_generation(request: GenerateRequest) -> bool:
+    """Whether a request wants the top k of its prompt and one sampled token, not streamed. vLLM answers all others."""
+    params = request.sampling_params
+    return bool(
+        params.prompt_logprobs is not None
+        and params.prompt_logprobs >= 0
+        and request.is_sampling_param_provided("max_tokens")
+        and params.max_tokens == 1
+        and params.detokenize
+        and request.output_mode == "tokens"
+        and not (request.stream or request.features or request.content_parts)
+        and not (params.logprob_token_ids or params.prompt_logprob_token_ids)
+    )
+
+
 def read_completion_request(body: bytes) -> CompletionRequest:
     """The request that vLLM's model makes of a body. Pydantic tries each of a prompt's four forms on each token id, so
     the prompt is decoded here, and vLLM's model validates a short one in its place.
@@ -39,21 +47,38 @@ def read_completion_request(body: bytes) -> CompletionRequest:
     Raises:
         ValidationError, VLLMValidationError: vLLM's model refuses another field.
     """
-    fields, repeated = split_as_vllm(body)
-    request = _read(fields)
-    if is_scoring_completion(request):
-        check_names(fields, repeated)
+    fields, repeated = split(body)
+    request = _read_completion(fields)
+    if repeated is not None and is_scoring_completion(request):
+        raise repeated
     return request
 
 
-def _read(fields: Fields) -> CompletionRequest:
-    """The request without the check for repeated names; the prompt is removed from `fields`."""
+def read_generate_request(body: bytes) -> GenerateRequest:
+    """The request that vLLM's model makes of a body.
+
+    Raises:
+        ValidationError, VLLMValidationError: vLLM's model refuses a field.
+    """
+    fields, repeated = split(body)
+    request = GenerateRequest.model_validate(
+        {
+            name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
+            for name, raw in fields.items()
+        }
+    )
+    if repeated is not None and is_scoring_generation(request):
+        raise repeated
+    return request
+
+
+def _read_completion(fields: Fields) -> CompletionRequest:
     raw_prompt = fields.pop("prompt", None)
     values = {name: read_anything(raw, name) for name, raw in fields.items()}
     if raw_prompt is None:
         return CompletionRequest.model_validate(values)
     prompt = read_list(raw_prompt, "prompt", PROMPTS)
-    _check(prompt)
+    _check_prompt(prompt)
     # vLLM's model checks the number of prompts.
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     values["prompt"] = stand_in(prompt) * len(prompt) if several else stand_in(prompt)
@@ -62,18 +87,19 @@ def _read(fields: Fields) -> CompletionRequest:
     return request
 
 
-def _check(prompt: Any) -> None:
-    if prompt is None or isinstance(prompt, str):
-        return
-    if not isinstance(prompt, list):
-        raise RequestError(
-            "prompt: must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
-            "prompt",
-        )
-    if not prompt or isinstance(prompt[0], str):
-        return
-    several = isinstance(prompt[0], list)
-    for index, token_ids in enumerate(prompt if several else [prompt]):
+def _check_prompt(prompt: Any) -> None:
+    match prompt:
+        case None | str() | [] | [str(), *_]:
+            return
+        case [list(), *_]:
+            named = [(f"prompt[{index}]", token_ids) for index, token_ids in enumerate(prompt)]
+        case list():
+            named = [("prompt", prompt)]
+        case _:
+            raise RequestError(
+                "prompt: must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
+                "prompt",
+            )
+    for name, token_ids in named:
         if token_ids and min(token_ids) < 0:
-            name = f"prompt[{index}]" if several else "prompt"
             raise RequestError(f"{name} has the negative token id {min(token_ids)}", "prompt")

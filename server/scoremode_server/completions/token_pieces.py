@@ -1,6 +1,5 @@
 """The JSON around a token's logprob and rank, made once for each token of the vocabulary."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -14,21 +13,27 @@ _UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
 
 
 class TokenPieces:
-    """A table over the vocabulary: `,"5":{"logprob":`, `,"decoded_token":"a"}` and `"a"` of each token, by its id."""
+    """A table over the vocabulary, by token id, with the tokens that `fill` added.
+
+    Attributes:
+        before: what is before a token's logprob: `,"5":{"logprob":`.
+        after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
+        texts: the text alone: `"a"`.
+        lengths: characters of the text.
+    """
 
     def __init__(self, strings: TokenStrings) -> None:
         self._strings = strings
-        self._tables = [np.zeros(0, object) for _ in range(3)]
-        self._lengths = np.zeros(0, np.int64)
-        """Characters of each text."""
+        self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
+        self.lengths = np.zeros(0, np.int64)
         self._kinds = np.zeros(0, np.uint8)
 
     def fill(self, token_ids: np.ndarray) -> list[int]:
-        """Add these tokens [n] to the table, as all other methods expect. The places of those that end within a
-        character."""
+        """Add these tokens [n]. Returns the places of those that end within a character."""
         size = int(token_ids.max(initial=0)) + 1
         if size > len(self._kinds):
-            self._grow(size)
+            for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
+                table.resize(size, refcheck=False)
         kinds = self._kinds[token_ids]
         # Searching bytes is faster than reducing a short array.
         if _UNKNOWN in kinds.tobytes():
@@ -39,43 +44,16 @@ class TokenPieces:
             places = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
         return places
 
-    def around(self, token_ids: np.ndarray) -> tuple[list[bytes], list[bytes]]:
-        """The JSON before the logprob of each of `token_ids` [n], and after its rank with the token's own text."""
-        before, after, _ = self._tables
-        return before[token_ids].tolist(), after[token_ids].tolist()
-
-    def texts(self, token_ids: np.ndarray) -> list[bytes]:
-        """The text of each of `token_ids` [n] as JSON, alone."""
-        texts: list[bytes] = self._tables[2][token_ids].tolist()
-        return texts
-
-    def lengths(self, token_ids: np.ndarray) -> np.ndarray:
-        """Characters of the text of each of `token_ids` [n], alone."""
-        lengths: np.ndarray = self._lengths[token_ids]
-        return lengths
-
-    def _grow(self, size: int) -> None:
-        more = size - len(self._kinds)
-        self._tables = [np.append(table, np.zeros(more, object)) for table in self._tables]
-        self._lengths = np.append(self._lengths, np.zeros(more, np.int64))
-        self._kinds = np.append(self._kinds, np.full(more, _UNKNOWN, np.uint8))
-
-    def _add(self, token_ids: Sequence[int]) -> None:
-        before, after, texts = self._tables
-        for token_id, text in zip(token_ids, self._strings.json_of(token_ids), strict=True):
-            before[token_id] = b',"%d":{"logprob":' % token_id
-            after[token_id] = after_rank(text)
-            texts[token_id] = text.encode()
-            self._lengths[token_id] = num_characters(text)
-            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(f'{INCOMPLETE}"') else _WHOLE
+    def _add(self, token_ids: list[int]) -> None:
+        for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
+            self.before[token_id] = b',"%d":{"logprob":' % token_id
+            self.texts[token_id] = orjson.dumps(text)
+            self.after[token_id] = after_rank(text)
+            self.lengths[token_id] = len(text)
+            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
 
 
 @lru_cache(maxsize=2**14)
 def after_rank(text: str) -> bytes:
-    """The JSON after the rank of a token of this text, which is JSON."""
-    return b',"decoded_token":%b}' % text.encode()
-
-
-def num_characters(text: str) -> int:
-    """Of a text, which is JSON."""
-    return len(orjson.loads(text))
+    """The JSON after the rank of a token of this text."""
+    return b',"decoded_token":%b}' % orjson.dumps(text)

@@ -16,9 +16,6 @@ from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stop
 
 T = TypeVar("T")
 
-UNREAD_SECONDS = 1
-"""A server that shuts down does not wait for a client that has read nothing for this time."""
-
 POLL_SECONDS = 0.05
 
 
@@ -231,8 +228,7 @@ class Admission:
         self._is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                # No event tells that a client has stopped reading.
-                while not all(queue.is_unread for queue in self._queues):  # noqa: ASYNC110
+                while self._queues:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
         self.is_stopped = True
         for task in self._not_accepted:
@@ -283,10 +279,6 @@ class RequestQueue:
         self._admission = admission
         self.accepted = time.monotonic()
         self.entered: float | None = None
-        self._tasks: deque[asyncio.Task[Any]] = deque()
-        """Those whose results the reader has not taken."""
-        self._taken: float | None = None
-        """When the reader took the last result; None while it waits for the next."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
@@ -319,37 +311,23 @@ class RequestQueue:
         size = self._admission.size
         # Sequences that were accepted with the request may all begin; others leave space for other requests.
         most_tokens = math.inf if self.num_sequences else loads * size.tokens
+        tasks: deque[asyncio.Task[T]] = deque()
         try:
             for coroutine in coroutines:
-                self._tasks.append(asyncio.create_task(coroutine))
+                tasks.append(asyncio.create_task(coroutine))
                 # One more than the engine takes: the first may have left it, and wait for the reader.
-                while self._tasks and (len(self._tasks) > size.sequences or self.num_tokens > most_tokens):
-                    yield await self._first()
-            while self._tasks:
-                yield await self._first()
+                while tasks and (len(tasks) > size.sequences or self.num_tokens > most_tokens):
+                    yield await _first(tasks)
+            while tasks:
+                yield await _first(tasks)
         finally:
-            self._taken = None
             try:
                 if self.running:
                     await self._admission.abort(list(self.running))
             finally:
-                for task in self._tasks:
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _first(self) -> Any:
-        self._taken = None
-        # Awaiting the task would cancel it with the reader, before the others.
-        await asyncio.wait((self._tasks[0],))
-        result = self._tasks.popleft().result()
-        self._taken = time.monotonic()
-        return result
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether all running sequences are scored, and the reader has stopped."""
-        has_stopped = self._taken is not None and time.monotonic() - self._taken > UNREAD_SECONDS
-        return has_stopped and all(task.done() for task in self._tasks)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
     def is_stopped(self) -> bool:
@@ -366,3 +344,10 @@ class RequestQueue:
     def leave(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:
         self.running.remove(request_id)
         self._admission.leave(self, num_tokens - num_known, gate)
+
+
+async def _first(tasks: deque[asyncio.Task[T]]) -> T:
+    """Remove the first task, and return its result."""
+    # Awaiting the task would cancel it with the reader, before the others.
+    await asyncio.wait((tasks[0],))
+    return tasks.popleft().result()

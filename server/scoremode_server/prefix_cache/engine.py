@@ -23,7 +23,6 @@ from vllm.outputs import RequestOutput
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.block_hashes import HASH_BYTES, BlockHasher
-from scoremode_server.prefix_cache.in_flight import InFlightRequests
 from scoremode_server.prefix_cache.request import CachedRequest
 from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import RowStore
@@ -67,7 +66,7 @@ class ScoringEngine:
         self._store = store
         self._metrics = metrics
         self._hasher = BlockHasher(store.block_size)
-        self._in_flight = InFlightRequests()
+        self._in_flight: dict[bytes, CachedRequest] = {}
         # A dictionary looks for its oldest entry among all that were deleted before it.
         self._computed: OrderedDict[bytes, None] = OrderedDict()
         self._process = secrets.token_hex(8)

@@ -1,24 +1,28 @@
 """A scoring request that may use rows of the store and of other in-flight requests."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
 
-from scoremode_server.prefix_cache.in_flight import InFlightRequest, InFlightRequests
 from scoremode_server.prefix_cache.run import EnginePass, RowsRequest, run_engine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
 
 class CachedRequest:
-    """One request: the engine computes what is not found elsewhere, and the answer is complete or an error."""
+    """One request: the engine computes what is not found elsewhere, and the answer is complete or an error.
+
+    `in_flight` has the request that computes a block, by its hash. Others wait for it, but only for one that was
+    registered earlier, so there is no deadlock.
+    """
 
     def __init__(
         self,
         engine: EngineClient,
         store: RowStore,
-        in_flight: InFlightRequests,
+        in_flight: dict[bytes, "CachedRequest"],
         request: RowsRequest,
         block_hashes: Sequence[bytes],
         num_computed: int,
@@ -32,9 +36,11 @@ class CachedRequest:
         """Tokens at the start that are probably in the prefix cache."""
         self._generation = store.generation
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
-        self._registered = InFlightRequest(
-            block_hashes[request.first_row // store.block_size :], request.spec.num_columns
-        )
+        self._needed_hashes = block_hashes[request.first_row // store.block_size :]
+        self.num_columns = request.spec.num_columns
+        self.released = asyncio.Event()
+        self.blocks: Mapping[bytes, bytes] = {}
+        """After the release, the blocks that it found or computed; none if it failed."""
         self._found: dict[bytes, bytes] = {}
         self._last_block: dict[bytes, bytes] = {}
         self._num_found = 0
@@ -57,17 +63,38 @@ class CachedRequest:
 
     async def run(self) -> EnginePass:
         """A pass with every row that the request needs."""
-        self._found = self._store.get(self._block_hashes, self._request.spec.num_columns)
-        earlier = self._in_flight.register(self._registered, self._found)
+        self._found = self._store.get(self._block_hashes, self.num_columns)
+        earlier = self._register()
         try:
             run = await self._complete_run(earlier)
             self._fill(run)
             self._store_blocks(run)
             return run
         finally:
-            self._in_flight.release(self._registered)
+            self._release()
 
-    async def _complete_run(self, earlier: Mapping[bytes, InFlightRequest]) -> EnginePass:
+    def _register(self) -> dict[bytes, "CachedRequest"]:
+        """Register for the blocks that were not found and that no other request computes with as many columns. Returns
+        the requests that compute the others."""
+        earlier = {}
+        for block_hash in self._needed_hashes:
+            if block_hash in self._found:
+                continue
+            other = self._in_flight.get(block_hash)
+            if other is not None and other.num_columns >= self.num_columns:
+                earlier[block_hash] = other
+            else:
+                self._in_flight[block_hash] = self
+        return earlier
+
+    def _release(self) -> None:
+        """Wake the requests that wait for this one, whether it succeeded or not."""
+        for block_hash in self._needed_hashes:
+            if self._in_flight.get(block_hash) is self:
+                del self._in_flight[block_hash]
+        self.released.set()
+
+    async def _complete_run(self, earlier: Mapping[bytes, "CachedRequest"]) -> EnginePass:
         """A pass whose missing rows are all found. The engine starts before this waits for other requests."""
         # If the first block is not found, a hit helps only if its rows are not needed.
         reads = self._request.first_row >= self._store.block_size or (
@@ -102,7 +129,7 @@ class CachedRequest:
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
     async def _collect(
-        self, run: EnginePass, missing: list[int], earlier: Mapping[bytes, InFlightRequest]
+        self, run: EnginePass, missing: list[int], earlier: Mapping[bytes, "CachedRequest"]
     ) -> list[int]:
         """Find the blocks that a pass left out: in earlier requests, in the store, and by a short pass. Returns the
         blocks that are still missing."""
@@ -113,7 +140,7 @@ class CachedRequest:
                 await other.released.wait()
                 self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
         if missing := self._missing(run):
-            self._found |= self._store.get(self._block_hashes, self._request.spec.num_columns)
+            self._found |= self._store.get(self._block_hashes, self.num_columns)
             missing = self._missing(run)
         only_the_last = missing and missing == list(self._needed(run)[-1:]) and missing[-1] < len(self._block_hashes)
         if only_the_last and self._request.spec.identity is None:
@@ -150,7 +177,7 @@ class CachedRequest:
         if needed:
             blocks = [self._found[self._block_hashes[block]] for block in needed]
             start = needed.start * self._store.block_size
-            found = self._store.join(blocks, self._request.spec.num_columns)
+            found = self._store.join(blocks, self.num_columns)
             run.rows.table[start : run.first] = found.table[: run.first - start]
 
     def _store_blocks(self, run: EnginePass) -> None:
@@ -159,4 +186,4 @@ class CachedRequest:
         rows = run.rows[num_left_out * self._store.block_size :]
         new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)
         self.num_evicted = self._store.put(self._generation, self._block_hashes, new, may_evict=self._request.may_evict)
-        self._registered.blocks = self._found | new
+        self.blocks = self._found | new

@@ -62,13 +62,7 @@ class RowsRequest:
 
     @classmethod
     def score(
-        cls,
-        token_ids: Sequence[int],
-        spec: RowSpec,
-        *,
-        request_id: str,
-        cache_salt: str | None = None,
-        **fields: Any,
+        cls, token_ids: Sequence[int], spec: RowSpec, *, request_id: str, cache_salt: str | None = None, **fields: Any
     ) -> "RowsRequest":
         """A request in score mode, of at least two tokens, the last of which is not fed, with further fields."""
         spec = replace(spec, last_token=token_ids[-1])
@@ -88,7 +82,6 @@ class RowsRequest:
     def sample(
         cls,
         token_ids: Sequence[int],
-        *,
         request_id: str,
         prompt: Mapping[str, Any],
         params: SamplingParams,
@@ -140,21 +133,9 @@ class EnginePass:
             raise missing_row(self.first)
 
 
-async def run_engine(
-    engine: EngineClient,
-    request: RowsRequest,
-    *,
-    reads_prefix_cache: bool = False,
-    num_known: int = 0,
-    suffix: str = "",
-) -> EnginePass:
-    """Compute the rows of a request. If the caller is cancelled, the engine's request, whose id ends in `suffix`, is
-    aborted. Of its tokens, `num_known` are probably in the prefix cache.
-
-    Raises:
-        UnavailableError: the engine has died, or the server stops.
-    """
-    output = await in_engine(engine, request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix)
+async def run_engine(engine: EngineClient, request: RowsRequest, **how: Any) -> EnginePass:
+    """Compute the rows of a request, as `in_engine` says."""
+    output = await in_engine(engine, request, **how)
     num_columns, first = request.spec.num_columns, max(output.num_cached_tokens or 0, request.spec.first - 1)
     columns = read_columns(output.prompt_logprobs, num_columns)
     return EnginePass(output, *read_rows(request.token_ids, num_columns, columns, first))
@@ -168,7 +149,12 @@ async def in_engine(
     num_known: int = 0,
     suffix: str = "",
 ) -> RequestOutput:
-    """The engine's finished output for a request; else as `run_engine`."""
+    """The engine's finished output for a request. If the caller is cancelled, the engine's request, whose id ends in
+    `suffix`, is aborted. Of its tokens, `num_known` are probably in the prefix cache.
+
+    Raises:
+        UnavailableError: the engine has died, or the server stops.
+    """
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id = request.request_id + suffix

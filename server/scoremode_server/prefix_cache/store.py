@@ -64,10 +64,8 @@ class RowStore:
         if not may_evict:
             self._fill_up(blocks)
             return 0
-        # Blocks that the sequence's own first blocks would evict are not stored at all.
-        fitting = self._fitting(block_hashes, blocks)
-        num_evicted = sum(block_hash in blocks for block_hash in block_hashes[len(fitting) :])
-        for block_hash in reversed(fitting):
+        num_evicted = 0
+        for block_hash in reversed(block_hashes):
             block, kept = blocks.get(block_hash), self._blocks.get(block_hash)
             if kept is not None and (block is None or len(block) < len(kept)):
                 self._blocks.move_to_end(block_hash)
@@ -83,21 +81,14 @@ class RowStore:
                 self._blocks.move_to_end(block_hash, last=False)
                 self.num_bytes += cost
 
-    def _fitting(self, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> Sequence[bytes]:
-        """As many of the first hashes of a sequence as fit in memory."""
-        room = self.max_bytes
-        for index, block_hash in enumerate(block_hashes):
-            block = blocks.get(block_hash)
-            room -= 0 if block is None else len(block) + ENTRY_BYTES
-            if room < 0:
-                return block_hashes[:index]
-        return block_hashes
-
     def _replace(self, block_hash: bytes, block: bytes) -> int:
-        """Store a block in place of the one under its hash. Returns how many others were evicted for it."""
+        """Store a block in place of the one under its hash. Returns how many were evicted for it, itself if it does not
+        fit."""
         old = self._blocks.pop(block_hash, None)
         self.num_bytes -= 0 if old is None else len(old) + ENTRY_BYTES
         cost = len(block) + ENTRY_BYTES
+        if cost > self.max_bytes:
+            return 1
         num_evicted = 0
         while self.num_bytes + cost > self.max_bytes:
             _, evicted = self._blocks.popitem(last=False)

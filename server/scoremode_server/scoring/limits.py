@@ -18,7 +18,7 @@ MAX_SEQUENCE_VALUES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one served model."""
+    """Bounds of one served model. Each check refuses what is outside."""
 
     max_model_len: int
     vocab_size: int
@@ -37,7 +37,7 @@ class Limits:
         return cls(model.max_model_len, vocab_size, min(allowed, vocab_size), max_sequences, max_request_bytes)
 
     def check_num_sequences(self, num_sequences: int, field: str) -> None:
-        """Refuse more prompts, or more continuations of all prompts together, than a request may have."""
+        """Of prompts, of continuations of all prompts together, or of windows."""
         if num_sequences > self.max_sequences:
             raise RequestError(
                 f"the request has {num_sequences} sequences to score, of at most {self.max_sequences} "
@@ -45,43 +45,31 @@ class Limits:
                 field,
             )
 
-    def check_num_windows(self, num_windows: int, stride: int) -> None:
-        """Refuse more windows than a request may have sequences, before any is cut: they may be one fewer per text."""
-        if num_windows > self.max_sequences:
-            raise RequestError(
-                f"with stride {stride} there are {num_windows} windows, and a request may have at most "
-                f"{self.max_sequences} (--max-request-sequences)",
-                "stride",
-            )
-
     def check_sequence(self, token_ids: Sequence[int], name: str) -> None:
-        """Refuse a sequence that the engine cannot score; `name` is its place in the request, such as `prompt[1]`."""
+        """`name` is its place in the request, such as `prompt[1]`."""
+        field = name.partition("[")[0]
         if not token_ids:
-            raise RequestError(f"{name} is empty: there is no token to score", _field(name))
+            raise RequestError(f"{name} is empty: there is no token to score", field)
         if len(token_ids) > self.max_model_len:
             raise RequestError(
-                f"{name} has {len(token_ids)} tokens, but the model takes at most {self.max_model_len}", _field(name)
+                f"{name} has {len(token_ids)} tokens, but the model takes at most {self.max_model_len}", field
             )
         self.check_vocabulary(token_ids, name)
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", _field(name)
-                )
+                message = f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens"
+                raise RequestError(message, name.partition("[")[0])
 
     def check_single_tokens(self, token_ids: Sequence[int]) -> None:
-        """Refuse more tokens than the vocabulary has, or a token outside it."""
         if len(token_ids) > self.vocab_size:
-            raise RequestError(
-                f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}", "token_ids"
-            )
+            message = f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}"
+            raise RequestError(message, "token_ids")
         if token_ids:
             self.check_vocabulary(token_ids, "token_ids")
 
     def check_top_logprobs(self, top_logprobs: int) -> None:
-        """Refuse more top tokens than `--max-logprobs` allows."""
         if top_logprobs > self.max_top_logprobs:
             raise RequestError(
                 f"top_logprobs: {top_logprobs} exceeds this server's limit of {self.max_top_logprobs} (--max-logprobs)",
@@ -96,7 +84,7 @@ class Limits:
             )
 
     def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:
-        """Refuse a request whose answer would have too many logprobs, in all or for one sequence."""
+        """The logprobs of an answer, in all and for each sequence."""
         most, largest = MAX_VALUES[encoding_format], max(of_sequences, default=0)
         if sum(of_sequences) > most:
             raise TooLargeError(
@@ -110,8 +98,3 @@ class Limits:
                 f"{MAX_SEQUENCE_VALUES}: request fewer per position",
                 "prompt",
             )
-
-
-def _field(name: str) -> str:
-    """The request's field of `name`, such as `prompt[1]`."""
-    return name.partition("[")[0]

@@ -43,9 +43,6 @@ class ScoredSequence:
     """The position from which rows are wanted."""
     candidates: np.ndarray | None = None
     """More tokens to score, int32: [m] at all positions, or [n - first, m]."""
-    only_from_first: bool = False
-    """Whether rows before `first` are left out, unless they are in a block with it that can be stored; else they are
-    computed and stored for other requests."""
     least_top: int = 0
     """Top tokens that the rows have at least."""
 
@@ -58,12 +55,11 @@ class ScoredSequence:
         return self.candidates is not None and self.candidates.ndim > 1
 
     def spec(self, settings: ScoreSettings, block_size: int) -> RowSpec:
-        """The rows that the engine's workers compute."""
+        """The rows that the engine's workers compute. Rows before `first` are left out, unless they are in a block with
+        it that can be stored."""
         first, candidates = max(1, self.first), self.candidates
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - self.first :]
-        elif not self.only_from_first:
-            first = 1
         elif (block := (first - 1) // block_size) < (len(self.token_ids) - 1) // block_size:
             # A block is stored whole or not at all. Another request may have it in common, and vLLM then leaves it out.
             first = block * block_size + 1
@@ -96,15 +92,14 @@ class Scorer:
             settings.queue.done(1, 0)
             await self._turns.wait()
             return ScoredRows(Rows.empty(0, spec.num_columns), 0)
-        # Keys and values that no other request may read have a salt of their own.
-        salt = settings.cache_salt if settings.use_cache else random_uuid()
         request = RowsRequest.score(
             token_ids,
             spec,
             request_id=f"{settings.request_id}-{index}",
             first=max(1, sequence.first),
             use_cache=settings.use_cache,
-            cache_salt=salt,
+            # Keys and values that no other request may read have a salt of their own.
+            cache_salt=settings.cache_salt if settings.use_cache else random_uuid(),
             # Only the same request again could use rows with these candidates.
             may_evict=settings.may_evict and not sequence.has_own_candidates,
             owner=settings.owner,

@@ -51,7 +51,11 @@ async def read_sequences(
         return _in_passes(request, _with_candidates(request, sequences, limits))
     continuations = _continuations(request, len(prompts))
     limits.check_num_sequences(sum(map(len, continuations)), "continuations")
-    sequences = await _continued(prompts, continuations, request, tokenizer)
+    of_prompts = (
+        _continued(prompt, index, own, request, tokenizer)
+        for index, (prompt, own) in enumerate(zip(prompts, continuations, strict=True))
+    )
+    sequences = [sequence for of_prompt in await asyncio.gather(*of_prompts) for sequence in of_prompt]
     placed, passes = _in_passes(request, _with_candidates(request, sequences, limits))
     for sequence in placed:
         if sequence.column:
@@ -98,13 +102,16 @@ def _in_passes(
 async def _prompts(
     prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer
 ) -> list[RequestedSequence]:
-    firsts = _firsts(request, len(prompts))
+    """The prompts, from their first positions on."""
+    each = request.logprobs_from
+    firsts = each if isinstance(each, list) else [each] * len(prompts)
+    if len(firsts) != len(prompts):
+        raise RequestError(f"logprobs_from has {len(firsts)} positions for {len(prompts)} prompts", "logprobs_from")
+    if min(firsts, default=0) < 0:
+        raise RequestError(f"logprobs_from is {min(firsts)}: positions count from 0", "logprobs_from")
     return [
         RequestedSequence(
-            token_ids=await _encode(prompt, tokenizer, request.add_special_tokens),
-            first=first,
-            only_from_first=True,
-            prompt_index=index,
+            token_ids=await tokenizer.encode(prompt, request.add_special_tokens), first=first, prompt_index=index
         )
         for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
     ]
@@ -120,38 +127,38 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
     if isinstance(given[0], str) or not given[0] or isinstance(given[0][0], int):
         return [given] * num_prompts
     if len(given) != num_prompts:
-        raise RequestError(
-            f"continuations has lists for {len(given)} prompts, and there are {num_prompts}", "continuations"
-        )
+        message = f"continuations has lists for {len(given)} prompts, and there are {num_prompts}"
+        raise RequestError(message, "continuations")
     if [] in given:
-        raise RequestError(
-            f"continuations[{given.index([])}] is empty: each prompt needs at least one", "continuations"
-        )
+        message = f"continuations[{given.index([])}] is empty: each prompt needs at least one"
+        raise RequestError(message, "continuations")
     per_prompt: list[list[Any]] = given
     return per_prompt
 
 
 async def _continued(
-    prompts: list[str | list[int]], continuations: list[list[Any]], request: ScoreRequest, tokenizer: Tokenizer
+    prompt: str | list[int], index: int, continuations: list[Any], request: ScoreRequest, tokenizer: Tokenizer
 ) -> list[RequestedSequence]:
-    per_prompt = await asyncio.gather(
-        *(
-            _continued_prompt(prompt, index, own, request, tokenizer)
-            for index, (prompt, own) in enumerate(zip(prompts, continuations, strict=True))
-        )
-    )
-    return [sequence for sequences in per_prompt for sequence in sequences]
-
-
-def _firsts(request: ScoreRequest, num_prompts: int) -> list[int]:
-    """The position from which each prompt's logprobs are wanted."""
-    each = request.logprobs_from
-    firsts = each if isinstance(each, list) else [each] * num_prompts
-    if len(firsts) != num_prompts:
-        raise RequestError(f"logprobs_from has {len(firsts)} positions for {num_prompts} prompts", "logprobs_from")
-    if min(firsts, default=0) < 0:
-        raise RequestError(f"logprobs_from is {min(firsts)}: positions count from 0", "logprobs_from")
-    return firsts
+    """One prompt with each of its continuations."""
+    if isinstance(prompt, str) and isinstance(continuations[0], str):
+        first, sequences = await tokenizer.encode_continuations(prompt, continuations, request.add_special_tokens)
+    else:
+        context = await tokenizer.encode(prompt, request.add_special_tokens)
+        first = len(context)
+        sequences = [context + await tokenizer.encode(continuation, False) for continuation in continuations]
+    if first == 0:
+        raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")
+    requested = [
+        RequestedSequence(token_ids=token_ids, first=first, prompt_index=index, continuation_index=place)
+        for place, token_ids in enumerate(sequences)
+    ]
+    for sequence in requested:
+        if len(sequence.token_ids) <= first:
+            raise RequestError(
+                f"{sequence.name} has no token of its own: it is empty, or one token with the end of its prompt",
+                "continuations",
+            )
+    return requested
 
 
 def _with_candidates(
@@ -166,27 +173,23 @@ def _with_candidates(
         shared = _table(given, 1, limits)
         return [replace(sequence, candidates=shared) for sequence in sequences]
     if request.continuations is not None:
-        raise RequestError(
-            "candidate_token_ids: with continuations, give one list for all positions", "candidate_token_ids"
-        )
+        message = "candidate_token_ids: with continuations, give one list for all positions"
+        raise RequestError(message, "candidate_token_ids")
     own = given if given[0] and isinstance(given[0][0], list) else [given]
     if len(own) != len(sequences):
-        raise RequestError(
-            f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}",
-            "candidate_token_ids",
-        )
-    return [_with_own(sequence, lists, limits) for sequence, lists in zip(sequences, own, strict=True)]
-
-
-def _with_own(sequence: RequestedSequence, lists: Any, limits: Limits) -> RequestedSequence:
-    num_positions = len(sequence.token_ids) - sequence.first
-    if len(lists) != num_positions:
-        raise RequestError(
-            f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",
-            "candidate_token_ids",
-        )
-    limits.check_num_candidates(max(map(len, lists)))
-    return replace(sequence, candidates=_table(lists, 2, limits))
+        message = f"candidate_token_ids has candidates for {len(own)} prompts, and there are {len(sequences)}"
+        raise RequestError(message, "candidate_token_ids")
+    with_own = []
+    for sequence, lists in zip(sequences, own, strict=True):
+        num_positions = len(sequence.token_ids) - sequence.first
+        if len(lists) != num_positions:
+            raise RequestError(
+                f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",
+                "candidate_token_ids",
+            )
+        limits.check_num_candidates(max(map(len, lists)))
+        with_own.append(replace(sequence, candidates=_table(lists, 2, limits)))
+    return with_own
 
 
 def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
@@ -201,34 +204,3 @@ def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
         )
     limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")
     return table
-
-
-async def _encode(prompt: str | list[int], tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-    return await tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-
-
-async def _continued_prompt(
-    prompt: str | list[int], index: int, continuations: list[Any], request: ScoreRequest, tokenizer: Tokenizer
-) -> list[RequestedSequence]:
-    """One prompt with each of its continuations."""
-    if isinstance(prompt, str) and isinstance(continuations[0], str):
-        first, sequences = await tokenizer.encode_continuations(prompt, continuations, request.add_special_tokens)
-    else:
-        context = await _encode(prompt, tokenizer, request.add_special_tokens)
-        first = len(context)
-        sequences = [context + await _encode(continuation, tokenizer, False) for continuation in continuations]
-    requested = [
-        RequestedSequence(
-            token_ids=token_ids, first=first, only_from_first=True, prompt_index=index, continuation_index=place
-        )
-        for place, token_ids in enumerate(sequences)
-    ]
-    for sequence in requested:
-        if first == 0:
-            raise RequestError(f"prompt[{index}] is empty: a continuation needs a token before it", "prompt")
-        if len(sequence.token_ids) <= first:
-            raise RequestError(
-                f"{sequence.name} has no token of its own: it is empty, or one token with the end of its prompt",
-                "continuations",
-            )
-    return requested

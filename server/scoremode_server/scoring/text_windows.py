@@ -89,30 +89,38 @@ class RunningPerplexity:
 
 async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Limits, info: ServerInfo) -> TextWindows:
     """Tokenize the texts of a request, and cut their windows."""
-    field_name = "prompt" if request.texts is None else "texts"
+    method, field_name = request.method, "prompt" if request.texts is None else "texts"
     try:
-        context_length = resolve_context_length(request.method, request.context_length, limits.max_model_len)
-        stride = resolve_stride(request.method, context_length, request.stride)
-        documents = await _documents(request, tokenizer, info)
+        context_length = resolve_context_length(method, request.context_length, limits.max_model_len)
+        stride = resolve_stride(method, context_length, request.stride)
+        documents = await _documents(request, tokenizer)
         for document in documents:
             if document.token_ids:
                 limits.check_vocabulary(document.token_ids, field_name)
         documents = await _truncated(documents, request, tokenizer, info)
-        limits.check_num_windows(sum(len(document.token_ids) // stride + 1 for document in documents), stride)
+        # Before any is cut: there may be one window fewer per text.
+        limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
+
+        def cut(document: TextDocument) -> TextDocument:
+            special = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
+            windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
+            return replace(document, windows=windows)
+
         # In a thread: a long text with a short stride has tens of thousands of windows.
-        texts = await asyncio.to_thread(_cut, request.method, context_length, stride, documents, info)
+        cut_documents = await asyncio.to_thread(lambda: list(map(cut, documents)))
     except WindowError as error:
         raise RequestError(str(error), error.field) from None
+    texts = TextWindows(method, context_length, stride, cut_documents)
     if not texts.windows:
         raise RequestError(
             f"no token can be scored: {field_name} has {texts.num_tokens} tokens, too few for method "
-            f"{request.method!r} with context_length {context_length}",
+            f"{method!r} with context_length {context_length}",
             field_name,
         )
     return texts
 
 
-async def _documents(request: PerplexityRequest, tokenizer: Tokenizer, info: ServerInfo) -> list[TextDocument]:
+async def _documents(request: PerplexityRequest, tokenizer: Tokenizer) -> list[TextDocument]:
     if (request.prompt is None) == (request.texts is None):
         raise RequestError("give either prompt, one text, or texts, several", "prompt")
     if isinstance(request.prompt, list):
@@ -137,20 +145,3 @@ async def _truncated(
             text = await tokenizer.decode(token_ids[special:]) if token_ids else ""
         truncated.append(TextDocument(token_ids, text))
     return truncated
-
-
-def _cut(
-    method: Method, context_length: int, stride: int, documents: list[TextDocument], info: ServerInfo
-) -> TextWindows:
-    def cut(document: TextDocument) -> TextDocument:
-        windows = cut_windows(
-            len(document.token_ids),
-            method,
-            context_length,
-            stride,
-            prefix_token_id=info.prefix_token_id,
-            bos_token_id=info.chunk_token_id,
-        )
-        return replace(document, windows=windows)
-
-    return TextWindows(method, context_length, stride, list(map(cut, documents)))

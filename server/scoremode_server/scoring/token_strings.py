@@ -1,10 +1,9 @@
 """The texts of tokens, decoded once per token of the vocabulary."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
-import orjson
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 
@@ -15,48 +14,45 @@ CONTEXT = 4
 
 
 class TokenStrings:
-    """A table of each token's text alone, also as JSON. `get_tokenizer` raises if the server has no tokenizer."""
+    """A table of each token's text alone. `get_tokenizer` raises if the server has no tokenizer.
+
+    Attributes:
+        first_of_a_prompt: the text of a prompt's first token, which vLLM decodes as the start of a text.
+    """
 
     def __init__(self, get_tokenizer: Callable[[], TokenizerLike]) -> None:
         self._get_tokenizer = get_tokenizer
         self._texts: dict[int, str] = {}
-        self._json: dict[int, str] = {}
-        self._first: dict[int, str] = {}
-        self._completed = lru_cache(maxsize=2**16)(self._complete)
+        self.first_of_a_prompt = cache(lambda token_id: get_tokenizer().decode(token_id))
+        self._completed = lru_cache(maxsize=2**16)(
+            lambda token_id, context: decode_within_character(get_tokenizer(), token_id, context)
+        )
 
     def fill_vocabulary(self) -> None:
         """Fill the whole table, which takes some 3 µs per token."""
-        self.fill(self._get_tokenizer().get_vocab().values())
+        self._fill(self._get_tokenizer().get_vocab().values())
 
-    def fill(self, token_ids: Iterable[int]) -> None:
-        wanted = set(token_ids)
-        if wanted <= self._json.keys():
-            return
+    def _fill(self, token_ids: Iterable[int]) -> None:
         # A difference of sets would go through the whole table.
-        missing = [token_id for token_id in wanted if token_id not in self._json]
-        for token_id, text in zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True):
-            self._texts[token_id] = text
-            self._json[token_id] = orjson.dumps(text).decode()
+        missing = [token_id for token_id in set(token_ids) if token_id not in self._texts]
+        if missing:
+            self._texts.update(zip(missing, convert_ids_list_to_tokens(self._get_tokenizer(), missing), strict=True))
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token alone."""
-        self.fill(token_ids)
+        self._fill(token_ids)
         return [self._texts[token_id] for token_id in token_ids]
 
-    def json_of(self, token_ids: Sequence[int]) -> list[str]:
-        self.fill(token_ids)
-        return [self._json[token_id] for token_id in token_ids]
-
-    def json_within(
+    def texts_within(
         self, prompt: Sequence[int], start: int, ids: np.ndarray, places: Sequence[int]
     ) -> list[tuple[int, str]]:
         """For ids [rows, columns] at positions from `start` of a prompt: the places of tokens that end within a
-        character, and as JSON the text that each completes with the tokens before it, which may be empty."""
+        character, and the text that each completes with the tokens before it, which may be empty."""
         num_columns = ids.shape[1]
         contexts = {row: self._context(prompt, start + row) for row in {place // num_columns for place in places}}
         # After a complete character there is nothing to complete.
         return [
-            (place, self._completed(token_id, context) if (context := contexts[place // num_columns]) else '""')
+            (place, self._completed(token_id, context) if (context := contexts[place // num_columns]) else "")
             for place, token_id in zip(places, ids.ravel()[places].tolist(), strict=True)
         ]
 
@@ -68,13 +64,3 @@ class TokenStrings:
             if text and not text.endswith(INCOMPLETE):
                 return tuple(context[index:])
         return tuple(context)
-
-    def first_of_a_prompt(self, token_id: int) -> str:
-        """The text as JSON of a prompt's first token, which vLLM decodes as the start of a text."""
-        if token_id not in self._first:
-            self._first[token_id] = orjson.dumps(self._get_tokenizer().decode(token_id)).decode()
-        return self._first[token_id]
-
-    def _complete(self, token_id: int, context: tuple[int, ...]) -> str:
-        """The text as JSON of a token that ends within a character."""
-        return orjson.dumps(decode_within_character(self._get_tokenizer(), token_id, context)).decode()

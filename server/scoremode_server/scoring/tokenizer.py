@@ -19,8 +19,10 @@ class Tokenizer:
         self._renderer = renderer
         self.strings = TokenStrings(self._tokenizer)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text of any length."""
+    async def encode(self, text: str | list[int], add_special_tokens: bool) -> list[int]:
+        """Token ids of a text of any length; token ids as they are."""
+        if not isinstance(text, str):
+            return text
         (token_ids,) = await self.encode_all([text], add_special_tokens)
         return token_ids
 

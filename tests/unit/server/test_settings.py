@@ -1,6 +1,7 @@
 """Settings by flag and by environment, and which plugins vLLM may load."""
 
 import importlib.metadata
+import os
 from argparse import ArgumentParser, Namespace
 from types import SimpleNamespace
 
@@ -9,9 +10,10 @@ import pytest
 from scoremode_server.settings import (
     LOGPROB_VARIABLE,
     MAX_REQUEST_BYTES,
+    PLUGINS_VARIABLE,
     SCORE_CACHE_VARIABLE,
     add_arguments,
-    allowed_plugins,
+    allow_plugin,
     logprob_bytes,
     server_settings,
     serves_page,
@@ -66,11 +68,19 @@ def test_an_error_names_the_flag_or_variable_of_an_invalid_size(monkeypatch, cap
         logprob_bytes()
 
 
-def test_scoremode_is_added_to_the_plugins_that_load_already(monkeypatch):
-    assert allowed_plugins("lora,stats") == "lora,stats,scoremode"
-    assert allowed_plugins("scoremode,lora") == "scoremode,lora"
-    assert allowed_plugins("") == "scoremode"
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *(("lora,stats", "lora,stats,scoremode"), ("scoremode,lora", "scoremode,lora"), ("", "scoremode")),
+        (None, "lora,scoremode,tpu"),
+    ],
+)
+def test_scoremode_is_added_to_the_plugins_that_load_already(monkeypatch, given, expected):
     names = {"vllm.general_plugins": ["lora", "scoremode"], "vllm.platform_plugins": ["tpu"]}
     points = {group: [SimpleNamespace(name=name) for name in each] for group, each in names.items()}
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points.get(group, []))
-    assert allowed_plugins(None) == "lora,scoremode,tpu"
+    monkeypatch.setenv(PLUGINS_VARIABLE, given or "")
+    if given is None:
+        del os.environ[PLUGINS_VARIABLE]
+    allow_plugin()
+    assert os.environ[PLUGINS_VARIABLE] == expected

@@ -24,7 +24,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from scoremode_server.api import generate
+from scoremode_server.api import completions
 from scoremode_server.completions.generate import ScoringGenerate
 from scoremode_server.completions.handler import ScoringCompletions
 from scoremode_server.completions.logprobs_json import LogprobsWriter
@@ -101,14 +101,14 @@ def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI
     engine.errored, engine.is_running, engine.is_tracing_enabled = False, True, AsyncMock(return_value=False)
     engine.check_admission, engine.renderer = Mock(), renderer_from_config(config)
     app = app_with_flags(api_key=None)
-    app.include_router(generate.router)
+    app.include_router(completions.generate_router)
     state = app.state.scoremode = light_app(engine, size=size).state.scoremode
     models, scoring = OpenAIServingModels(engine, [BaseModelPath("m", "m")]), state.scorer._engine
     chat = {"chat_template": None, "chat_template_content_format": "auto"}
     renderer = OnlineRenderer(model_config, engine.renderer, request_logger=None, **chat)
     writer = LogprobsWriter(TokenStrings(lambda: engine.renderer.tokenizer), BLOCK_SIZE)
-    completions = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
-    state.completions = ScoringCompletions(completions, scoring, writer, Turns())
+    stock = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
+    state.completions = ScoringCompletions(stock, scoring, writer, Turns())
     state.generate = ScoringGenerate(ServingTokens(engine, models, renderer, request_logger=None), scoring, writer)
     return app, engine
 
@@ -148,8 +148,10 @@ def events(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-async def leaving(app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
-    """What is sent to a client that disconnects after its request."""
+async def leaving(
+    app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.Event, request_id: str = "", read: Any = None
+) -> list[dict[str, Any]]:
+    """What is sent to a client that disconnects after its request, and that calls `read` for each part of the body."""
     requests, sent = [{"type": "http.request", "body": json.dumps(body).encode()}], []
 
     async def receive() -> dict[str, Any]:
@@ -160,7 +162,10 @@ async def leaving(app: FastAPI, path: str, body: dict[str, Any], leave: asyncio.
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
+        if read is not None and message["type"] == "http.response.body":
+            await read()
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b""}
-    await app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+    await app({**scope, "headers": headers}, receive, send)
     return sent

@@ -4,16 +4,20 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from scoremode_server.api import requests
+from scoremode_server.api.completions import GENERATE
 from scoremode_server.api.event_stream import EventStream
-from scoremode_server.api.generate import ROUTE
 from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
+from tests.unit.server.prefix_cache.cache_setup import LARGE
+from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
 
@@ -51,8 +55,8 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
     app, never_done = light_app(), NeverDone()
     app.state.scoremode.scorer = app.state.scoremode.completions = never_done
     sent = await leaving(app, route, {"prompt": [5, 6], **fields}, never_done.begun)
-    assert never_done.cancelled.is_set()
     assert sent[0]["status"] == CLIENT_CLOSED_REQUEST
+    assert never_done.cancelled.is_set(), "the answer came before the end of what was cancelled"
 
 
 @pytest.mark.parametrize(
@@ -61,28 +65,33 @@ async def test_a_client_that_disconnects_ends_its_request(route, fields):
         (SCORE, {"prompt": [[5, 6, 7], [8, 9]]}, 2),
         (PERPLEXITY, {"prompt": [5, 6, 7], "context_length": 2, "stride": 1}, 2),
         (COMPLETIONS, {"prompt": [[5, 6, 7], [8, 9]], **SCORES}, 2),
-        (ROUTE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}, 1),
+        (GENERATE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}, 1),
     ],
 )
 async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_model, route, body, num_sequences):
     app, engine = app_with_completions(random_model)
     engine.let_go.clear()
+    leave = asyncio.Event()
+    leaves = asyncio.create_task(leaving(app, route, body, leave, "the same"))
     async with client_of(app) as client:
-        requests = []
-        for number in (1, 2):
-            requests.append(asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"})))
-            while len(engine.inside) < number * num_sequences:  # noqa: ASYNC110
-                await asyncio.sleep(0)
-        leaves, stays = requests
-        leaves.cancel()
-        await asyncio.gather(leaves, return_exceptions=True)
-        assert engine.num_running == num_sequences
+        await entered(engine, num_sequences)
+        stays = asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"}))
+        await entered(engine, 2 * num_sequences)
+        leave.set()
+        await leaves
+        while engine.num_running > num_sequences:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         assert {each for call in engine.aborted for each in call} <= set(engine.inside[:num_sequences])
         assert len(set(engine.inside)) == 2 * num_sequences
         engine.let_go.set()
         answer = await stays
     assert answer.status_code == 200
     assert answer.json().get("id", answer.json().get("request_id")).endswith("-the same")
+
+
+async def entered(engine: HeldEngine, num_sequences: int) -> None:
+    while len(engine.inside) < num_sequences:  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 async def test_a_stream_that_no_client_can_read_is_closed_at_once():
@@ -129,3 +138,34 @@ async def test_stopping_refuses_texts_that_are_read_or_tokenized(route, fields):
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the server is shutting down"
     assert int(answer.headers["Retry-After"]) > 0
+
+
+async def test_a_stream_that_is_read_slowly_ends_with_the_error(monkeypatch):
+    """Its time runs out while the client reads the first event."""
+    limits: list[asyncio.Timeout] = []
+    statuses: list[int] = []
+    make_timeout, is_over = asyncio.timeout, asyncio.Event()
+
+    def log(text: str, request_id: str, route: str, status: int, *values: Any) -> None:
+        statuses.append(status)
+        is_over.set()
+
+    async def read_slowly() -> None:
+        if not is_over.is_set():
+            limits[0].reschedule(0)
+        await is_over.wait()
+
+    monkeypatch.setattr(asyncio, "timeout", lambda delay: limits.append(make_timeout(delay)) or limits[-1])
+    monkeypatch.setattr(requests.logger, "info", log)
+    body = {"prompt": [5, 6, 7], "context_length": 2, "stride": 1, "stream": True}
+    app = light_app(size=replace(LARGE, request_timeout=12_345))
+    sent = await leaving(app, PERPLEXITY, body, asyncio.Event(), read=read_slowly)
+    first, *_, error, done, nothing = [message["body"] for message in sent if "body" in message]
+    assert b"error" not in first
+    assert json.loads(error.removeprefix(b"data: "))["error"] == {
+        "message": "the request was not scored within 12345 s (--request-timeout)",
+        "type": "GatewayTimeoutError",
+        "param": None,
+        "code": 504,
+    }
+    assert (done, nothing, statuses) == (b"data: [DONE]\n\n", b"", [504])

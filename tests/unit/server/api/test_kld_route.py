@@ -16,8 +16,9 @@ from scoremode.kld import POSITION_DTYPES
 from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
+from scoremode_server.scoring.comparer import Comparer
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.api.light_app import client_of, error_of, events, is_idle, leaving, light_app
+from tests.unit.server.api.light_app import client_of, error_of, events, light_app
 from tests.unit.server.api.reference_engine import HEAD_FORMAT, NUM_WINDOWS, TOKENS, ReferenceEngine, record
 from tests.unit.server.prefix_cache.fake_engine import MAX_TOP
 from tests.unit.server.references.reference_setup import HEAD, create
@@ -153,15 +154,17 @@ async def test_infinite_divergences_are_null(root):
     assert error_of(await post(engine, as_noise_floor=True))[:2] == (400, "as_noise_floor")
 
 
-async def test_a_noise_floor_is_stored_with_its_own_models_reference(root):
-    async with client_of(light_app(engine := ReferenceEngine(root))) as client:
+async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monkeypatch):
+    orders, compare = [], Comparer.compare
+    monkeypatch.setattr(Comparer, "compare", lambda *given: orders.append(given[2]) or compare(*given))
+    async with client_of(light_app(ReferenceEngine(root))) as client:
         refused = await post(ReferenceEngine(root, fingerprint="of another"), as_noise_floor=True)
         assert error_of(refused)[:2] == (400, "as_noise_floor")
         before = (await client.get(BASE)).json()
         figures = (await client.post(KLD, json={**BODY, "as_noise_floor": True})).json()["statistics"]["kld"]
         after = (await client.get(BASE)).json()
-    # Next to others than when they were recorded: from the last, and in the order in which they were read.
-    assert sorted(engine.computed) == list(range(NUM_WINDOWS)) != engine.computed
+    # Next to others than when they were recorded.
+    assert orders == [list(reversed(range(NUM_WINDOWS)))]
     stored = [after["noise_floor"][name] for name in ("mean", "p99", "max", "num_scored")]
     assert stored == [figures["mean"], figures["p99"], figures["max"], len(TOKENS) - 1]
     assert {**after, "noise_floor": None, "disk_bytes": before["disk_bytes"]} == before
@@ -192,15 +195,3 @@ async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root):
                 await stored.save(old, {"noise_floor": None})
             assert (await client.get(BASE)).json() == new
             assert (await client.post(KLD, json=BODY)).json()["num_scored"] == num_tokens - 1
-
-
-async def test_a_client_that_leaves_ends_its_comparison(root):
-    engine, leave = ReferenceEngine(root), asyncio.Event()
-    engine.let_go.clear()
-    serving = asyncio.create_task(leaving(app := light_app(engine), KLD, BODY, leave))
-    await engine.has_any.wait()
-    leave.set()
-    await serving
-    while not is_idle(app):  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    assert (bool(engine.aborted), engine.computed) == (True, [])

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi import FastAPI, Request
-from starlette.testclient import TestClient
 
-from scoremode_server.api.authentication import OPEN_PATHS, Authentication
+from scoremode_server.api.authentication import OPEN_PATHS
 from scoremode_server.api.middleware import RequestIds
 from tests.unit.server.api.light_app import ask
 from write_openapi import app_without_engine
@@ -103,11 +102,3 @@ async def test_without_an_id_each_request_gets_its_own():
     assert first[0] != second[0]
     # The request's own header stays empty: vLLM prefers it to the body's `request_id`.
     assert [first[1], second[1]] == [[first[0]], [second[0]]]
-
-
-@pytest.mark.parametrize("wrap", [RequestIds, lambda app: Authentication(app, ["key"])])
-def test_messages_of_start_and_stop_pass_every_layer(wrap):
-    app, messages = FastAPI(), []
-    app.router.on_startup.append(lambda: messages.append("started"))
-    with TestClient(wrap(app)):
-        assert messages == ["started"]

@@ -45,15 +45,6 @@ async def test_a_reference_with_an_old_fingerprint_resumes_with_a_warning(tmp_pa
         assert "another model" in message
 
 
-async def test_another_commit_of_the_hub_is_another_model(tmp_path: Path):
-    async with client_of_model(tmp_path, fingerprint="v2-x", revision="a" * 40) as client:
-        await record(client)
-    async with client_of_model(tmp_path, fingerprint="v2-x", revision=None) as client:
-        await record(client)
-    async with client_of_model(tmp_path, fingerprint="v2-x", revision="b" * 40) as client:
-        assert error_of(await client.post(REFERENCES, json=BODY))[0] == 409
-
-
 async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
     first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
     async with client_of_model(tmp_path, computed_by=first) as client:

@@ -1,15 +1,12 @@
 """What a request may write into logs and answers, and what it may leave open."""
 
 import asyncio
-import logging
 
 import pytest
 
 from scoremode_server.api import requests
-from scoremode_server.api.generate import ROUTE
-from scoremode_server.completions.requests import read_completion_request
 from scoremode_server.errors import RequestError
-from tests.bad_inputs import COMPLETIONS, JSON, LONG_NAME, SCORE, SHORT_NAME
+from tests.bad_inputs import COMPLETIONS, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app
 
 SCORES = {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1}
@@ -63,41 +60,6 @@ async def test_one_log_line_has_the_outcome_of_a_request(monkeypatch, error: Bas
         pass
     (line,) = lines
     assert line.startswith(f"request id=score-7 route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited=")
-
-
-def test_the_log_line_has_a_logger_below_vllms():
-    assert isinstance(requests.logger, logging.Logger)
-    assert requests.logger.name.startswith("vllm.")
-
-
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [
-        ('"token_ids": [7], ', "token_ids is given more than once"),
-        ('"sampling_params": {}, ', "sampling_params is given more than once"),
-        ("", "sampling_params.prompt_logprobs is given more than once"),
-    ],
-)
-async def test_vllms_route_of_token_ids_takes_no_field_twice_of_a_scoring_request(random_model, before, message):
-    params = '{"max_tokens": 1, "prompt_logprobs": 1, "prompt_logprobs": 0}'
-    body = f'{{{before}"token_ids": [5, 6], "sampling_params": {params}}}'
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
-        answer = await client.post(ROUTE, content=body, headers=JSON)
-    assert error_of(answer) == (400, message.split()[0].partition(".")[0], message)
-
-
-def test_what_generates_takes_the_last_of_two_fields_as_vllm_does():
-    assert read_completion_request(b'{"prompt": [5], "max_tokens": 7, "max_tokens": 8}').max_tokens == 8
-
-
-async def test_vllms_route_of_token_ids_repeats_no_long_name_of_a_model(random_model):
-    body = {"model": LONG_NAME, "token_ids": [5], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}
-    app, _ = app_with_completions(random_model)
-    async with client_of(app) as client:
-        answer = await client.post(ROUTE, json=body)
-    assert answer.status_code == 404
-    assert answer.json()["error"]["message"].startswith(SHORT_NAME)
 
 
 async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():

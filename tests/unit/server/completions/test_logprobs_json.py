@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs, prompt_logprobs
+from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.rows import Rows
 from scoremode_server.scoring.token_strings import TokenStrings
 from tests.unit.server.completions.test_prompt_texts import SIZE, block_hashes
@@ -36,9 +38,13 @@ def rows(prompt: list[int], width: int) -> Rows:
     return Rows.from_arrays(ids, logprobs, ranks)
 
 
+def result_of(prompt: list[int], rows: Rows, hashes: Sequence[bytes] = (), num_cached_blocks: int = 0) -> EngineResult:
+    return EngineResult(rows, 0, SimpleNamespace(prompt_token_ids=prompt), hashes, num_cached_blocks)
+
+
 def written(writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int) -> list[bytes]:
     hashes = block_hashes(prompt[1:])[:num_blocks]
-    pieces = list(writer.prompt(prompt, rows(prompt, width), hashes, -(-num_blocks // 2), style))
+    pieces = list(writer.prompt(result_of(prompt, rows(prompt, width), hashes, -(-num_blocks // 2)), style))
     openai = [] if style.num_top is None else [openai_logprobs([piece.openai for piece in pieces])]
     return [b"".join(prompt_logprobs(pieces)), *openai]
 
@@ -74,7 +80,7 @@ def test_common_prefixes_are_kept_unless_their_rows_are_wide(strings, monkeypatc
     for num_cached, end, expected in zip((0, 10, 10, 12), (1, 2, 3, 3), num_written, strict=True):
         num_rows.clear()
         prompt = [*range(5, 46), *[end] * 9]
-        list(writer.prompt(prompt, rows(prompt, width), block_hashes(prompt[1:]), num_cached, STYLES[0]))
+        list(writer.prompt(result_of(prompt, rows(prompt, width), block_hashes(prompt[1:]), num_cached), STYLES[0]))
         assert sum(num_rows) == expected
     assert bool(writer._stored) == (width < 33)
 
@@ -83,11 +89,11 @@ def test_two_rows_are_written_as_vllm_writes_them():
     """The second's actual token is also the top one, whose rank it gets; OpenAI's `top_logprobs` has one more."""
     ids = np.array([[7, 9, 8], [6, 6, 5]])
     letters = SimpleNamespace(
-        json_of=lambda token_ids: [f'"{chr(97 + token_id)}"' for token_id in token_ids],
-        first_of_a_prompt=lambda token_id: f'"{chr(97 + token_id)}"',
+        texts_of=lambda token_ids: [chr(97 + token_id) for token_id in token_ids],
+        first_of_a_prompt=lambda token_id: chr(97 + token_id),
     )
     of_two = Rows.from_arrays(ids, np.array([[-1.5, -0.5, -2], [-0.25, -0.25, -3]], np.float32), np.array([40, 7]))
-    pieces = list(LogprobsWriter(letters, SIZE).prompt([5, 7, 6], of_two, [], 0, STYLES[0]))
+    pieces = list(LogprobsWriter(letters, SIZE).prompt(result_of([5, 7, 6], of_two), STYLES[0]))
     assert b"".join(prompt_logprobs(pieces)).decode() == (
         '[null,{"7":{"logprob":-1.5,"rank":40,"decoded_token":"h"},"9":{"logprob":-0.5,"rank":1,"decoded_token":"j"},'
         '"8":{"logprob":-2.0,"rank":2,"decoded_token":"i"}},{"6":{"logprob":-0.25,"rank":1,"decoded_token":"g"},'

@@ -10,8 +10,12 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
 
-from scoremode_server.completions.generate import is_scoring_generation, read_generate_request
-from scoremode_server.completions.requests import is_scoring_completion, read_completion_request
+from scoremode_server.completions.requests import (
+    is_scoring_completion,
+    is_scoring_generation,
+    read_completion_request,
+    read_generate_request,
+)
 from scoremode_server.errors import RequestError
 
 PLAIN = {"model": "m", "prompt": [5, 6, 7], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
@@ -68,6 +72,31 @@ def test_bodies_are_read_as_vllms_models_read_them(body):
 )
 def test_requests_that_score_are_recognized(body, scores):
     assert is_scoring(read(body)) is scores
+
+
+@pytest.mark.parametrize(
+    ("content", "repeated"),
+    [
+        (b'{"prompt": [5], "echo": false, "echo": true, "logprobs": 1, "max_tokens": 1}', "echo"),
+        (
+            b'{"token_ids": [7], "token_ids": [5], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}}',
+            "token_ids",
+        ),
+        (
+            b'{"prompt": [5], "echo": true, "logprobs": 1, "max_tokens": 1, "logit_bias": {"5": 1, "5": 2}}',
+            "logit_bias",
+        ),
+        # In a request that generates the last one counts, as in vLLM.
+        (b'{"prompt": [5], "max_tokens": 7, "max_tokens": 8}', None),
+    ],
+)
+def test_a_scoring_request_has_no_field_twice(content, repeated):
+    read_it = read_generate_request if b"token_ids" in content else read_completion_request
+    if repeated is None:
+        assert read_it(content).max_tokens == 8
+    else:
+        with pytest.raises(RequestError, match=f"{repeated} .*given more than once"):
+            read_it(content)
 
 
 @pytest.mark.parametrize(

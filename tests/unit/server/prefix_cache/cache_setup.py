@@ -82,11 +82,10 @@ class Ask:
 class Names:
     """Stands in for `TokenStrings`: a token's text is its number."""
 
-    def json_of(self, token_ids: Sequence[int]) -> list[str]:
-        return [f'"{token_id}"' for token_id in token_ids]
+    first_of_a_prompt = staticmethod(str)
 
-    def first_of_a_prompt(self, token_id: int) -> str:
-        return f'"{token_id}"'
+    def texts_of(self, token_ids: Sequence[int]) -> list[str]:
+        return list(map(str, token_ids))
 
 
 @dataclass
@@ -126,7 +125,7 @@ class Setup:
     def written(self, ask: Ask, answer: EngineResult) -> list[float]:
         """The logprobs of the prompt's tokens but the first, as JSON says them."""
         style = Style(ask.top, as_token_ids=False)
-        pieces = self.writer.prompt(ask.fed, answer.rows, answer.block_hashes, answer.num_cached_blocks, style)
+        pieces = self.writer.prompt(answer, style)
         logprobs: list[float] = orjson.loads(openai_logprobs([piece.openai for piece in pieces]))["token_logprobs"]
         return logprobs[1:]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from scoremode_server.errors import BusyError, OverdueError, RequestError, TooLargeError, UnavailableError
-from scoremode_server.prefix_cache import admission as module
-from scoremode_server.prefix_cache.admission import Admission, EngineSize, RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate, RequestQueue
 
 
 class Engine:
@@ -53,6 +52,11 @@ class Engine:
         async with self.admission.request(len(names), len(names) * num_tokens) as queue:
             return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
 
+    async def begin(self, names: list[str], num_tokens: int = 10) -> "asyncio.Task[list[str]]":
+        task = asyncio.create_task(self.request(names, num_tokens))
+        await settle()
+        return task
+
     async def step(self) -> list[str]:
         """Finish all that is inside; their names, in the order in which they came."""
         await settle()
@@ -90,32 +94,6 @@ async def test_the_engine_gets_all_but_one_of_the_sequences_that_it_holds():
     engine.check_nothing_is_left()
 
 
-async def test_the_engine_gets_as_many_tokens_as_it_holds():
-    engine = Engine(tokens=300)
-    answer = asyncio.create_task(engine.request(names("a", 5), num_tokens=150))
-    assert len(await engine.step()) == 2
-    assert len(await engine.step()) == 2
-    assert len(await engine.step()) == 1
-    await answer
-    huge = asyncio.create_task(engine.request(["huge"], num_tokens=5000))
-    assert await engine.step() == ["huge"]
-    await huge
-
-
-async def test_few_sequences_that_are_counted_as_they_begin_run_at_once():
-    engine = Engine(tokens=300, sequences=24, max_scoring_tokens=1000)
-    answer = asyncio.create_task(engine.windows(names("a", 30), num_tokens=50))
-    most = 0
-    while not answer.done():
-        await settle()
-        most = max(most, engine.admission.num_tokens)
-        engine.admission.check(600)
-        await engine.step()
-    assert await answer == names("a", 30)
-    assert 300 < most <= 350
-    engine.check_nothing_is_left()
-
-
 async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
     engine = Engine(tokens=300)
     answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
@@ -130,8 +108,7 @@ async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
 
 async def test_tokens_are_reserved_for_a_request_without_any_in_the_engine():
     engine = Engine(tokens=300, reserved_tokens=50)
-    large = asyncio.create_task(engine.request(names("a", 9), num_tokens=50))
-    await settle()
+    large = await engine.begin(names("a", 9), num_tokens=50)
     assert list(engine.inside) == names("a", 5)
     small = [asyncio.create_task(engine.request([name], num_tokens=50)) for name in ("b", "c")]
     assert await engine.step() == [*names("a", 5), "b"]
@@ -158,40 +135,10 @@ async def test_large_requests_alternate():
     await asyncio.gather(*requests)
 
 
-async def test_an_engine_of_one_sequence_a_step_has_another_one_waiting():
-    engine = Engine(sequences=2)
-    answer = asyncio.create_task(engine.request(names("a", 4)))
-    assert await engine.step() == ["a0", "a1"]
-    assert await engine.step() == ["a2", "a3"]
-    await answer
-
-
-async def test_requests_take_turns_whatever_their_size():
-    engine = Engine(sequences=6)
-    large = asyncio.create_task(engine.request(names("a", 40)))
-    await settle()
-    assert list(engine.inside) == names("a", 5)
-    small = [asyncio.create_task(engine.request([name])) for name in ("b", "c")]
-    await settle()
-    assert list(engine.inside) == [*names("a", 5), "b"]
-    for name in ("a0", "a1"):
-        engine.inside[name].set()
-    await settle()
-    assert list(engine.inside) == ["a2", "a3", "a4", "b", "c"]
-    await engine.step()
-    assert all(task.done() for task in small)
-    assert not large.done()
-    while not large.done():
-        await engine.step()
-    engine.check_nothing_is_left()
-
-
 async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
     engine = Engine(sequences=12)
-    leaves = asyncio.create_task(engine.request(names("a", 1000)))
-    await settle()
-    stays = asyncio.create_task(engine.request(["b"]))
-    await settle()
+    leaves = await engine.begin(names("a", 1000))
+    stays = await engine.begin(["b"])
     assert list(engine.inside) == [*names("a", 11), "b"]
     leaves.cancel()
     await settle()
@@ -202,28 +149,11 @@ async def test_a_client_that_leaves_is_aborted_in_one_call_and_others_resume():
     engine.check_nothing_is_left()
 
 
-async def test_a_waiting_sequence_that_is_cancelled_blocks_no_other():
-    engine = Engine(sequences=3)
-    inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
-    await settle()
-    leaves = asyncio.create_task(engine.request(["b"]))
-    await settle()
-    stays = asyncio.create_task(engine.request(["c"]))
-    await settle()
-    leaves.cancel()
-    await engine.step()
-    assert list(engine.inside) == ["c"]
-    await engine.step()
-    await asyncio.gather(*inside, stays)
-    engine.check_nothing_is_left()
-
-
 async def test_a_sequence_that_is_cancelled_at_its_turn_gives_it_back():
     engine = Engine(sequences=3)
     inside = [asyncio.create_task(engine.request([name])) for name in names("a", 3)]
     await settle()
-    waiting = asyncio.create_task(engine.request(["b"]))
-    await settle()
+    waiting = await engine.begin(["b"])
     (line,) = engine.admission._waiting.values()
     admitted = line[0].admitted
     admitted.add_done_callback(lambda _: waiting.cancel())
@@ -257,8 +187,7 @@ async def test_more_tokens_than_may_wait_now_or_ever_are_refused():
     engine = Engine(max_scoring_tokens=100)
     with pytest.raises(TooLargeError, match="--max-scoring-tokens"):
         await engine.request(["a"], num_tokens=101)
-    first = asyncio.create_task(engine.request(["b"], num_tokens=80))
-    await settle()
+    first = await engine.begin(["b"], num_tokens=80)
     with pytest.raises(BusyError, match="80 tokens are waiting"):
         await engine.request(["c"], num_tokens=21)
     second = asyncio.create_task(engine.request(["d"], num_tokens=20))
@@ -277,8 +206,7 @@ async def test_a_request_that_takes_too_long_is_aborted():
 
 async def test_before_a_shutdown_requests_may_finish_and_none_may_begin():
     engine = Engine()
-    running = asyncio.create_task(engine.request(names("a", 20)))
-    await settle()
+    running = await engine.begin(names("a", 20))
     draining = asyncio.create_task(engine.admission.drain(60))
     await settle()
     with pytest.raises(UnavailableError, match="shutting down"):
@@ -309,8 +237,7 @@ async def test_a_turn_that_is_given_at_the_end_is_not_used():
     async with engine.admission.request(2, 20) as queue:
         for name in names("a", 2):
             await queue.enter(name, 10)
-        waiting = asyncio.create_task(engine.request(["b"]))
-        await settle()
+        waiting = await engine.begin(["b"])
         queue.leave("a0", 10)
         engine.admission.is_stopped = True
         with pytest.raises(RequestError, match="shutting down"):
@@ -328,45 +255,13 @@ async def test_nothing_is_left_of_a_client_whose_abort_is_cancelled():
         await asyncio.Event().wait()
 
     engine.admission.abort = abort
-    leaves = asyncio.create_task(engine.request(names("a", 5)))
-    await settle()
+    leaves = await engine.begin(names("a", 5))
     leaves.cancel()
     await aborting.wait()
     leaves.cancel()
     await asyncio.gather(leaves, return_exceptions=True)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert not engine.inside
-    engine.check_nothing_is_left()
-
-
-async def test_a_shutdown_waits_for_begun_requests_but_not_for_stuck_readers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(module, "UNREAD_SECONDS", 0)
-    engine = Engine(tokens=300)
-    has_read = asyncio.Event()
-
-    async def read_one() -> None:
-        async with (
-            engine.admission.request() as queue,
-            aclosing(queue.in_order(engine.begun(queue, names("a", 30), 50))) as answers,
-        ):
-            await anext(answers)
-            has_read.set()
-            await asyncio.Event().wait()
-
-    reading = asyncio.create_task(read_one())
-    await settle()
-    engine.inside["a0"].set()
-    await has_read.wait()
-    draining = asyncio.create_task(engine.admission.drain(3600))
-    await asyncio.sleep(3 * module.POLL_SECONDS)
-    assert not draining.done()
-    while engine.inside:
-        await engine.step()
-    await asyncio.wait_for(draining, 60)
-    reading.cancel()
-    await asyncio.gather(reading, return_exceptions=True)
     engine.check_nothing_is_left()
 
 
@@ -392,3 +287,57 @@ async def test_a_timeout_of_something_else_is_not_the_requests_limit():
     with pytest.raises(TimeoutError, match="the disk's"):
         async with Engine().admission.request():
             raise TimeoutError("the disk's")
+
+
+# Sequences that may enter the engine at some times only
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Engine(tokens=100, sequences=3).admission
+
+
+async def entering(queue: RequestQueue, name: str, gate: Gate | None) -> asyncio.Task[None]:
+    task = asyncio.create_task(queue.enter(name, 10, 0, gate))
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_those_at_a_closed_gate_let_others_pass(admission: Admission):
+    idle: list[int] = []
+    gate, other = Gate(admission, lambda: idle.append(1)), Gate(admission, lambda: None)
+    one, two = RequestQueue(admission), RequestQueue(admission)
+    first = await entering(one, "first", gate)
+    second = await entering(one, "second", gate)
+    passing = await entering(two, "passing", None)
+    # Also of the same request, whose windows may be on several engines.
+    other.open()
+    elsewhere = await entering(one, "elsewhere", other)
+    await asyncio.gather(passing, elsewhere)
+    assert (first.done(), admission.num_running, gate.num_running, other.num_running) == (False, 2, 0, 1)
+    gate.open()
+    await first
+    # The engine is full.
+    assert not second.done()
+    gate.close()
+    two.leave("passing", 10)
+    assert (gate.num_running, second.done()) == (1, False)
+    assert not idle
+    one.leave("first", 10, 0, gate)
+    assert idle
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    one.leave("elsewhere", 10, 0, other)
+    assert admission.num_running == gate.num_running == other.num_running == 0
+    assert not admission._waiting
+
+
+async def test_a_gate_that_never_opens_ends_those_who_wait(admission: Admission):
+    gate, queue = Gate(admission, lambda: None), RequestQueue(admission)
+    waiting = [await entering(queue, str(number), gate) for number in range(2)]
+    gate.refuse(lambda: ValueError("gone"))
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(result) for result in results] == ["gone", "gone"]
+    assert results[0] is not results[1]
+    assert not admission._waiting
+    assert admission.num_running == 0

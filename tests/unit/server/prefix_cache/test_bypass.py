@@ -13,28 +13,16 @@ from tests.unit.server.prefix_cache.cache_setup import ROOM, SIZE, Ask, Setup, s
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, prompt_logprobs
 
 
-class RecordingEngine(FakeEngine):
-    """Keeps the prompts that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(SIZE)
-        self.prompts: list[Any] = []
-
-    def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
-        self.prompts.append(prompt)
-        return super().generate(prompt, *given, **options)
-
-
 @pytest.mark.parametrize(
     ("ask", "max_bytes"),
     [(Ask(range(13), cached=False), ROOM), (Ask([0, 1, 2]), ROOM), (Ask(range(13)), 0)],
     ids=["that do without", "shorter than a block", "of an engine without a budget"],
 )
 async def test_other_requests_are_computed_whole_and_leave_nothing(ask: Ask, max_bytes: int):
-    made = Setup(RecordingEngine(), RowStore(SIZE, max_bytes))
+    made = setup(max_bytes)
     for _ in range(2):
         assert (await made.ask(ask)).num_cached_tokens == 0
-    assert all("cache_salt" not in prompt for prompt in made.engine.prompts)
+    assert set(made.engine.salts) == {None}
     assert all(params.skip_reading_prefix_cache for _, params in made.engine.requests)
     assert len(made.store) == 0
 
@@ -48,15 +36,6 @@ async def test_the_engine_refuses_a_token_outside_the_vocabulary():
     made = Setup(RefusingEngine(SIZE), RowStore(SIZE, ROOM))
     with pytest.raises(ValueError, match=f"{1 << 40} is out of vocabulary"):
         await made.ask(Ask([*range(12), 1 << 40, 1]))
-
-
-async def test_the_requests_params_and_prompt_stay_as_they_are():
-    made = setup()
-    request = Ask(list(range(13))).request("id")
-    for _ in range(2):
-        await made.scoring.rows(request)
-    assert request.params.skip_reading_prefix_cache is True
-    assert "cache_salt" not in request.prompt
 
 
 # Rows that are needed from a position on
@@ -96,12 +75,6 @@ def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> A
     )
 
 
-def test_the_block_size_is_the_engines_prefix_caches():
-    store = make_store(engine_config(), 9)
-    assert (store.block_size, store.max_bytes) == (16, 9)
-    assert not make_store(engine_config(prefix_caching=False), 9).enabled
-
-
 @pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])
 def test_no_rows_are_stored_where_another_server_may_change_the_weights(
     monkeypatch: pytest.MonkeyPatch, mode: str, count: int, enabled: bool
@@ -129,32 +102,20 @@ class BrokenEngine(FakeEngine):
             yield output
 
 
-def with_nan(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
-    logprobs[5] = np.nan
-    return ids, logprobs, ranks
+def with_nan(row: int) -> Any:
+    return lambda ids, logprobs, ranks: (ids, np.where(np.arange(len(ids))[:, None] == row, np.nan, logprobs), ranks)
 
 
-def with_nan_in_the_first_block(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
-    logprobs[1] = np.nan
-    return ids, logprobs, ranks
+SPOILS = {
+    "NaN": with_nan(5),
+    "NaN in the first block": with_nan(1),
+    "of other tokens": lambda ids, logprobs, ranks: (ids + 1, logprobs, ranks),
+    "too few": lambda *rows: tuple(array[1:] for array in rows),
+    "too many": lambda *rows: tuple(np.concatenate([array[:2], array]) for array in rows),
+}
 
 
-def of_other_tokens(ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> tuple[np.ndarray, ...]:
-    return ids + 1, logprobs, ranks
-
-
-def too_few(*rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple(array[1:] for array in rows)
-
-
-def too_many(*rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple(np.concatenate([array[:2], array]) for array in rows)
-
-
-SPOILS = [with_nan, with_nan_in_the_first_block, of_other_tokens, too_few, too_many]
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
 async def test_an_output_other_than_requested_is_requested_again_once(spoil: Any):
     made = Setup(BrokenEngine(spoil, 1), RowStore(SIZE, ROOM))
     await made.ask(Ask(list(range(13))))
@@ -168,7 +129,7 @@ async def test_an_output_other_than_requested_is_requested_again_once(spoil: Any
     broken.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
 async def test_without_the_cache_such_an_output_is_an_error(spoil: Any):
     broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, 0))
     with pytest.raises(EngineOutputError, match="no logprob, or NaN"):

@@ -77,16 +77,6 @@ async def test_a_waiter_that_is_cancelled_leaves_the_owner_and_the_others_alone(
     made.check_nothing_is_left()
 
 
-async def test_the_engine_works_on_a_request_that_will_have_to_wait():
-    made, engine = held()
-    tasks = [asyncio.create_task(made.ask(Ask([*range(22), option]))) for option in range(2)]
-    await turns()
-    assert engine.num_requests == 2
-    for gate in engine.gates:
-        gate.set()
-    await asyncio.gather(*tasks)
-
-
 async def test_a_waiter_gets_rows_of_the_owner_that_the_cache_did_not_store():
     made = Setup(FakeEngine(SIZE, in_order=True), RowStore(SIZE, ENTRY_BYTES))
     outputs = await asyncio.gather(*(made.ask(Ask([*range(22), option, 50])) for option in range(3)))
@@ -116,16 +106,6 @@ async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: s
     assert (await made.ask(ask)).num_cached_tokens == 8
 
 
-async def test_rows_of_a_request_that_began_before_a_change_are_not_stored():
-    made, engine = held()
-    task = asyncio.create_task(made.ask(Ask(list(range(13)))))
-    await turns()
-    await engine.update_weights()
-    engine.gates[0].set()
-    await task
-    assert len(made.store) == 0
-
-
 async def test_a_request_that_waits_while_weights_change_is_computed_whole():
     made, engine = held()
     tasks = [asyncio.create_task(made.ask(Ask([*range(22), option]))) for option in range(2)]
@@ -152,14 +132,6 @@ async def test_json_of_earlier_rows_is_not_used_after_weights_change():
     answer = await straddling
     assert answer.num_cached_tokens == 0
     assert not list(answer.block_hashes)
-
-
-async def test_while_weights_change_requests_go_to_the_engine_as_they_are():
-    made = setup()
-    with made.store.change():
-        await made.ask(Ask(list(range(13))))
-        await made.ask(Ask(list(range(13))))
-    assert all(params.skip_reading_prefix_cache for _, params in made.engine.requests)
 
 
 async def test_an_engine_without_a_method_that_changes_weights_is_refused():

@@ -57,38 +57,12 @@ async def test_rows_that_a_short_run_computed_again_are_not_hits():
     assert made.counted("hits") == 0
 
 
-async def test_equal_requests_at_once_compute_all_but_the_last_block_once():
-    made = setup(in_order=True)
-    ask = Ask(list(range(42)))
-    await asyncio.gather(*(made.ask(ask) for _ in range(5)))
-    assert made.engine.num_computed == 41 + 4 * 1
-    assert made.engine.num_requests == 5
-
-
 async def test_without_a_known_first_block_the_prefix_cache_is_not_read():
     made = setup()
     await made.ask(Ask(list(range(12))))
     await made.ask(Ask([*range(12), 13]))
     await made.ask(Ask([5, *range(12)]))
     assert [params.skip_reading_prefix_cache for _, params in made.engine.requests] == [True, False, True]
-
-
-async def test_more_top_logprobs_than_are_cached_are_computed_and_then_serve_fewer():
-    made = setup()
-    token_ids = list(range(13))
-    assert (await made.ask(Ask(token_ids, top=1))).num_cached_tokens == 0
-    assert (await made.ask(Ask(token_ids, top=0))).num_cached_tokens == 8
-    assert (await made.ask(Ask(token_ids, top=3))).num_cached_tokens == 0
-    assert (await made.ask(Ask(token_ids, top=3))).num_cached_tokens == 8
-
-
-@pytest.mark.parametrize("other", [{"adapter": 1}, {"salt": "mine"}], ids=str)
-async def test_another_adapter_or_salt_shares_nothing(other: dict[str, Any]):
-    made = setup()
-    token_ids = list(range(13))
-    await made.ask(Ask(token_ids))
-    assert (await made.ask(Ask(token_ids, **other))).num_cached_tokens == 0
-    assert (await made.ask(Ask(token_ids, **other))).num_cached_tokens == 8
 
 
 async def test_an_adapter_of_the_same_id_and_name_from_another_path_shares_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -97,10 +97,6 @@ def test_a_change_that_fails_counts_as_a_change_and_is_over():
     assert (store.enabled, store.generation) == (True, 2)
 
 
-def test_without_a_budget_the_store_is_off():
-    assert not RowStore(SIZE, 0).enabled
-
-
 @settings(max_examples=200)
 @given(
     st.integers(1, 5 * cost(block(0))),
@@ -117,15 +113,6 @@ def test_the_bytes_stay_within_the_bound_at_every_step(max_bytes: int, sequences
         assert len(held) == len(store)
         assert store.num_bytes == cost(*held.values()) <= max_bytes
     assert num_evicted <= put - len(store)
-
-
-def test_ten_times_the_budget_leaves_the_newest_budget():
-    num_blocks = 100
-    store = RowStore(SIZE, num_blocks * cost(block(0)))
-    num_evicted = sum(store.put(0, [b"%d" % index], {b"%d" % index: block(0)}) for index in range(10 * num_blocks))
-    assert len(store) == num_blocks
-    assert num_evicted == 9 * num_blocks
-    assert len(store.get([b"%d" % index for index in range(9 * num_blocks, 10 * num_blocks)], 1)) == num_blocks
 
 
 def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():

@@ -55,16 +55,6 @@ async def test_owners_and_salts_share_nothing():
     assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
 
 
-async def test_a_score_waits_for_its_turn():
-    made, come = setup(latency=0), asyncio.Event()
-    scoring = asyncio.create_task(scored(made, TOKENS, SimpleNamespace(wait=come.wait)))
-    for _ in range(60):
-        await asyncio.sleep(0)
-    assert (made.engine.num_requests, made.engine.num_running, scoring.done()) == (1, 0, False)
-    come.set()
-    assert len((await scoring).rows) == 19
-
-
 async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served():
     turns, went, loop_turn = Turns(at_once=3), [], 0
 
