@@ -16,9 +16,8 @@ from scoremode_server.scoring.reference_windows import MarkedWindow, WindowCompa
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.scoring.worker_files import ReadAhead, UnreadableFileError, WorkerFiles
+from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFiles
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
-from scoremode_server.vllm_patches.row_spec import WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
 
@@ -78,17 +77,10 @@ class Comparer:
         text = await self.references.text(reference)
         stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
-        def mark(index: int) -> tuple[list[int], WindowMark]:
-            return mark_window("compare", reference, text, index, stamp)
-
-        # After a request for one window, the client will probably request the following ones.
-        order = indices if len(indices) > 1 else range(indices[0], len(text.windows))
-
         def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
-            for place, index in enumerate(indices):
-                following = (order[later] for later in range(place + 1, len(order)))
-                window = MarkedWindow(*mark(index), settings, num_top)
-                yield self._compared(reference, window, ReadAhead(following, mark))
+            for index in indices:
+                marked = mark_window("compare", reference, text, index, stamp)
+                yield self._compared(reference, MarkedWindow(*marked, settings, num_top))
 
         # As many windows are read as are in the engine.
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as compared:
@@ -97,13 +89,12 @@ class Comparer:
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
-    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> WindowComparison:
+    async def _compared(self, reference: StoredReference, window: MarkedWindow) -> WindowComparison:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
-            async with self.files.loaded(window.mark, head, len(window.token_ids), rank, ahead) as loaded:
-                request = window.request(loaded.mark, loaded.gate, loaded.rank)
-                columns = await self.engine.prompt_columns(request)
+            async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as (gate, loaded_rank):
+                columns = await self.engine.prompt_columns(window.request(gate, loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)
             raise self.references.broken(reference.name, BrokenFileError(str(error))) from None

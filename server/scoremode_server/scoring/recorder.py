@@ -151,7 +151,7 @@ class Recorder:
         return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
-        _, columns, ranks = await self.engine.prompt_columns(window.request(window.mark))
+        _, columns, ranks = await self.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.

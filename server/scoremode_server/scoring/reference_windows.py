@@ -57,14 +57,13 @@ class MarkedWindow:
         """Position of the first target."""
         return len(self.token_ids) - self.mark.num_scored
 
-    def request(self, mark: WindowMark, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
-        """The engine's request, with the window's mark or one with another ticket, at a gate, for the data-parallel
-        rank that has read its files; for any if None."""
+    def request(self, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
+        """The engine's request, at a gate, for the data-parallel rank that has read its files; for any if None."""
         options = self.settings.options
         return RowsRequest.score(
             self.token_ids,
-            RowSpec(self.first, num_top=self.num_top, window=mark),
-            request_id=f"{self.settings.request_id}-{mark.index}",
+            RowSpec(self.first, num_top=self.num_top, window=self.mark),
+            request_id=f"{self.settings.request_id}-{self.mark.index}",
             # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),
             use_cache=False,

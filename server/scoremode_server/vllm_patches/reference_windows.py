@@ -31,17 +31,6 @@ MAX_OUTCOMES = 4096
 """Files that were written, or not, and of which nobody has asked. API servers ask for far fewer at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOrder:
-    """An LM head that is to be read to the host."""
-
-    key: str
-    reference: str
-    identity: str
-    head: dict[str, Any]
-    """A `HeadFormat`."""
-
-
 @dataclass(slots=True)
 class Orders:
     """What an API server asks of the workers of an engine in one call, and in this order."""
@@ -53,8 +42,8 @@ class Orders:
     forget_heads: list[str] = field(default_factory=list)
     read: list[dict[str, Any]] = field(default_factory=list)
     """Marks of windows."""
-    read_heads: list[dict[str, Any]] = field(default_factory=list)
-    """As `HeadOrder`."""
+    read_heads: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """Marks of any of their windows, and `HeadFormat`s."""
     hold: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     """Tickets of which the state is asked."""
@@ -181,10 +170,10 @@ class ReferenceWindows:
         for fields in orders.read:
             mark = WindowMark(**fields)
             self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark, pinned))
-        for fields in orders.read_heads:
-            order = HeadOrder(**fields)
-            open_reference = partial(self.root.open_same, order.reference, order.identity)
-            self.heads.read(order.key, order.reference, HeadFormat.model_validate(order.head), open_reference)
+        for fields, head in orders.read_heads:
+            mark = WindowMark(**fields)
+            open_reference = partial(self.root.open_same, mark.reference, mark.identity)
+            self.heads.read(mark.head, mark.reference, HeadFormat.model_validate(head), open_reference)
         for key in orders.hold:
             self.heads.hold(key, holder)
         return {
