@@ -107,7 +107,7 @@ class StoredReference:
             return ""
         return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
-    def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         write_tensors(self.head_path, tensors, self.about("LM head"))
 

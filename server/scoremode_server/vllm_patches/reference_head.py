@@ -138,8 +138,7 @@ class HeadLayer:
             for weight in self._weights:
                 end = start + weight.numel() * weight.itemsize
                 target = memory[start:end].view(weight.dtype).view(weight.shape)
-                copy_to_device(weight, target)
-                placed.append(_parameter(target))
+                placed.append(_parameter(copy_through_pinned(weight, target) if target.is_cuda else target.copy_(weight)))
                 start = end
             self._weights = []
             self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
@@ -156,38 +155,20 @@ class HeadLayer:
         return ReferenceHead(logits, copies * self._processor.head_dtype.itemsize)
 
 
-def copy_to_device(weight: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a weight from the host next to what the device computes; it is there when this returns."""
-    if not target.is_cuda:
-        target.copy_(weight)
-        return
-    pinned, stream = _pinned_part(weight), torch.cuda.Stream(target.device)
+def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Copy a weight between the host and a GPU next to what the GPU computes; it is there when this returns. While
+    memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
+    seconds."""
+    rows = max(1, PINNED_BYTES // (source[:1].numel() * source.itemsize))
+    pinned = torch.empty_like(source[:rows], device="cpu", pin_memory=True)
+    stream = torch.cuda.Stream(target.device if target.is_cuda else source.device)
     with torch.cuda.stream(stream):
-        for part, place in zip(weight.split(len(pinned)), target.split(len(pinned)), strict=True):
-            pinned[: len(part)].copy_(part)
-            place.copy_(pinned[: len(part)], non_blocking=True)
-            stream.synchronize()
-
-
-def copy_to_host(weight: torch.Tensor) -> torch.Tensor:
-    """A weight on the host, copied next to what the device computes. While memory that is not pinned is copied into,
-    the process can launch nothing: half a gigabyte kept an engine waiting for 0.3 seconds."""
-    if not weight.is_cuda:
-        return weight
-    whole = torch.empty(weight.shape, dtype=weight.dtype)
-    pinned, stream = _pinned_part(whole), torch.cuda.Stream(weight.device)
-    with torch.cuda.stream(stream):
-        for part, target in zip(weight.split(len(pinned)), whole.split(len(pinned)), strict=True):
+        for part, place in zip(source.split(rows), target.split(rows), strict=True):
             pinned[: len(part)].copy_(part, non_blocking=True)
             stream.synchronize()
-            target.copy_(pinned[: len(part)])
-    return whole
-
-
-def _pinned_part(whole: torch.Tensor) -> torch.Tensor:
-    """Pinned memory for as many rows of a weight as are copied at a time."""
-    rows = max(1, PINNED_BYTES // (whole[:1].numel() * whole.itemsize))
-    return torch.empty_like(whole[:rows], pin_memory=True)
+            place.copy_(pinned[: len(part)], non_blocking=True)
+            stream.synchronize()
+    return target
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

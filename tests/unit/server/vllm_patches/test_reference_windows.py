@@ -64,7 +64,7 @@ def add(windows: ReferenceWindows, wanted: RowSpec, name: str = "request", group
 
 
 def failure(windows: ReferenceWindows, ticket: str) -> str | None:
-    return windows._outcomes.get(ticket)
+    return windows._file_state(ticket)
 
 
 def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> LogprobsTensors | None:

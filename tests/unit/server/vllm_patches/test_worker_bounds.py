@@ -61,7 +61,7 @@ def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatc
     let_all_be_written(windows)
     assert windows.root.open("base").recorded() == set(range(40))
     assert told(windows, "0", "39") == ["", ""]
-    assert not windows._unwritten
+    assert not windows._unwritten.total()
 
 
 def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
@@ -70,11 +70,11 @@ def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWind
 
     create(windows.root.root)
     monkeypatch.setattr(tensor_files, "save_file", full)
-    monkeypatch.setattr(reference_windows, "MAX_OUTCOMES", 10)
+    monkeypatch.setattr(reference_windows, "MAX_WRITTEN", 10)
     for index in range(30):
         finish(windows, index)
         let_all_be_written(windows)
-    assert len(windows._outcomes) == 10
+    assert len(windows._written) == 10
     assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
 
 
