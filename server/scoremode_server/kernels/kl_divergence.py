@@ -29,37 +29,22 @@ LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What one side makes of each row.
-
-    Attributes:
-        tokens: [rows, 1 + k] int32: the target, and the top k; -1 where there are fewer.
-        logprobs: [rows, 1 + k] float32, theirs, in nats; NaN where a row has a NaN.
-        ranks: [rows] int32, of the targets: how many logits are as high, so 1 for the highest.
-    """
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two distributions in each row. All but `served` and `reference` are NaN where either side has a NaN in the row.
+    """Two distributions in each row. The divergences are NaN where either side has a NaN in the row.
 
     Attributes:
         kld: [rows] float32, KL(reference||served) in nats, 0 or more.
         reverse_kld: [rows] float32, KL(served||reference).
         acceptance: [rows] float32, the sum of the smaller of both probabilities, 0 to 1.
-        served: of the served model.
-        reference: of the reference.
+        served: the served model's target and top tokens.
+        reference: the reference's.
     """
 
     kld: torch.Tensor
     reverse_kld: torch.Tensor
     acceptance: torch.Tensor
-    served: Scored
-    reference: Scored
+    served: ReducedRows
+    reference: ReducedRows
 
 
 def compare(
@@ -92,17 +77,20 @@ def compare(
     step = chunk_rows(max(rows, 1), limit)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
-        chunk = _compare_chunk(
-            kernels,
-            targets[part],
-            logits_fn(hidden_states[part]),
-            reference_logits_fn(reference_hidden_states[part]),
-            num_top,
-            shard,
-        )
-        chunks.append(chunk)
+        both_logits = logits_fn(hidden_states[part]), reference_logits_fn(reference_hidden_states[part])
+        chunks.append(_compare_chunk(kernels, targets[part], *both_logits, num_top, shard))
+        # The next chunk's are computed where these were.
+        del both_logits
     served, reference, sums = zip(*chunks, strict=True)
-    return _comparison(ReducedRows.join(served), ReducedRows.join(reference), torch.cat(sums), shard)
+    whole = add_up(shard.group, torch.cat(sums)) if shard else torch.cat(sums)
+    return Comparison(
+        kld=whole[:, 0].contiguous(),
+        reverse_kld=whole[:, 1].contiguous(),
+        # Rounding may leave distributions that have nothing in common a little more than 2 apart.
+        acceptance=(1.0 - whole[:, 2] / 2).clamp(min=0.0),
+        served=ReducedRows.join(served),
+        reference=ReducedRows.join(reference),
+    )
 
 
 def _compare_chunk(
@@ -132,15 +120,3 @@ def _compare_chunk(
     log_sum_ratios = (reference.sums / served.sums).log()
     sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
     return served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)
-
-
-def _comparison(served: ReducedRows, reference: ReducedRows, sums: torch.Tensor, shard: Shard | None) -> Comparison:
-    whole = add_up(shard.group, sums) if shard else sums
-    return Comparison(
-        kld=whole[:, 0].contiguous(),
-        reverse_kld=whole[:, 1].contiguous(),
-        # Rounding may leave distributions that have nothing in common a little more than 2 apart.
-        acceptance=(1.0 - whole[:, 2] / 2).clamp(min=0.0),
-        served=Scored(served.tokens, served.logprobs(), served.ranks),
-        reference=Scored(reference.tokens, reference.logprobs(), reference.ranks),
-    )

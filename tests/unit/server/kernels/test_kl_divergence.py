@@ -65,7 +65,7 @@ def check_divergences(
 def check_all(served: torch.Tensor, reference: torch.Tensor, comparison: Comparison, targets: torch.Tensor) -> None:
     check_divergences(served, reference, comparison)
     for logits, scored in ((served, comparison.served), (reference, comparison.reference)):
-        check(logits, targets, (scored.tokens, scored.logprobs, scored.ranks))
+        check(logits, targets, (scored.tokens, scored.logprobs(), scored.ranks))
 
 
 def test_two_tokens_by_hand():
@@ -75,7 +75,7 @@ def test_two_tokens_by_hand():
     assert comparison.reverse_kld.item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * math.log(2), rel=RELATIVE)
     assert comparison.acceptance.item() == pytest.approx(0.75, abs=ACCEPTANCE)
     assert comparison.served.tokens.tolist() == [[0, 0]]
-    assert comparison.served.logprobs.tolist() == [pytest.approx([math.log(0.75)] * 2)]
+    assert comparison.served.logprobs().tolist() == [pytest.approx([math.log(0.75)] * 2)]
     assert comparison.reference.ranks.tolist() == [2]
 
 
@@ -141,7 +141,7 @@ def test_tokens_that_one_side_excludes_make_infinite_divergences():
     assert comparison.kld.tolist() == [math.inf, pytest.approx(math.log(1.5)), 0.0, math.inf]
     assert comparison.reverse_kld.tolist() == [pytest.approx(math.log(1.5)), math.inf, 0.0, math.inf]
     assert comparison.acceptance.tolist() == pytest.approx([2 / 3, 2 / 3, 1.0, 0.5], abs=ACCEPTANCE)
-    assert comparison.served.logprobs[0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
+    assert comparison.served.logprobs()[0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
 
 
 def test_an_excluded_token_counts_however_unlikely_the_other_side_finds_it():
@@ -164,9 +164,9 @@ def test_nan_on_either_side_is_never_a_number(side: str, dtype: torch.dtype, bad
     comparison = compared(logits["served"], logits["reference"], 2)
     for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
         assert figures.isnan().tolist() == [True] * 5 + [False]
-    assert getattr(comparison, side).logprobs[:5].isnan().all()
+    assert getattr(comparison, side).logprobs()[:5].isnan().all()
     other = comparison.reference if side == "served" else comparison.served
-    assert not other.logprobs.isnan().any()
+    assert not other.logprobs().isnan().any()
 
 
 def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
@@ -182,13 +182,13 @@ def test_fewer_tokens_than_requested():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     served = compared(logits, logits, 5).served
     assert served.tokens.tolist() == [[0, 1, 2, 0, -1, -1]]
-    assert served.logprobs[0, 4:].tolist() == [-math.inf] * 2
+    assert served.logprobs()[0, 4:].tolist() == [-math.inf] * 2
 
 
 def test_a_target_outside_the_vocabulary_has_no_probability():
     logits = random_logits(2, 300, 320, torch.float32, seed=10)
     comparison = compare(torch.tensor([300, -1]), logits, logits, 1, 10, None)
-    assert comparison.served.logprobs[:, 0].tolist() == [-math.inf] * 2
+    assert comparison.served.logprobs()[:, 0].tolist() == [-math.inf] * 2
     assert comparison.kld.tolist() == [0.0, 0.0]
 
 
@@ -223,7 +223,7 @@ def test_chunks_give_the_same_rows(limit: int):
     check_all(served, reference, comparison, targets)
     whole = compare(targets, served, reference, 4, 8, None)
     assert torch.equal(comparison.kld, whole.kld)
-    assert torch.equal(comparison.reference.logprobs, whole.reference.logprobs)
+    assert torch.equal(comparison.reference.logprobs(), whole.reference.logprobs())
 
 
 def test_hidden_sizes_may_differ():

@@ -143,8 +143,8 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
             assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
             assert torch.equal(tokens[:, -1], expected.reference.ranks)
             assert torch.equal(ranks, expected.served.ranks)
-            assert torch.allclose(logprobs[:, :width], expected.served.logprobs)
-            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs)
+            assert torch.allclose(logprobs[:, :width], expected.served.logprobs())
+            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
             divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
             assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
 
