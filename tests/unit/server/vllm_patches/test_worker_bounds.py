@@ -15,7 +15,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import WindowMark
-from tests.unit.server.references.reference_setup import HEAD, HIDDEN, create, manifest, random_shard
+from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
 from tests.unit.server.vllm_patches.written import let_all_be_written
 
 WINDOW_BYTES = 5 * HIDDEN * 4
@@ -93,17 +93,16 @@ def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, 2 * HEAD.num_bytes), (5, 5), (0, 0)])
+@pytest.mark.parametrize(
+    ("setting", "largest", "expected"), [(None, 0, 1800), (None, 5000, 5000), (5, 5000, 5), (0, 1, 0)]
+)
 def test_room_for_heads_is_what_is_set_or_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: int | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, setting: int | None, largest: int, expected: int
 ):
-    monkeypatch.setattr(install, "reference_directory", lambda: tmp_path)
-    absurd = HEAD.model_copy(update={"hidden_size": 10**12})
-    ReferenceDirectory(tmp_path).create("absurd", manifest("absurd", absurd), create(tmp_path, "some").text)
-    wider = HEAD.model_copy(update={"hidden_size": 2 * HIDDEN})
-    reference = ReferenceDirectory(tmp_path).create("wider", manifest("wider", wider), create(tmp_path, "any").text)
-    reference.write_head(torch.zeros(HEAD.vocab_size, 2 * HIDDEN, dtype=torch.bfloat16), None)
-    model = SimpleNamespace(
-        get_vocab_size=lambda: HEAD.vocab_size, get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16
+    """Needed by the served model of 100 tokens, or by a reference."""
+    monkeypatch.setattr(install, "reference_directory", lambda: Path("root"))
+    monkeypatch.setattr(
+        ReferenceDirectory, "largest_head", lambda self, vocab_size, seconds: largest * (vocab_size == 100)
     )
+    model = SimpleNamespace(get_vocab_size=lambda: 100, get_hidden_size=lambda: 8, dtype=torch.bfloat16)
     assert install.room_for_heads(setting, model) == expected
