@@ -185,13 +185,6 @@ def test_fewer_tokens_than_requested():
     assert served.logprobs()[0, 4:].tolist() == [-math.inf] * 2
 
 
-def test_a_target_outside_the_vocabulary_has_no_probability():
-    logits = random_logits(2, 300, 320, torch.float32, seed=10)
-    comparison = compare(torch.tensor([300, -1]), logits, logits, 1, 10, None)
-    assert comparison.served.logprobs()[:, 0].tolist() == [-math.inf] * 2
-    assert comparison.kld.tolist() == [0.0, 0.0]
-
-
 LOGIT = st.one_of(
     st.floats(-50, 50, width=32), st.sampled_from([0.0, -math.inf, -1e4, 1e4, torch.finfo(torch.float32).min])
 )
@@ -206,38 +199,23 @@ def test_any_two_rows(pairs: list[tuple[float, float]]):
     check_divergences(served, reference, compared(served, reference), absolute=1e-6)
 
 
-@pytest.mark.parametrize("limit", [1, 3, 7, 8, 100])
-def test_chunks_give_the_same_rows(limit: int):
+@pytest.mark.parametrize("limit", [1, 7, 100])
+def test_chunks_of_sides_with_other_hidden_sizes_give_the_same_rows(limit: int):
     sizes: list[int] = []
 
-    def project(rows: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(rows))
-        return rows
-
-    served = random_logits(8, 400, 400, torch.bfloat16, seed=11)
-    reference = random_logits(8, 400, 400, torch.bfloat16, seed=12)
-    targets = torch.arange(8)
-    comparison = kl_divergence.compare(targets, project, served, project, reference, 4, limit)
-    assert sum(sizes) == 16
-    assert max(sizes) == min(limit, 8)
-    check_all(served, reference, comparison, targets)
-    whole = compare(targets, served, reference, 4, 8, None)
-    assert torch.equal(comparison.kld, whole.kld)
-    assert torch.equal(comparison.reference.logprobs(), whole.reference.logprobs())
-
-
-def test_hidden_sizes_may_differ():
-    served, reference = randn(5, 8, seed=13), randn(5, 16, seed=14)
-    served_weight, reference_weight = randn(8, 300, seed=15), randn(16, 300, seed=16)
-    targets = torch.arange(5)
-
     def projection(weight: torch.Tensor) -> LogitsFunction:
-        return lambda rows: rows @ weight
+        def project(rows: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(rows))
+            return rows @ weight
 
-    comparison = kl_divergence.compare(
-        targets, projection(served_weight), served, projection(reference_weight), reference, 2, 9
-    )
-    check_all(served @ served_weight, reference @ reference_weight, comparison, targets)
+        return project
+
+    served, reference = randn(8, 8, seed=13), randn(8, 16, seed=14)
+    weights = randn(8, 300, seed=15), randn(16, 300, seed=16)
+    sides = projection(weights[0]), served, projection(weights[1]), reference
+    comparison = kl_divergence.compare(torch.arange(8), *sides, 4, limit)
+    assert (sum(sizes), max(sizes)) == (16, min(limit, 8))
+    check_all(served @ weights[0], reference @ weights[1], comparison, torch.arange(8))
 
 
 def test_no_rows():
@@ -268,13 +246,6 @@ def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_to
         check_all(served, reference, comparison, targets)
     # For each of three chunks targets and reduced rows, and the sums at the end.
     assert calls == [7] * len(ends)
-
-
-def test_equal_logits_in_parts_do_not_diverge_at_all():
-    logits = random_logits(3, 5000, 5000, torch.float32, seed=16)
-    for comparison in compare_in_parts([1234, 5000], torch.arange(3), [logits, logits], 1, 9)[0]:
-        assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
-        assert comparison.acceptance.tolist() == [1.0] * 3
 
 
 def test_nan_in_any_part_is_never_a_number():
