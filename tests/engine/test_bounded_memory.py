@@ -33,14 +33,13 @@ keeps for each thread (4 MiB a thread), the request's results, and what the allo
 def test_chunks_score_as_transformers_does(llm, random_model, top):
     generator = np.random.default_rng(7)
     # One row fewer than a chunk, a chunk, one more; the same of two chunks, of a step's tokens, and of several steps.
-    lengths = (1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 15, 16, STEP_TOKENS, STEP_TOKENS + 1, STEP_TOKENS + 2, 101, LENGTH)
+    lengths = (2, CHUNK, CHUNK + 1, CHUNK + 2, 15, 16, STEP_TOKENS, STEP_TOKENS + 1, STEP_TOKENS + 2, 101, LENGTH)
     sequences = [generator.integers(3, 1000, length).tolist() for length in lengths]
     llm.collective_rpc(record_rows)
-    alone, *scores = score(llm, sequences, top_logprobs=top)
+    alone, *scores = score(llm, [[5], *sequences], top_logprobs=top)
     rows = llm.collective_rpc(recorded_rows)[0]
     assert np.isnan([alone.logprobs[0], *(one.logprobs[0] for one in scores)]).all()
     assert len(alone.logprobs) == 1
-    del sequences[0]
     expected = oracle.logprobs(random_model, sequences)
     ranks = oracle.ranks(random_model, sequences)
     best = oracle.top_logprobs(random_model, sequences, max(top, 1))

@@ -147,8 +147,13 @@ class StoredReference:
 
     def disk_bytes(self) -> int:
         """The size of all files, without those that are being written."""
-        files = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names if name[0] != ".")
-        return sum(map(_size, files))
+        num_bytes = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                # Written or deleted meanwhile.
+                with suppress(FileNotFoundError):
+                    num_bytes += 0 if name.startswith(".") else os.path.getsize(os.path.join(folder, name))
+        return num_bytes
 
     def about(self, part: str) -> dict[str, str]:
         """The identity that is written into a file, so that it is not taken for another reference's."""
@@ -170,14 +175,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        # Written or deleted meanwhile.
-        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ capped as the server that recorded it did.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -82,24 +83,17 @@ def _gather(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceHead:
-    """A reference's head, ready for use.
-
-    Attributes:
-        logits_fn: [rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding.
-        logit_bytes: that a logit takes at the peak of `logits_fn`.
-    """
+    """A reference's head, ready for use."""
 
     logits_fn: LogitsFunction
+    """[rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding."""
     logit_bytes: int
+    """That a logit takes at the peak of `logits_fn`."""
 
 
 class HeadLayer:
     """A layer of vLLM's for a reference's head: made without weights, which are then read to the host, and copied to
-    where steps find them. What touches no file and no device may be called between steps.
-
-    Attributes:
-        num_bytes: of this rank's part of weight and bias.
-    """
+    where steps find them. What touches no file and no device may be called between steps."""
 
     def __init__(self, head: HeadFormat, config: VllmConfig) -> None:
         self._head = head
@@ -113,6 +107,7 @@ class HeadLayer:
         rows = self._layer.num_embeddings_per_partition
         self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
         self._weights: list[torch.Tensor] = []
+        # Of this rank's part.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
     def read(self, reference: StoredReference) -> None:
@@ -138,7 +133,9 @@ class HeadLayer:
             for weight in self._weights:
                 end = start + weight.numel() * weight.itemsize
                 target = memory[start:end].view(weight.dtype).view(weight.shape)
-                placed.append(_parameter(copy_through_pinned(weight, target) if target.is_cuda else target.copy_(weight)))
+                placed.append(
+                    _parameter(copy_through_pinned(weight, target) if target.is_cuda else target.copy_(weight))
+                )
                 start = end
             self._weights = []
             self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
@@ -147,12 +144,8 @@ class HeadLayer:
     def ready(self, *, local: bool) -> ReferenceHead:
         """The head, once it was placed; with `local` this rank's part of it."""
         copies = 1 if self._head.soft_cap is None else 2
-
-        def logits(hidden_states: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self._processor(self._layer, hidden_states, self._bias, skip_gather=local)
-            return result
-
-        return ReferenceHead(logits, copies * self._processor.head_dtype.itemsize)
+        logits_fn = partial(self._processor, self._layer, embedding_bias=self._bias, skip_gather=local)
+        return ReferenceHead(logits_fn, copies * self._processor.head_dtype.itemsize)
 
 
 def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

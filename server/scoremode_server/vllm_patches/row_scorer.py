@@ -29,7 +29,6 @@ from scoremode_server.kernels.working_memory import (
     rows_per_chunk,
 )
 from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
-from scoremode_server.vllm_patches.profiling import dummy_rows
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
@@ -111,15 +110,8 @@ class _Piece:
 
 
 class RowScorer:
-    """Scores the rows of all requests of a model runner, step by step.
-
-    Args:
-        budget_bytes: working memory.
-        shape: of the served model's logits.
-        logprobs_mode: vLLM's.
-        group: vLLM's tensor-parallel group.
-        windows: of references, if there are any.
-    """
+    """Scores the rows of all requests of a model runner, step by step, within `budget_bytes` of working memory.
+    `logprobs_mode` and `group`, of the tensor-parallel ranks, are vLLM's; `windows` are those of references, if any."""
 
     def __init__(
         self,
@@ -205,11 +197,11 @@ class RowScorer:
         # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
         for num_top in (0, RESERVED_TOP):
             rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
-            states, targets = dummy_rows(hidden_states, rows)
+            targets, states = _zeros(rows, hidden_states)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
         if self._windows is not None:
             self._windows.allocate_heads(runner.vllm_config, hidden_states.device)
-            states, targets = dummy_rows(hidden_states, runner.max_num_tokens)
+            targets, states = _zeros(runner.max_num_tokens, hidden_states)
             reference = ReferenceHead(head.project, self._shape.logit_bytes)
             self._compared(targets, states, states, head, reference, RESERVED_TOP)
 
@@ -336,6 +328,11 @@ class RowScorer:
     def _rows_within(self, row_bytes: int, num_budgets: int = 1) -> int:
         on_host = block_bytes(self._shape) if self._device.type == "cpu" else 0
         return rows_per_chunk(max(1, num_budgets * self._budget_bytes - on_host), row_bytes)
+
+
+def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets and hidden states: a dummy run may leave NaN in its own."""
+    return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))
 
 
 def _kept(piece: _Piece) -> torch.Tensor:
