@@ -30,19 +30,14 @@ LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two distributions in each row. The divergences are NaN where either side has a NaN in the row.
-
-    Attributes:
-        kld: [rows] float32, KL(reference||served) in nats, 0 or more.
-        reverse_kld: [rows] float32, KL(served||reference).
-        acceptance: [rows] float32, the sum of the smaller of both probabilities, 0 to 1.
-        served: the served model's target and top tokens.
-        reference: the reference's.
-    """
+    """Two distributions in each row, and figures [rows] float32, NaN where either side has a NaN in the row."""
 
     kld: torch.Tensor
+    """KL(reference||served) in nats, 0 or more."""
     reverse_kld: torch.Tensor
+    """KL(served||reference)."""
     acceptance: torch.Tensor
+    """The sum of the smaller of both probabilities, 0 to 1."""
     served: ReducedRows
     reference: ReducedRows
 
@@ -57,19 +52,8 @@ def compare(
     limit: int,
     shard: Shard | None = None,
 ) -> Comparison:
-    """Compare the served model with a reference in every row.
-
-    Args:
-        targets: [rows] tokens.
-        logits_fn: of the served model: [rows, hidden] -> logits [rows, vocabulary].
-        hidden_states: [rows, hidden], of the served model.
-        reference_logits_fn: of the reference, over the same vocabulary; dtypes and hidden sizes may differ.
-        reference_hidden_states: [rows, hidden], of the reference.
-        num_top: number of top tokens, 0 to `fused_logprobs.MAX_TOP`; with 0 there is still the top one.
-        limit: rows whose logits are held at a time.
-        shard: whose logits both functions give, where they do not give all; every rank of its group must come here at
-            the same time, with the same rows, `num_top` and `limit`.
-    """
+    """Compare the served model with a reference in every row. Arguments are as for `fused_logprobs.compute`, for both
+    sides: dtypes and hidden sizes may differ, the vocabulary not. With `num_top` 0 there is still the top token."""
     kernels = kernels_for(targets.device)
     rows, num_top = len(targets), max(1, num_top)
     none = ReducedRows.empty(0, num_top, targets.device)

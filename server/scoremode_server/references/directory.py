@@ -48,13 +48,11 @@ class NoReferenceError(Exception):
 class ReplacedReferenceError(NoReferenceError):
     """Another reference has the name now."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"another reference has the name {name!r} now")
-
 
 @dataclass(frozen=True)
 class StoredReference:
-    """One reference. Its files are read on demand."""
+    """One reference. Its files are read on demand; what reads one raises BrokenFileError if it is missing, cut short or
+    changed."""
 
     name: str
     path: Path
@@ -62,11 +60,7 @@ class StoredReference:
 
     @cached_property
     def text(self) -> "StoredText":
-        """Tokens and windows.
-
-        Raises:
-            BrokenFileError: the file is not what was written.
-        """
+        """Tokens and windows."""
         tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
         return StoredText(tensors["token_ids"].numpy(), tensors["windows"].numpy())
 
@@ -83,11 +77,7 @@ class StoredReference:
         write_tensors(self.shard(index), tensors, self.about(f"window {index}"))
 
     def read_shard(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and logprobs of a window.
-
-        Raises:
-            BrokenFileError: the file is missing, cut short or changed.
-        """
+        """Hidden states and logprobs of a window."""
         tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
         return tensors["hidden_states"], tensors["logprobs"]
 
@@ -96,11 +86,7 @@ class StoredReference:
         return self.path / "lm_head.safetensors"
 
     def head_stamp(self) -> str:
-        """A text that changes with the file of the LM head; empty if there is none.
-
-        Raises:
-            OSError: the file system cannot tell.
-        """
+        """A text that changes with the file of the LM head; empty if there is none."""
         try:
             of_file = self.head_path.stat()
         except FileNotFoundError:
@@ -112,11 +98,7 @@ class StoredReference:
         write_tensors(self.head_path, tensors, self.about("LM head"))
 
     def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight [vocabulary, hidden] and the bias.
-
-        Raises:
-            BrokenFileError: the file is missing, cut short or changed.
-        """
+        """The weight [vocabulary, hidden] and the bias."""
         tensors = read_tensors(self.head_path, self.about("LM head"))
         return tensors["weight"], tensors.get("bias")
 
@@ -133,14 +115,11 @@ class StoredReference:
 
     def remove_partial_files(self) -> None:
         """Remove files that killed writers left, after the manifest was saved, but none that is being written."""
-        try:
+        # Files and the reference may be deleted meanwhile.
+        with suppress(FileNotFoundError):
             # By the clock of the file system: writers may be on several hosts.
             now = (self.path / _MANIFEST).stat().st_mtime
-        except FileNotFoundError:
-            # Deleted meanwhile.
-            return
-        for folder in (self.path, self.path / "windows"):
-            for path in folder.glob(".*"):
+            for path in [*self.path.glob(".*"), *(self.path / "windows").glob(".*")]:
                 with suppress(FileNotFoundError):
                     if now - path.stat().st_mtime > _ABANDONED_SECONDS:
                         path.unlink()
@@ -251,7 +230,7 @@ class ReferenceDirectory:
         """
         reference = self.open(name)
         if reference.manifest.identity != identity:
-            raise ReplacedReferenceError(name)
+            raise ReplacedReferenceError(f"another reference has the name {name!r} now")
         return reference
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:

@@ -32,36 +32,30 @@ class Comparer:
 
     async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
         """Refuse a reference that the served model cannot be compared with."""
-        manifest = reference.manifest
-        if manifest.head is None or manifest.result is None:
-            raise RequestError(f"reference {reference.name!r} is not complete: record it again to resume", "reference")
-        if manifest.head.vocab_size != vocab_size:
-            raise RequestError(
-                f"reference {reference.name!r} has a vocabulary of {manifest.head.vocab_size} tokens, and the served "
-                f"model one of {vocab_size}",
-                "reference",
-            )
+        if (reason := await self._reason(reference, vocab_size, max_model_len)) is not None:
+            raise RequestError(reason, "reference")
+
+    async def _reason(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> str | None:
+        named, manifest = f"reference {reference.name!r}", reference.manifest
+        head = manifest.head
+        if head is None or manifest.result is None:
+            return f"{named} is not complete: record it again to resume"
+        if head.vocab_size != vocab_size:
+            return f"{named} has a vocabulary of {head.vocab_size} tokens, and the served model one of {vocab_size}"
         if manifest.model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
-            raise RequestError(f"reference {reference.name!r} was made with another tokenizer", "reference")
+            return f"{named} was made with another tokenizer"
         text = await self.references.text(reference)
         if len(text.windows) != manifest.text.num_windows:
-            raise self.references.broken(
-                reference.name, BrokenFileError(f"{len(text.windows)} of {manifest.text.num_windows} windows are there")
+            missing = f"{len(text.windows)} of {manifest.text.num_windows} windows are there"
+            raise self.references.broken(reference.name, BrokenFileError(missing))
+        if (longest := int(text.num_tokens.max())) > max_model_len:
+            return f"{named} has windows of {longest} tokens, and the served model takes {max_model_len}"
+        if head.num_bytes > (reserved := await self._reserved_bytes()):
+            return (
+                f"the LM head of {named} has {head.num_bytes} bytes, and this server reserved {reserved}: start it "
+                f"again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
             )
-        longest = int(text.num_tokens.max())
-        if longest > max_model_len:
-            raise RequestError(
-                f"reference {reference.name!r} has windows of {longest} tokens, and the served model takes "
-                f"{max_model_len}",
-                "reference",
-            )
-        reserved = await self._reserved_bytes()
-        if manifest.head.num_bytes > reserved:
-            raise RequestError(
-                f"the LM head of reference {reference.name!r} has {manifest.head.num_bytes} bytes, and this server "
-                f"reserved {reserved}: start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}",
-                "reference",
-            )
+        return None
 
     async def _reserved_bytes(self) -> int:
         """Bytes of the largest LM head that fits, which stays the same. Workers answer between two steps."""

@@ -86,18 +86,13 @@ class MarkedWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowComparison:
-    """The targets of a window: q is the served model's distribution, p the reference's.
-
-    Attributes:
-        index: of the window.
-        positions: arrays over the targets.
-        top: token ids and logprobs [scored, k] of the top k in q.
-        reference_top: in p.
-    """
+    """The targets of a window."""
 
     index: int
     positions: KldPositions
+    """Arrays over the targets."""
     top: tuple[np.ndarray, np.ndarray]
+    """Token ids and logprobs [scored, k] of the served model's top k."""
     reference_top: tuple[np.ndarray, np.ndarray]
 
     @classmethod
@@ -119,9 +114,5 @@ class WindowComparison:
             reference_top_token_ids=token_ids[:, width + 1],
             reference_confidence=np.exp(logprobs[:, width + 1]),
         )
-        return cls(
-            index,
-            positions,
-            (token_ids[:, served], logprobs[:, served]),
-            (token_ids[:, reference], logprobs[:, reference]),
-        )
+        top, reference_top = ((token_ids[:, part], logprobs[:, part]) for part in (served, reference))
+        return cls(index, positions, top, reference_top)

@@ -45,7 +45,7 @@ SLOW_SECONDS = 10.0
 
 STEPS_READ = 3
 """Times what the engine is handed: tokens of the windows of a reference that workers keep or read at a time. Some are
-in the engine, some wait for it, and some are read ahead."""
+in the engine, and some wait for it."""
 
 ALIVE_SECONDS = 1.0
 """After which an engine that does not answer is asked whether it has died: vLLM drops its calls then."""
@@ -87,22 +87,18 @@ class _Window:
 
 
 class _Head:
-    """The LM head of a reference on one engine.
-
-    Attributes:
-        mark: of one of the reference's windows.
-        gate: of the reference's windows; open while the head is in its place.
-        used: when a window that was read last needed it.
-        num_windows: that need it, waiting or in the engine.
-        num_ready: of these, those that were read.
-    """
+    """The LM head of a reference on one engine."""
 
     def __init__(self, mark: WindowMark, head: HeadFormat, gate: Gate) -> None:
         self.mark = mark
+        """Of one of the reference's windows."""
         self.format = head
         self.gate = gate
+        """Of the reference's windows; open while the head is in its place."""
         self.num_windows = self.num_ready = 0
+        """Those that need it, waiting or in the engine; of these, those that were read."""
         self.used = 0.0
+        """When a window that was read last needed it."""
         self.enter("absent")
 
     def enter(self, state: HeadState) -> None:
@@ -293,17 +289,12 @@ class WorkerFiles:
     async def loaded(
         self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None
     ) -> AsyncGenerator[tuple[Gate, int | None], None]:
-        """Have a window read on one engine, and kept there; and its reference's head as well.
-
-        Args:
-            mark: the window's.
-            head: of the reference.
-            num_tokens: of the window.
-            rank: the engine, where the request has chosen one.
+        """Have a window of so many tokens read on one engine, and kept there; and its reference's head as well. The
+        engine is that of `rank`, where the request has chosen one.
 
         Yields:
-            The gate where the window waits until the head is in its place, and refuses it if the head cannot be read;
-            the rank of the engine, None where there is one alone.
+            The gate where the window waits until the head is in its place, and which refuses it if the head cannot be
+            read; the rank of the engine, None where there is one alone.
 
         Raises:
             UnreadableFileError: a file is missing, or not what was written.

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from uvicorn import Config
 from vllm.entrypoints.launchers.launcher import NoSignalServer
 
-from scoremode_server.vllm_patches import header_timeout, shutdown
+from scoremode_server.vllm_patches import shutdown
 
 HEADER = b"GET %s HTTP/1.1\r\nHost: server\r\n"
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: %s==\r\n"
@@ -79,11 +79,11 @@ async def test_a_header_must_be_there_in_time_and_nothing_else(monkeypatch: pyte
 
     def recorded(seconds: float, callback: Any, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
         timer = call_later(seconds, callback, *arguments, **options)
-        if seconds == header_timeout.HEADER_SECONDS:
+        if seconds == shutdown.HEADER_SECONDS:
             timers.append((timer, callback))
         return timer
 
-    monkeypatch.setattr(header_timeout, "HEADER_SECONDS", 12_345)
+    monkeypatch.setattr(shutdown, "HEADER_SECONDS", 12_345)
     monkeypatch.setattr(loop, "call_later", recorded)
     serving = Serving(app, http=http)
     lasting = await serving.connect(HEADER % b"/later", b"\r\n")
