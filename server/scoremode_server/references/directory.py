@@ -192,6 +192,9 @@ class StoredText:
 
 
 class ReferenceDirectory:
+    """The folder of references. Whatever is asked for a reference raises NoReferenceError if there is none of that
+    name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -204,12 +207,6 @@ class ReferenceDirectory:
             return []
 
     def open(self, name: str) -> StoredReference:
-        """The reference of a name.
-
-        Raises:
-            NoReferenceError: there is none.
-            BrokenFileError: its manifest cannot be read.
-        """
         path = self._path(name)
         try:
             text = (path / _MANIFEST).read_text()
@@ -223,7 +220,7 @@ class ReferenceDirectory:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
-        """The reference of a name, if it still has this identity; else as `open`.
+        """The reference of a name, if it still has this identity.
 
         Raises:
             ReplacedReferenceError: it has another one.
@@ -234,12 +231,7 @@ class ReferenceDirectory:
         return reference
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
-        """Change some fields of the manifest on disk, without undoing other changes.
-
-        Raises:
-            NoReferenceError: the reference was deleted, or another has its name.
-            BrokenFileError: its manifest cannot be read.
-        """
+        """Change some fields of the manifest on disk, as `open_same` finds it, without undoing other changes."""
         with _locked(reference.path):
             current = self.open_same(reference.name, reference.manifest.identity)
             return current.save(current.manifest.model_copy(update=changes))
@@ -248,7 +240,6 @@ class ReferenceDirectory:
         """Create a reference.
 
         Raises:
-            NoReferenceError: the name is not valid.
             FileExistsError: there is one of that name.
         """
         # Written elsewhere and moved, so that there is never a reference without a manifest.
@@ -270,11 +261,6 @@ class ReferenceDirectory:
         return self.open(name)
 
     def delete(self, name: str) -> None:
-        """Remove a reference.
-
-        Raises:
-            NoReferenceError: there is none.
-        """
         path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
         try:
             # No call finds a part of it.

@@ -70,15 +70,13 @@ class Recorder:
             return await self._begin(name, plan, text, corpus)
 
     async def _begin(self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None) -> StoredReference:
-        head = await self._served_head()
-        model = self.references.model
+        head, model = await self._served_head(), self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
         )
         try:
-            reference = await self.references.in_thread(
-                name, partial(self.references.directory.create, name, new, text), "name"
-            )
+            create = partial(self.references.directory.create, name, new, text)
+            reference = await self.references.in_thread(name, create, "name")
         except FileExistsError:
             reference = await self.references.open(name, "name")
         except OSError as error:

@@ -339,9 +339,10 @@ class WorkerFiles:
                 failure = await outcome
         finally:
             del self._written[outcome]
-        error = failure and failure()
-        if error is None or isinstance(error, UnreadableFileError):
-            return error and str(error)
+        if failure is None:
+            return None
+        if isinstance(error := failure(), UnreadableFileError):
+            return str(error)
         raise error
 
     def _all_engines(self) -> list[_Engine]:

@@ -111,11 +111,7 @@ class HeadLayer:
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
     def read(self, reference: StoredReference) -> None:
-        """Read this rank's part to the host.
-
-        Raises:
-            BrokenFileError: the file is not what was written.
-        """
+        """Read this rank's part to the host. BrokenFileError if the file is not what was written."""
         tensors = [tensor for tensor in reference.read_head() if tensor is not None]
         expected = [(self._head.vocab_size, self._head.hidden_size), (self._head.vocab_size,)][: len(self._shapes)]
         if [(*tensor.shape,) for tensor in tensors] != expected or {each.dtype for each in tensors} != {self._dtype}:

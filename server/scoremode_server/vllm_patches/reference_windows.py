@@ -140,14 +140,9 @@ class ReferenceWindows:
         return self.heads
 
     def exchange(self, holder: str, orders: Orders, *, pinned: bool) -> dict[str, Any]:
-        """Begin what an API server orders. Returns at once.
+        """Begin what an API server, the `holder`, orders. Hidden states are `pinned` if they are for a GPU.
 
-        Args:
-            holder: names the API server.
-            orders: its own.
-            pinned: whether hidden states are read for a GPU.
-
-        Returns:
+        Returns, at once:
             files: by ticket, why something could not be read or written, or nothing if it was; None until then.
             heads: by key, see `HeadMemory.state`.
             is_contended: whether a head waits for memory.

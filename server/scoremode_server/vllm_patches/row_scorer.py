@@ -156,13 +156,11 @@ class RowScorer:
     def score(
         self, parts: Iterable[StepPart], hidden_states: torch.Tensor, targets: torch.Tensor, logits_fn: LogitsFunction
     ) -> dict[str, LogprobsTensors]:
-        """Score what a step computed. Every rank must come here at the same time.
+        """Score what a step computed of requests that were begun. Every rank must come here at the same time.
 
         Args:
-            parts: of requests that were begun.
             hidden_states: [at least the step's tokens, hidden], after the final norm.
             targets: [tokens] int64, the token after each; those that are not fed are filled in here.
-            logits_fn: the model's `compute_logits`.
 
         Returns:
             By request whose prompt has ended, the rows of all targets but those of positions before its first step's.
