@@ -56,9 +56,8 @@ def compare(
     sides: dtypes and hidden sizes may differ, the vocabulary not. With `num_top` 0 there is still the top token."""
     kernels = kernels_for(targets.device)
     rows, num_top = len(targets), max(1, num_top)
-    none = ReducedRows.empty(0, num_top, targets.device)
-    chunks = [(none, none, torch.empty((0, 3), device=targets.device))]
-    step = chunk_rows(max(rows, 1), limit)
+    chunks = []
+    step = chunk_rows(rows, limit)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         both_logits = logits_fn(hidden_states[part]), reference_logits_fn(reference_hidden_states[part])

@@ -16,7 +16,7 @@ from scoremode_server.scoring.reference_windows import MarkedWindow, WindowCompa
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFiles
+from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileError, WorkerFiles
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
@@ -76,8 +76,8 @@ class Comparer:
                 marked = mark_window("compare", reference, text, index, stamp)
                 yield self._compared(reference, MarkedWindow(*marked, settings, num_top))
 
-        # As many windows are read as are in the engine.
-        async with aclosing(settings.queue.in_order(windows(), loads=2)) as compared:
+        # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
+        async with aclosing(settings.queue.in_order(windows(), loads=STEPS_READ)) as compared:
             async for window in compared:
                 yield window
         # Fail if the reference was deleted meanwhile.

@@ -149,7 +149,7 @@ def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Ten
     memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
     seconds."""
     rows = max(1, PINNED_BYTES // (source[:1].numel() * source.itemsize))
-    pinned = torch.empty_like(source[:rows], device="cpu", pin_memory=True)
+    pinned = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=True)
     stream = torch.cuda.Stream(target.device if target.is_cuda else source.device)
     with torch.cuda.stream(stream):
         for part, place in zip(source.split(rows), target.split(rows), strict=True):

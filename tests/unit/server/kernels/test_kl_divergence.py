@@ -122,15 +122,6 @@ def test_a_slightly_perturbed_copy(noise: float, scale: float):
     assert (comparison.kld < noise**2).all()
 
 
-@pytest.mark.parametrize("offset", [0.25, 100.0, -3000.0])
-def test_a_constant_added_to_all_logits_changes_nothing(offset: float):
-    """The logits of both sides are multiples of 1/16, so that float32 holds the sums."""
-    reference = (random_logits(3, 5000, 5000, torch.float32, seed=8) * 16).round() / 16
-    comparison = compared(reference + offset, reference)
-    assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
-    assert comparison.acceptance.tolist() == [1.0] * 3
-
-
 def test_tokens_that_one_side_excludes_make_infinite_divergences():
     excluded = [-math.inf, 0.0, 0.0]
     everything = [0.0, 0.0, 0.0]
@@ -216,12 +207,6 @@ def test_chunks_of_sides_with_other_hidden_sizes_give_the_same_rows(limit: int):
     comparison = kl_divergence.compare(torch.arange(8), *sides, 4, limit)
     assert (sum(sizes), max(sizes)) == (16, min(limit, 8))
     check_all(served @ weights[0], reference @ weights[1], comparison, torch.arange(8))
-
-
-def test_no_rows():
-    comparison = compared(torch.zeros(0, 400), torch.zeros(0, 400), 2)
-    assert (comparison.kld.shape, comparison.reverse_kld.shape, comparison.acceptance.shape) == ((0,), (0,), (0,))
-    assert comparison.served.tokens.shape == (0, 3)
 
 
 def compare_in_parts(
