@@ -1,5 +1,6 @@
 """A worker's `RowScorer` on the CPU, of a model whose logits are linear in its hidden states."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,12 @@ def make_scorer(
     """A scorer whose working memory holds so many rows, each with its target."""
     shape = LogitsShape(vocab, 4)
     return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, mode, group, windows)
+
+
+def let_all_be_written(windows: ReferenceWindows) -> None:
+    """Wait until no thread of a worker has anything to do."""
+    while windows._threads._lanes:
+        time.sleep(0.001)
 
 
 class LinearWorker:

@@ -38,7 +38,7 @@ from scoremode_server.vllm_patches.row_spec import RowSpec
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
-from tests.unit.server.vllm_patches.written import let_all_be_written
+from tests.unit.server.vllm_patches.linear_scorer import let_all_be_written
 
 pytestmark = pytest.mark.processes
 

@@ -20,8 +20,7 @@ from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, files
-from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, make_scorer
-from tests.unit.server.vllm_patches.written import let_all_be_written
+from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
 
 VOCAB = 100
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
-from tests.unit.server.vllm_patches.written import let_all_be_written
+from tests.unit.server.vllm_patches.linear_scorer import let_all_be_written
 
 WINDOW_BYTES = 5 * HIDDEN * 4
 
