@@ -58,7 +58,7 @@ class Rows:
         return len(self.table)
 
     def __getitem__(self, rows: slice) -> "Rows":
-        """Some of the rows, as a view."""
+        """A view."""
         return Rows(self.table[rows])
 
     @property

@@ -36,8 +36,10 @@ def test_chunks_score_as_transformers_does(llm, random_model, top):
     lengths = (2, CHUNK, CHUNK + 1, CHUNK + 2, 15, 16, STEP_TOKENS, STEP_TOKENS + 1, STEP_TOKENS + 2, 101, LENGTH)
     sequences = [generator.integers(3, 1000, length).tolist() for length in lengths]
     llm.collective_rpc(record_rows)
-    scores = score(llm, sequences, top_logprobs=top)
+    alone, *scores = score(llm, [[5], *sequences], top_logprobs=top)
     rows = llm.collective_rpc(recorded_rows)[0]
+    assert np.isnan([alone.logprobs[0], *(one.logprobs[0] for one in scores)]).all()
+    assert len(alone.logprobs) == 1
     expected = oracle.logprobs(random_model, sequences)
     ranks = oracle.ranks(random_model, sequences)
     best = oracle.top_logprobs(random_model, sequences, max(top, 1))

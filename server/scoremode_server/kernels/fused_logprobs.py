@@ -42,7 +42,7 @@ def compute(
     candidates: torch.Tensor | None = None,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Score the target of every row.
+    """Score the target of every row, of which there is at least one.
 
     Args:
         targets: [rows] tokens.
@@ -64,7 +64,7 @@ def compute(
     rows = len(targets)
     reduced = ReducedRows.empty(rows, num_top, targets.device)
     chosen = []
-    step = chunk_rows(max(rows, 1), limit)
+    step = chunk_rows(rows, limit)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
         logits = logits_fn(hidden_states[part])
@@ -81,7 +81,7 @@ def compute(
     if shard:
         reduced = gather_rows(shard.group, reduced, temperature)
     logprobs = reduced.logprobs(temperature)
-    if candidates is None or not chosen:
+    if candidates is None:
         return reduced.tokens, logprobs, reduced.ranks
     taken = torch.cat(chosen)
     taken = reduced.logprobs_of(highest(shard.group, taken) if shard else taken, temperature)

@@ -6,12 +6,8 @@ import torch
 
 
 class JoinedRows:
-    """Tensors [rows, ...] that are read as one, a slice at a time.
-
-    Args:
-        parts: tensors of one dtype.
-        device: where slices are wanted; tensors on the host are best pinned.
-    """
+    """Tensors [rows, ...] of one dtype that are read as one, a slice at a time, on `device` if that is another one than
+    theirs. On the host they are best pinned."""
 
     def __init__(self, parts: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
         self._parts = parts

@@ -29,37 +29,17 @@ LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What one side makes of each row.
-
-    Attributes:
-        tokens: [rows, 1 + k] int32: the target, and the top k; -1 where there are fewer.
-        logprobs: [rows, 1 + k] float32, theirs, in nats; NaN where a row has a NaN.
-        ranks: [rows] int32, of the targets: how many logits are as high, so 1 for the highest.
-    """
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    ranks: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two distributions in each row. All but `served` and `reference` are NaN where either side has a NaN in the row.
-
-    Attributes:
-        kld: [rows] float32, KL(reference||served) in nats, 0 or more.
-        reverse_kld: [rows] float32, KL(served||reference).
-        acceptance: [rows] float32, the sum of the smaller of both probabilities, 0 to 1.
-        served: of the served model.
-        reference: of the reference.
-    """
+    """Two distributions in each row, and figures [rows] float32, NaN where either side has a NaN in the row."""
 
     kld: torch.Tensor
+    """KL(reference||served) in nats, 0 or more."""
     reverse_kld: torch.Tensor
+    """KL(served||reference)."""
     acceptance: torch.Tensor
-    served: Scored
-    reference: Scored
+    """The sum of the smaller of both probabilities, 0 to 1."""
+    served: ReducedRows
+    reference: ReducedRows
 
 
 def compare(
@@ -72,37 +52,28 @@ def compare(
     limit: int,
     shard: Shard | None = None,
 ) -> Comparison:
-    """Compare the served model with a reference in every row.
-
-    Args:
-        targets: [rows] tokens.
-        logits_fn: of the served model: [rows, hidden] -> logits [rows, vocabulary].
-        hidden_states: [rows, hidden], of the served model.
-        reference_logits_fn: of the reference, over the same vocabulary; dtypes and hidden sizes may differ.
-        reference_hidden_states: [rows, hidden], of the reference.
-        num_top: number of top tokens, 0 to `fused_logprobs.MAX_TOP`; with 0 there is still the top one.
-        limit: rows whose logits are held at a time.
-        shard: whose logits both functions give, where they do not give all; every rank of its group must come here at
-            the same time, with the same rows, `num_top` and `limit`.
-    """
+    """Compare the served model with a reference in every row. Arguments are as for `fused_logprobs.compute`, for both
+    sides: dtypes and hidden sizes may differ, the vocabulary not. With `num_top` 0 there is still the top token."""
     kernels = kernels_for(targets.device)
     rows, num_top = len(targets), max(1, num_top)
-    none = ReducedRows.empty(0, num_top, targets.device)
-    chunks = [(none, none, torch.empty((0, 3), device=targets.device))]
-    step = chunk_rows(max(rows, 1), limit)
+    chunks = []
+    step = chunk_rows(rows, limit)
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))
-        chunk = _compare_chunk(
-            kernels,
-            targets[part],
-            logits_fn(hidden_states[part]),
-            reference_logits_fn(reference_hidden_states[part]),
-            num_top,
-            shard,
-        )
-        chunks.append(chunk)
+        both_logits = logits_fn(hidden_states[part]), reference_logits_fn(reference_hidden_states[part])
+        chunks.append(_compare_chunk(kernels, targets[part], *both_logits, num_top, shard))
+        # The next chunk's are computed where these were.
+        del both_logits
     served, reference, sums = zip(*chunks, strict=True)
-    return _comparison(ReducedRows.join(served), ReducedRows.join(reference), torch.cat(sums), shard)
+    whole = add_up(shard.group, torch.cat(sums)) if shard else torch.cat(sums)
+    return Comparison(
+        kld=whole[:, 0].contiguous(),
+        reverse_kld=whole[:, 1].contiguous(),
+        # Rounding may leave distributions that have nothing in common a little more than 2 apart.
+        acceptance=(1.0 - whole[:, 2] / 2).clamp(min=0.0),
+        served=ReducedRows.join(served),
+        reference=ReducedRows.join(reference),
+    )
 
 
 def _compare_chunk(
@@ -132,15 +103,3 @@ def _compare_chunk(
     log_sum_ratios = (reference.sums / served.sums).log()
     sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
     return served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)
-
-
-def _comparison(served: ReducedRows, reference: ReducedRows, sums: torch.Tensor, shard: Shard | None) -> Comparison:
-    whole = add_up(shard.group, sums) if shard else sums
-    return Comparison(
-        kld=whole[:, 0].contiguous(),
-        reverse_kld=whole[:, 1].contiguous(),
-        # Rounding may leave distributions that have nothing in common a little more than 2 apart.
-        acceptance=(1.0 - whole[:, 2] / 2).clamp(min=0.0),
-        served=Scored(served.tokens, served.logprobs(), served.ranks),
-        reference=Scored(reference.tokens, reference.logprobs(), reference.ranks),
-    )

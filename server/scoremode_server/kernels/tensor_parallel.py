@@ -16,17 +16,14 @@ LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's part of the vocabulary.
-
-    Attributes:
-        first: token of the first of this rank's columns.
-        columns: that are tokens; those after them are padding.
-        group: vLLM's group of the ranks that hold all parts.
-    """
+    """A rank's part of the vocabulary."""
 
     first: int
+    """Token of the first of this rank's columns."""
     columns: int
+    """That are tokens; those after them are padding."""
     group: Any
+    """vLLM's group of the ranks that hold all parts."""
 
 
 def agreed(group: Any, answers: list[bool]) -> list[bool]:
@@ -51,9 +48,9 @@ def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
 
 def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> ReducedRows:
     """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
-    words = to_words(rows)
+    words = _to_words(rows)
     gathered = group.all_gather(words, 0).view(group.world_size, *words.shape)
-    return merge([from_words(part) for part in gathered], temperature)
+    return _merge([_from_words(part) for part in gathered], temperature)
 
 
 def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
@@ -62,15 +59,15 @@ def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
     return gathered.sum(0, dtype=torch.float64).float()
 
 
-def to_words(rows: ReducedRows) -> torch.Tensor:
+def _to_words(rows: ReducedRows) -> torch.Tensor:
     """[rows, 6 + 2k] float32, the bits of all."""
     numbers = torch.cat((rows.logits, rows.maxima[:, None]), 1)
     sums = rows.sums[:, None].view(torch.int32)
     return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32), sums), 1).view(torch.float32)
 
 
-def from_words(words: torch.Tensor) -> ReducedRows:
-    """The reverse of `to_words`, as views but for the sums."""
+def _from_words(words: torch.Tensor) -> ReducedRows:
+    """The reverse of `_to_words`, as views but for the sums."""
     num_columns = (words.shape[1] - 4) // 2
     integers, numbers = words.view(torch.int32), words[:, num_columns + 1 : -2]
     sums = words[:, -2:].contiguous().view(torch.float64)[:, 0]
@@ -79,7 +76,7 @@ def from_words(words: torch.Tensor) -> ReducedRows:
     )
 
 
-def merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
+def _merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
     """Rows of a vocabulary from those of its parts, which all have the targets' logits."""
     maxima = torch.stack([shard.maxima for shard in shards])
     maximum = maxima.amax(0)

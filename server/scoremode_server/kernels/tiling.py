@@ -5,19 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a program walks through its row: in tiles of `lanes` x `width` entries.
-
-    Attributes:
-        lanes: whose maxima are kept, a power of two.
-        width: neighbouring entries that a lane takes of a tile, a power of two; 8 of 2 bytes are the widest load.
-        num_warps: of a program.
-        num_stages: tiles that are being loaded at a time.
-    """
+    """How a program walks through its row: in tiles of `lanes` x `width` entries, both powers of two. A lane keeps a
+    maximum, and takes `width` neighbouring entries of a tile; 8 of 2 bytes are the widest load."""
 
     lanes: int
     width: int
     num_warps: int
     num_stages: int
+    """Tiles that are being loaded at a time."""
 
     def lane_entries(self, columns: int) -> int:
         """Entries of a row that a lane takes, those past the row's end among them."""

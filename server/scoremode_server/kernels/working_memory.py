@@ -29,16 +29,12 @@ BLOCK_ENTRIES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class LogitsShape:
-    """What decides the size of one row of logits.
-
-    Attributes:
-        vocab_size: entries, before padding.
-        logit_bytes: of one logit as the projection leaves it, in the dtype of the model's head.
-        tensor_parallel_size: ranks that the vocabulary is divided among.
-    """
+    """What decides the size of one row of logits."""
 
     vocab_size: int
+    """Entries, before padding."""
     logit_bytes: int
+    """Of one logit as the projection leaves it, in the dtype of the model's head."""
     tensor_parallel_size: int = 1
 
     @property
@@ -69,30 +65,16 @@ def row_bytes_unfused(shape: LogitsShape, num_top: int) -> int:
 
 
 def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharded: bool = False) -> int:
-    """Peak working memory per row of `fused_logprobs`, with `num_top` top tokens.
-
-    Args:
-        copies: of the logits that the projection holds at its peak; None where it is not known.
-        sharded: whether a rank keeps to its own part of the vocabulary.
-    """
+    """Peak working memory per row of `fused_logprobs`, with `num_top` top tokens. At its peak the projection holds
+    `copies` of the logits, None where that is not known. If `sharded`, a rank keeps to its part of the vocabulary."""
     return _row_bytes(shape, _entry_bytes(shape, copies, sharded), num_top) + _lane_bytes(shape, num_top)
 
 
 def row_bytes_compared(
     shape: LogitsShape, reference_logit_bytes: int, num_top: int, copies: int | None, sharded: bool = False
 ) -> int:
-    """Peak working memory per row of `kl_divergence.compare`, with `num_top` top tokens of both sides.
-
-    Two peaks: the served model's projection, and both sides' logits.
-    On a CPU add `block_bytes`, once for all rows.
-
-    Args:
-        shape: of the served model's logits.
-        reference_logit_bytes: of one of the reference's.
-        num_top: as for `compare`.
-        copies: as for `row_bytes_fused`.
-        sharded: whether a rank keeps to its own part of the vocabulary, of both sides.
-    """
+    """Peak working memory per row of `kl_divergence.compare`, as `row_bytes_fused` has it for the served model. Two
+    peaks: the served model's projection, and both sides' logits. On a CPU add `block_bytes`, once for all rows."""
     num_top = max(1, num_top)
     ranks = shape.tensor_parallel_size if sharded else 1
     both_bytes = (shape.logit_bytes + reference_logit_bytes) / ranks

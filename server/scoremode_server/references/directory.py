@@ -48,13 +48,11 @@ class NoReferenceError(Exception):
 class ReplacedReferenceError(NoReferenceError):
     """Another reference has the name now."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"another reference has the name {name!r} now")
-
 
 @dataclass(frozen=True)
 class StoredReference:
-    """One reference. Its files are read on demand."""
+    """One reference. Its files are read on demand; what reads one raises BrokenFileError if it is missing, cut short or
+    changed."""
 
     name: str
     path: Path
@@ -62,11 +60,7 @@ class StoredReference:
 
     @cached_property
     def text(self) -> "StoredText":
-        """Tokens and windows.
-
-        Raises:
-            BrokenFileError: the file is not what was written.
-        """
+        """Tokens and windows."""
         tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
         return StoredText(tensors["token_ids"].numpy(), tensors["windows"].numpy())
 
@@ -83,11 +77,7 @@ class StoredReference:
         write_tensors(self.shard(index), tensors, self.about(f"window {index}"))
 
     def read_shard(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and logprobs of a window.
-
-        Raises:
-            BrokenFileError: the file is missing, cut short or changed.
-        """
+        """Hidden states and logprobs of a window."""
         tensors = read_tensors(self.shard(index), self.about(f"window {index}"))
         return tensors["hidden_states"], tensors["logprobs"]
 
@@ -96,27 +86,19 @@ class StoredReference:
         return self.path / "lm_head.safetensors"
 
     def head_stamp(self) -> str:
-        """A text that changes with the file of the LM head; empty if there is none.
-
-        Raises:
-            OSError: the file system cannot tell.
-        """
+        """A text that changes with the file of the LM head; empty if there is none."""
         try:
             of_file = self.head_path.stat()
         except FileNotFoundError:
             return ""
         return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
-    def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         write_tensors(self.head_path, tensors, self.about("LM head"))
 
     def read_head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight [vocabulary, hidden] and the bias.
-
-        Raises:
-            BrokenFileError: the file is missing, cut short or changed.
-        """
+        """The weight [vocabulary, hidden] and the bias."""
         tensors = read_tensors(self.head_path, self.about("LM head"))
         return tensors["weight"], tensors.get("bias")
 
@@ -133,22 +115,24 @@ class StoredReference:
 
     def remove_partial_files(self) -> None:
         """Remove files that killed writers left, after the manifest was saved, but none that is being written."""
-        try:
+        # Files and the reference may be deleted meanwhile.
+        with suppress(FileNotFoundError):
             # By the clock of the file system: writers may be on several hosts.
             now = (self.path / _MANIFEST).stat().st_mtime
-        except FileNotFoundError:
-            # Deleted meanwhile.
-            return
-        for folder in (self.path, self.path / "windows"):
-            for path in folder.glob(".*"):
+            for path in [*self.path.glob(".*"), *(self.path / "windows").glob(".*")]:
                 with suppress(FileNotFoundError):
                     if now - path.stat().st_mtime > _ABANDONED_SECONDS:
                         path.unlink()
 
     def disk_bytes(self) -> int:
         """The size of all files, without those that are being written."""
-        files = (Path(folder, name) for folder, _, names in os.walk(self.path) for name in names if name[0] != ".")
-        return sum(map(_size, files))
+        num_bytes = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                # Written or deleted meanwhile.
+                with suppress(FileNotFoundError):
+                    num_bytes += 0 if name.startswith(".") else os.path.getsize(os.path.join(folder, name))
+        return num_bytes
 
     def about(self, part: str) -> dict[str, str]:
         """The identity that is written into a file, so that it is not taken for another reference's."""
@@ -170,14 +154,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        # Written or deleted meanwhile.
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +192,9 @@ class StoredText:
 
 
 class ReferenceDirectory:
+    """The folder of references. Whatever is asked for a reference raises NoReferenceError if there is none of that
+    name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -228,12 +207,6 @@ class ReferenceDirectory:
             return []
 
     def open(self, name: str) -> StoredReference:
-        """The reference of a name.
-
-        Raises:
-            NoReferenceError: there is none.
-            BrokenFileError: its manifest cannot be read.
-        """
         path = self._path(name)
         try:
             text = (path / _MANIFEST).read_text()
@@ -247,23 +220,18 @@ class ReferenceDirectory:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
-        """The reference of a name, if it still has this identity; else as `open`.
+        """The reference of a name, if it still has this identity.
 
         Raises:
             ReplacedReferenceError: it has another one.
         """
         reference = self.open(name)
         if reference.manifest.identity != identity:
-            raise ReplacedReferenceError(name)
+            raise ReplacedReferenceError(f"another reference has the name {name!r} now")
         return reference
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
-        """Change some fields of the manifest on disk, without undoing other changes.
-
-        Raises:
-            NoReferenceError: the reference was deleted, or another has its name.
-            BrokenFileError: its manifest cannot be read.
-        """
+        """Change some fields of the manifest on disk, as `open_same` finds it, without undoing other changes."""
         with _locked(reference.path):
             current = self.open_same(reference.name, reference.manifest.identity)
             return current.save(current.manifest.model_copy(update=changes))
@@ -272,7 +240,6 @@ class ReferenceDirectory:
         """Create a reference.
 
         Raises:
-            NoReferenceError: the name is not valid.
             FileExistsError: there is one of that name.
         """
         # Written elsewhere and moved, so that there is never a reference without a manifest.
@@ -294,11 +261,6 @@ class ReferenceDirectory:
         return self.open(name)
 
     def delete(self, name: str) -> None:
-        """Remove a reference.
-
-        Raises:
-            NoReferenceError: there is none.
-        """
         path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
         try:
             # No call finds a part of it.

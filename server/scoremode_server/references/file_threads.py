@@ -30,7 +30,7 @@ class FileThreads:
 
     def submit(self, reference: str, call: Callable[[], T]) -> Future[T]:
         """Schedule a call for a reference."""
-        future: Future[T] = Future()
+        future = Future[T]()
         with self._lock:
             lane = self._lanes.setdefault(reference, _Lane())
             lane.calls.append((future, call))

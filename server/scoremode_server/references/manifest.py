@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scoremode.metrics import Perplexity
 from scoremode.windows import Method
 from scoremode.wire.protocol import ComputedBy, CorpusInfo, Figure, NoiseFloor, is_old_fingerprint
 
@@ -90,11 +89,6 @@ class Result(BaseModel):
     perplexity: Figure
     perplexity_stderr: float | None
     nll_mean: float
-
-    @classmethod
-    def from_perplexity(cls, result: Perplexity) -> "Result":
-        """The part that is stored."""
-        return cls(perplexity=result.perplexity, perplexity_stderr=result.perplexity_stderr, nll_mean=result.nll_mean)
 
 
 class Manifest(BaseModel):

@@ -16,9 +16,8 @@ from scoremode_server.scoring.reference_windows import MarkedWindow, WindowCompa
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.turns import Turns
-from scoremode_server.scoring.worker_files import ReadAhead, UnreadableFileError, WorkerFiles
+from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileError, WorkerFiles
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
-from scoremode_server.vllm_patches.row_spec import WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
 
@@ -33,36 +32,30 @@ class Comparer:
 
     async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
         """Refuse a reference that the served model cannot be compared with."""
-        manifest = reference.manifest
-        if manifest.head is None or manifest.result is None:
-            raise RequestError(f"reference {reference.name!r} is not complete: record it again to resume", "reference")
-        if manifest.head.vocab_size != vocab_size:
-            raise RequestError(
-                f"reference {reference.name!r} has a vocabulary of {manifest.head.vocab_size} tokens, and the served "
-                f"model one of {vocab_size}",
-                "reference",
-            )
+        if (reason := await self._reason(reference, vocab_size, max_model_len)) is not None:
+            raise RequestError(reason, "reference")
+
+    async def _reason(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> str | None:
+        named, manifest = f"reference {reference.name!r}", reference.manifest
+        head = manifest.head
+        if head is None or manifest.result is None:
+            return f"{named} is not complete: record it again to resume"
+        if head.vocab_size != vocab_size:
+            return f"{named} has a vocabulary of {head.vocab_size} tokens, and the served model one of {vocab_size}"
         if manifest.model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
-            raise RequestError(f"reference {reference.name!r} was made with another tokenizer", "reference")
+            return f"{named} was made with another tokenizer"
         text = await self.references.text(reference)
         if len(text.windows) != manifest.text.num_windows:
-            raise self.references.broken(
-                reference.name, BrokenFileError(f"{len(text.windows)} of {manifest.text.num_windows} windows are there")
+            missing = f"{len(text.windows)} of {manifest.text.num_windows} windows are there"
+            raise self.references.broken(reference.name, BrokenFileError(missing))
+        if (longest := int(text.num_tokens.max())) > max_model_len:
+            return f"{named} has windows of {longest} tokens, and the served model takes {max_model_len}"
+        if head.num_bytes > (reserved := await self._reserved_bytes()):
+            return (
+                f"the LM head of {named} has {head.num_bytes} bytes, and this server reserved {reserved}: start it "
+                f"again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
             )
-        longest = int(text.num_tokens.max())
-        if longest > max_model_len:
-            raise RequestError(
-                f"reference {reference.name!r} has windows of {longest} tokens, and the served model takes "
-                f"{max_model_len}",
-                "reference",
-            )
-        reserved = await self._reserved_bytes()
-        if manifest.head.num_bytes > reserved:
-            raise RequestError(
-                f"the LM head of reference {reference.name!r} has {manifest.head.num_bytes} bytes, and this server "
-                f"reserved {reserved}: start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}",
-                "reference",
-            )
+        return None
 
     async def _reserved_bytes(self) -> int:
         """Bytes of the largest LM head that fits, which stays the same. Workers answer between two steps."""
@@ -78,32 +71,24 @@ class Comparer:
         text = await self.references.text(reference)
         stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
-        def mark(index: int) -> tuple[list[int], WindowMark]:
-            return mark_window("compare", reference, text, index, stamp)
-
-        # After a request for one window, the client will probably request the following ones.
-        order = indices if len(indices) > 1 else range(indices[0], len(text.windows))
-
         def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
-            for place, index in enumerate(indices):
-                following = (order[later] for later in range(place + 1, len(order)))
-                window = MarkedWindow(*mark(index), settings, num_top)
-                yield self._compared(reference, window, ReadAhead(following, mark))
+            for index in indices:
+                marked = mark_window("compare", reference, text, index, stamp)
+                yield self._compared(reference, MarkedWindow(*marked, settings, num_top))
 
-        # As many windows are read as are in the engine.
-        async with aclosing(settings.queue.in_order(windows(), loads=2)) as compared:
+        # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
+        async with aclosing(settings.queue.in_order(windows(), loads=STEPS_READ)) as compared:
             async for window in compared:
                 yield window
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
-    async def _compared(self, reference: StoredReference, window: MarkedWindow, ahead: ReadAhead) -> WindowComparison:
+    async def _compared(self, reference: StoredReference, window: MarkedWindow) -> WindowComparison:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
-            async with self.files.loaded(window.mark, head, len(window.token_ids), rank, ahead) as loaded:
-                request = window.request(loaded.mark, loaded.gate, loaded.rank)
-                columns = await self.engine.prompt_columns(request)
+            async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as (gate, loaded_rank):
+                columns = await self.engine.prompt_columns(window.request(gate, loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)
             raise self.references.broken(reference.name, BrokenFileError(str(error))) from None

@@ -23,11 +23,7 @@ _NUM_THREADS = 16
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """A digest of the contents of files in this order, except for what lies between samples.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """A digest of the contents of files in this order, except for what lies between samples."""
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return xxh3_128(b"".join(threads.map(_digest, files))).hexdigest()
 

@@ -79,22 +79,17 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
         # A quantized checkpoint has the weights of the model that it was made from.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        architecture = (config.architectures or ["no architecture"])[0]
+        make: Any = getattr(transformers, architecture, None)
         with torch.device("meta"):
-            model = _make_model(config, trust_remote_code)
+            if make is not None:
+                model = make(config)
+            elif trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+            else:
+                raise ValueError(f"transformers has no {architecture}")
         return sum(int(parameter.numel()) for parameter in model.parameters())
     # Transformers may raise anything, and a server must start without this number.
     except Exception as error:
         _log.info("the number of weights is not known: %s", error)
         return None
-
-
-def _make_model(config: Any, trust_remote_code: bool) -> torch.nn.Module:
-    architecture = (config.architectures or ["no architecture"])[0]
-    if hasattr(transformers, architecture):
-        model: torch.nn.Module = getattr(transformers, architecture)(config)
-    elif trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
-        make: Any = transformers.AutoModelForCausalLM.from_config
-        model = make(config, trust_remote_code=True)
-    else:
-        raise ValueError(f"transformers has no {architecture}")
-    return model

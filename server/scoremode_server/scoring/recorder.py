@@ -39,8 +39,6 @@ SECONDS_TO_WRITE = 120
 
 @dataclass(frozen=True, slots=True)
 class WindowOnDisk:
-    """A window that is on disk."""
-
     nlls: np.ndarray
     """[scored] float64, in nats."""
     ranks: np.ndarray | None
@@ -72,15 +70,13 @@ class Recorder:
             return await self._begin(name, plan, text, corpus)
 
     async def _begin(self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None) -> StoredReference:
-        head = await self._served_head()
-        model = self.references.model
+        head, model = await self._served_head(), self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
         )
         try:
-            reference = await self.references.in_thread(
-                name, partial(self.references.directory.create, name, new, text), "name"
-            )
+            create = partial(self.references.directory.create, name, new, text)
+            reference = await self.references.in_thread(name, create, "name")
         except FileExistsError:
             reference = await self.references.open(name, "name")
         except OSError as error:
@@ -127,8 +123,7 @@ class Recorder:
                 if index in recorded:
                     yield self._found(reference, index, text, settings)
                 else:
-                    window = MarkedWindow(*mark_window("record", reference, text, index), settings)
-                    yield self._recorded(reference, window)
+                    yield self._recorded(reference, _marked(reference, text, index, settings))
 
         # As many windows are written as are in the engine.
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
@@ -146,12 +141,11 @@ class Recorder:
             await self.references.current(reference, "name")
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
             await self.references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
-            window = MarkedWindow(*mark_window("record", reference, text, index), settings)
-            return await self._recorded(reference, window)
+            return await self._recorded(reference, _marked(reference, text, index, settings))
         return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
-        _, columns, ranks = await self.engine.prompt_columns(window.request(window.mark))
+        _, columns, ranks = await self.engine.prompt_columns(window.request())
         window.check_rows(np.isnan(columns[:, 0]))
         await self._written(reference, window.mark.ticket, f"window {window.mark.index}")
         # Until now its hidden states were in memory.
@@ -182,9 +176,15 @@ class Recorder:
             # Unless it is written again for another request.
             if self._head_tickets.get(identity) == ticket:
                 del self._head_tickets[identity]
-        result = await asyncio.to_thread(lambda: Result.from_perplexity(perplexity(np.concatenate(nlls).tolist())))
+        figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
+        result = Result.model_validate(figures, from_attributes=True)
         await self.references.save(reference, {"result": result})
         await self.references.in_thread(reference.name, reference.remove_partial_files, "name")
+
+
+def _marked(reference: StoredReference, text: StoredText, index: int, settings: ScoreSettings) -> MarkedWindow:
+    """A window that is counted from now on."""
+    return MarkedWindow(*mark_window("record", reference, text, index), settings)
 
 
 def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
@@ -206,19 +206,13 @@ def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
 
 def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:
     """Log differences that are allowed, but may mix two models or two kinds of kernels in one reference."""
-    recorded = reference.manifest.model
+    name, recorded = reference.name, reference.manifest.model
+    before, now = recorded.computed_by, model.computed_by
     if is_old_fingerprint(recorded.fingerprint):
-        logger.warning(
-            "Reference %s has an old fingerprint, without the contents of weights: make sure that they are the same",
-            reference.name,
-        )
-    if None not in (recorded.computed_by, model.computed_by) and recorded.computed_by != model.computed_by:
-        logger.warning(
-            "Reference %s was begun on other GPUs or kernels: %s; here: %s",
-            reference.name,
-            recorded.computed_by,
-            model.computed_by,
-        )
+        text = "Reference %s has an old fingerprint, without the contents of weights: make sure that they are the same"
+        logger.warning(text, name)
+    if None not in (before, now) and before != now:
+        logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
 
 
 def _has_head(reference: StoredReference) -> bool:

@@ -57,14 +57,13 @@ class MarkedWindow:
         """Position of the first target."""
         return len(self.token_ids) - self.mark.num_scored
 
-    def request(self, mark: WindowMark, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
-        """The engine's request, with the window's mark or one with another ticket, at a gate, for the data-parallel
-        rank that has read its files; for any if None."""
+    def request(self, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
+        """The engine's request, at a gate, for the data-parallel rank that has read its files; for any if None."""
         options = self.settings.options
         return RowsRequest.score(
             self.token_ids,
-            RowSpec(self.first, num_top=self.num_top, window=mark),
-            request_id=f"{self.settings.request_id}-{mark.index}",
+            RowSpec(self.first, num_top=self.num_top, window=self.mark),
+            request_id=f"{self.settings.request_id}-{self.mark.index}",
             # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),
             use_cache=False,
@@ -87,18 +86,13 @@ class MarkedWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowComparison:
-    """The targets of a window: q is the served model's distribution, p the reference's.
-
-    Attributes:
-        index: of the window.
-        positions: arrays over the targets.
-        top: token ids and logprobs [scored, k] of the top k in q.
-        reference_top: in p.
-    """
+    """The targets of a window."""
 
     index: int
     positions: KldPositions
+    """Arrays over the targets."""
     top: tuple[np.ndarray, np.ndarray]
+    """Token ids and logprobs [scored, k] of the served model's top k."""
     reference_top: tuple[np.ndarray, np.ndarray]
 
     @classmethod
@@ -120,9 +114,5 @@ class WindowComparison:
             reference_top_token_ids=token_ids[:, width + 1],
             reference_confidence=np.exp(logprobs[:, width + 1]),
         )
-        return cls(
-            index,
-            positions,
-            (token_ids[:, served], logprobs[:, served]),
-            (token_ids[:, reference], logprobs[:, reference]),
-        )
+        top, reference_top = ((token_ids[:, part], logprobs[:, part]) for part in (served, reference))
+        return cls(index, positions, top, reference_top)

@@ -17,7 +17,7 @@ from scoremode_server.references.directory import (
     StoredText,
 )
 from scoremode_server.references.file_threads import FileThreads
-from scoremode_server.references.manifest import ModelIdentity
+from scoremode_server.references.manifest import ModelIdentity, Result
 from scoremode_server.references.tensor_files import BrokenFileError
 
 T = TypeVar("T")
@@ -33,12 +33,7 @@ KEPT_OPEN = 8
 
 
 class References:
-    """The references in a folder.
-
-    Attributes:
-        directory: where they are.
-        model: the served one.
-    """
+    """The references in a folder, on a server of a model."""
 
     def __init__(self, root: Path, model: ModelIdentity) -> None:
         self.directory = ReferenceDirectory(root)
@@ -113,7 +108,6 @@ class References:
         return reference
 
     async def describe(self, name: str) -> Reference:
-        """What the API shows of a reference."""
         reference = await self.open(name, "name")
         return await self.in_thread(name, lambda: _describe(reference), "name")
 
@@ -164,8 +158,6 @@ def _describe(reference: StoredReference) -> Reference:
         corpus=manifest.corpus,
         num_recorded=len(reference.recorded()),
         disk_bytes=reference.disk_bytes(),
-        perplexity=None if result is None else result.perplexity,
-        perplexity_stderr=None if result is None else result.perplexity_stderr,
-        nll_mean=None if result is None else result.nll_mean,
+        **(dict(result) if result else dict.fromkeys(Result.model_fields)),
         noise_floor=manifest.noise_floor,
     )

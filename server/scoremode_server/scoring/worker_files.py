@@ -9,10 +9,10 @@ import asyncio
 import math
 import secrets
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from scoremode_server.errors import EngineOutputError, RequestError, Unavailable
 from scoremode_server.prefix_cache.admission import Admission, Gate
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.vllm_patches.head_memory import FAILED
-from scoremode_server.vllm_patches.reference_windows import HeadOrder, Orders
+from scoremode_server.vllm_patches.reference_windows import Orders
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_engines
 
@@ -45,10 +45,7 @@ SLOW_SECONDS = 10.0
 
 STEPS_READ = 3
 """Times what the engine is handed: tokens of the windows of a reference that workers keep or read at a time. Some are
-in the engine, some wait for it, and some are read ahead."""
-
-AHEAD_SECONDS = 5.0
-"""How long a window that was read ahead is kept for the next request."""
+in the engine, and some wait for it."""
 
 ALIVE_SECONDS = 1.0
 """After which an engine that does not answer is asked whether it has died: vLLM drops its calls then."""
@@ -69,70 +66,46 @@ class UnreadableFileError(Exception):
     """A worker could not read a file that a window needs; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAhead:
-    """Windows that are likely to be asked for next.
+class _Outcome(asyncio.Future[Failure | None]):
+    """How the work on a file ends."""
 
-    Attributes:
-        indices: of the windows, in order.
-        mark: makes the tokens and the mark of one.
-    """
-
-    indices: Iterable[int]
-    mark: Callable[[int], tuple[list[int], WindowMark]]
+    def settle(self, failure: Failure | None) -> None:
+        # Whoever waited may have been cancelled.
+        if not self.done():
+            self.set_result(failure)
 
 
-@dataclass(slots=True, eq=False)
-class _File:
-    """A window that a worker reads, or a file that it writes."""
+@dataclass(slots=True)
+class _Window:
+    """A window that a worker reads."""
 
-    mark: WindowMark | None
-    outcome: asyncio.Future[Failure | None]
-    num_tokens: int = 0
+    mark: WindowMark
+    num_tokens: int
+    outcome: _Outcome
     ordered: float = math.inf
     """When it was."""
 
-    @classmethod
-    def begin(cls, mark: WindowMark | None = None, num_tokens: int = 0) -> "_File":
-        """One whose outcome is not known yet."""
-        return cls(mark, asyncio.get_running_loop().create_future(), num_tokens)
-
-    def settle(self, failure: Failure | None) -> None:
-        """Tell how it ended."""
-        # Whoever waited may have been cancelled.
-        if not self.outcome.done():
-            self.outcome.set_result(failure)
-
 
 class _Head:
-    """The LM head of a reference on one engine.
+    """The LM head of a reference on one engine."""
 
-    Attributes:
-        gate: of the reference's windows; open while the head is in its place.
-        is_read: whether it could be read; made anew for the next attempt.
-        used: when a window that was read last needed it.
-        num_windows: that need it, waiting or in the engine.
-        num_ready: of these, those that were read.
-    """
-
-    def __init__(self, order: HeadOrder, gate: Gate) -> None:
-        self.order = order
+    def __init__(self, mark: WindowMark, head: HeadFormat, gate: Gate) -> None:
+        self.mark = mark
+        """Of one of the reference's windows."""
+        self.format = head
         self.gate = gate
+        """Of the reference's windows; open while the head is in its place."""
         self.num_windows = self.num_ready = 0
+        """Those that need it, waiting or in the engine; of these, those that were read."""
         self.used = 0.0
-        self.is_read: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+        """When a window that was read last needed it."""
         self.enter("absent")
 
     def enter(self, state: HeadState) -> None:
-        """Begin a state."""
         self.state, self.since = state, time.monotonic()
-        if state == "absent" and self.is_read.done():
-            self.is_read = asyncio.get_running_loop().create_future()
 
     def fail(self, failure: Failure) -> None:
-        """End all that wait for it."""
-        if not self.is_read.done():
-            self.is_read.set_result(failure)
+        """End all windows that wait for it."""
         self.gate.refuse(failure)
         self.enter("absent")
 
@@ -141,20 +114,12 @@ class _Engine:
     """The windows that are read for one engine, and the heads that it needs."""
 
     def __init__(self, admission: Admission, wake: Callable[[], None]) -> None:
-        self.files: dict[str, _File] = {}
+        self.windows: dict[str, _Window] = {}
         """By ticket."""
         self.heads: OrderedDict[str, _Head] = OrderedDict()
         """By key; in the order in which they are to have their turns."""
         self._orders = Orders()
         """For the next call."""
-        self._ahead: dict[tuple[str, int], _File] = {}
-        """Windows that were read ahead, by key of the head and index."""
-        self._recent: dict[tuple[str, int], float] = {}
-        """When windows were asked for."""
-        self._unread: dict[str, deque[_File]] = defaultdict(deque)
-        """Windows that are not ordered yet, by key of the head."""
-        self._num_tokens: Counter[str] = Counter()
-        """Of windows that are ordered and not forgotten, by key of the head."""
         self._admission = admission
         self._wake = wake
         self._is_contended = False
@@ -167,100 +132,65 @@ class _Engine:
     @property
     def has_work(self) -> bool:
         """Whether workers must be called again."""
-        return bool(self.files) or bool(self.heads) or any(asdict(self._orders).values())
+        return bool(self.windows) or bool(self.heads) or any(asdict(self._orders).values())
 
-    def head(self, order: HeadOrder) -> _Head:
+    def head(self, mark: WindowMark, head: HeadFormat) -> _Head:
         """The head of a reference."""
-        if order.key not in self.heads:
-            self.heads[order.key] = _Head(order, Gate(self._admission, self._wake))
-        return self.heads[order.key]
+        if mark.head not in self.heads:
+            self.heads[mark.head] = _Head(mark, head, Gate(self._admission, self._wake))
+        return self.heads[mark.head]
 
-    def read(self, mark: WindowMark, num_tokens: int) -> _File:
-        """Have a window read, unless it was read ahead."""
-        file = self._ahead.pop((mark.head, mark.index), None)
-        if file is not None:
-            if not file.outcome.done() or file.outcome.result() is None:
-                return file
-            # It could not be read then.
-            self.forget(file)
-        return self._begin_to_read(mark, num_tokens)
+    def read(self, mark: WindowMark, num_tokens: int) -> _Window:
+        """Have a window read."""
+        window = self.windows[mark.ticket] = _Window(mark, num_tokens, _Outcome())
+        return window
 
-    def read_ahead(self, key: str, ahead: ReadAhead) -> None:
-        """Have as many windows read as a step of the engine takes, but for those that were read in the last seconds."""
-        for index in ahead.indices:
-            if (key, index) in self._recent:
-                continue
-            token_ids, mark = ahead.mark(index)
-            if sum(file.num_tokens for file in self._ahead.values()) + len(token_ids) > self._admission.size.tokens:
-                return
-            self._ahead[key, index] = self._begin_to_read(mark, len(token_ids))
-
-    def _begin_to_read(self, mark: WindowMark, num_tokens: int) -> _File:
-        file = self.files[mark.ticket] = _File.begin(mark, num_tokens)
-        self._unread[mark.head].append(file)
-        self._recent[mark.head, mark.index] = time.monotonic()
-        return file
-
-    def _order_reads(self, now: float) -> None:
-        for key, files in list(self._unread.items()):
-            most = STEPS_READ * self._admission.size.tokens
-            while files and (not self._num_tokens[key] or self._num_tokens[key] + files[0].num_tokens <= most):
-                file = files.popleft()
-                assert file.mark is not None
-                file.ordered = now
-                self._num_tokens[key] += file.num_tokens
-                self._orders.read.append(asdict(file.mark))
-            if not files:
-                del self._unread[key]
-
-    def forget(self, file: _File) -> None:
+    def forget(self, window: _Window) -> None:
         """A window need not be kept any longer."""
-        assert file.mark is not None
-        key, ticket = file.mark.head, file.mark.ticket
-        if self.files.pop(ticket, None) is None:
-            return
-        if file.ordered == math.inf:
-            self._unread[key].remove(file)
-            return
-        self._orders.forget.append(ticket)
-        self._num_tokens[key] -= file.num_tokens
-        if not self._num_tokens[key]:
-            del self._num_tokens[key]
+        if self.windows.pop(window.mark.ticket, None) and window.ordered < math.inf:
+            self._orders.forget.append(window.mark.ticket)
 
     def next_orders(self) -> Orders:
         """What workers are to do now."""
         now = time.monotonic()
-        for place, since in list(self._recent.items()):
-            if now - since > AHEAD_SECONDS:
-                del self._recent[place]
-                if file := self._ahead.pop(place, None):
-                    self.forget(file)
-        for file in self.files.values():
-            if now - file.ordered > SECONDS_TO_READ:
-                assert file.mark is not None
-                file.settle(partial(_late, f"window {file.mark.index}", file.mark.reference))
+        for window in self.windows.values():
+            if now - window.ordered > SECONDS_TO_READ:
+                window.outcome.settle(partial(_late, f"window {window.mark.index}", window.mark.reference))
         self._order_reads(now)
         for head in list(self.heads.values()):
             self._advance(head, now)
         orders, self._orders = self._orders, Orders()
         orders.files = [
-            ticket for ticket, file in self.files.items() if file.ordered < math.inf and not file.outcome.done()
+            ticket for ticket, window in self.windows.items() if window.ordered < math.inf and not window.outcome.done()
         ]
         orders.heads = list(self.heads)
         return orders
 
+    def _order_reads(self, now: float) -> None:
+        most, num_kept = STEPS_READ * self._admission.size.tokens, Counter[str]()
+        for window in self.windows.values():
+            key = window.mark.head
+            if window.ordered == math.inf:
+                if num_kept[key] and num_kept[key] + window.num_tokens > most:
+                    # Later ones wait as well.
+                    num_kept[key] = most
+                    continue
+                window.ordered = now
+                self._orders.read.append(asdict(window.mark))
+            num_kept[key] += window.num_tokens
+
     def _advance(self, head: _Head, now: float) -> None:
-        key = head.order.key
+        key = head.mark.head
         if head.num_ready:
             head.used = now
         match head.state:
             case "absent" if not head.num_windows:
                 del self.heads[key]
             case "absent" if self._may_read(now):
-                self._orders.read_heads.append(asdict(head.order))
+                self._orders.read_heads.append((asdict(head.mark), head.format.model_dump()))
                 head.enter("reading")
             case "reading" if now - head.since > SECONDS_TO_READ:
-                self._fail(head, partial(_late, "the LM head", head.order.reference))
+                self._fail(head, partial(_late, "the LM head", head.mark.reference))
             case "reading" | "read" if not head.num_windows:
                 self._orders.forget_heads.append(key)
                 head.enter("absent")
@@ -292,7 +222,7 @@ class _Engine:
         return self._is_contended and is_next and now - head.since >= TURN_SECONDS
 
     def _fail(self, head: _Head, failure: Failure) -> None:
-        self._orders.forget_heads.append(head.order.key)
+        self._orders.forget_heads.append(head.mark.head)
         head.fail(failure)
 
     def learn(self, answers: list[dict[str, Any]]) -> bool:
@@ -300,11 +230,10 @@ class _Engine:
         news = False
         for ticket in answers[0]["files"]:
             outcomes = [answer["files"][ticket] for answer in answers]
-            if ticket not in self.files or not (any(outcomes) or None not in outcomes):
-                continue
-            failure = next(filter(None, outcomes), None)
-            self.files[ticket].settle(failure and partial(UnreadableFileError, failure))
-            news = True
+            if ticket in self.windows and (any(outcomes) or None not in outcomes):
+                failure = next(filter(None, outcomes), None)
+                self.windows[ticket].outcome.settle(failure and partial(UnreadableFileError, failure))
+                news = True
         for key in answers[0]["heads"]:
             if key in self.heads:
                 news |= self._learn_of_head(self.heads[key], [answer["heads"][key] for answer in answers])
@@ -316,14 +245,13 @@ class _Engine:
             return False
         failure = next((state for state in states if state.startswith(FAILED)), None)
         if failure is not None:
-            self._orders.release.append(head.order.key)
+            self._orders.release.append(head.mark.head)
             self._fail(head, partial(UnreadableFileError, failure.removeprefix(FAILED)))
         elif "absent" in states:
             # Another API server has dropped it, or another head has its memory.
             head.enter("absent")
         elif head.state == "reading" and set(states) == {"read"}:
             head.enter("read")
-            head.is_read.set_result(None)
         elif head.state == "waiting" and set(states) == {"placed"}:
             head.enter("placed")
             head.gate.open()
@@ -333,32 +261,15 @@ class _Engine:
 
     def end(self, failure: Failure) -> None:
         """The engine answers no longer: end all that waits."""
-        for file in self.files.values():
-            file.settle(failure)
+        for window in self.windows.values():
+            window.outcome.settle(failure)
         for head in self.heads.values():
             head.fail(failure)
-        self.files.clear()
+            # A window that has not come to its gate yet ends in the engine.
+            head.gate.open()
+        self.windows.clear()
         self.heads.clear()
-        self._ahead.clear()
-        self._recent.clear()
-        self._unread.clear()
-        self._num_tokens.clear()
         self._orders = Orders()
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A window that was read.
-
-    Attributes:
-        mark: what its request is marked with.
-        gate: where it waits until the reference's head is in its place.
-        rank: of the engine that it was read for; None where there is one alone.
-    """
-
-    mark: WindowMark
-    gate: Gate
-    rank: int | None
 
 
 class WorkerFiles:
@@ -369,28 +280,21 @@ class WorkerFiles:
         self._admission = admission
         self._holder = secrets.token_hex(8)
         self._engines: list[_Engine] = []
-        self._written: dict[_File, str] = {}
+        self._written: dict[_Outcome, str] = {}
         """Tickets of what is waited for; two recordings of one reference wait for the same LM head."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def loaded(
-        self,
-        mark: WindowMark,
-        head: HeadFormat,
-        num_tokens: int,
-        rank: int | None = None,
-        ahead: ReadAhead | None = None,
-    ) -> AsyncGenerator[Loaded, None]:
-        """Have a window read on one engine, and kept there; and its reference's head as well.
+        self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None
+    ) -> AsyncGenerator[tuple[Gate, int | None], None]:
+        """Have a window of so many tokens read on one engine, and kept there; and its reference's head as well. The
+        engine is that of `rank`, where the request has chosen one.
 
-        Args:
-            mark: the window's.
-            head: of the reference.
-            num_tokens: of the window.
-            rank: the engine, where the request has chosen one.
-            ahead: what is read next.
+        Yields:
+            The gate where the window waits until the head is in its place, and which refuses it if the head cannot be
+            read; the rank of the engine, None where there is one alone.
 
         Raises:
             UnreadableFileError: a file is missing, or not what was written.
@@ -402,30 +306,23 @@ class WorkerFiles:
         elif not 0 <= rank < len(engines):
             raise RequestError(f"X-data-parallel-rank: {rank} is not one of {len(engines)} ranks", None)
         engine = engines[rank]
-        needed = engine.head(HeadOrder(mark.head, mark.reference, mark.identity, head.model_dump()))
-        file = engine.read(mark, num_tokens)
-        if ahead is not None and len(engines) == 1:
-            # Of several, the next window may go to another.
-            engine.read_ahead(mark.head, ahead)
+        needed, window = engine.head(mark, head), engine.read(mark, num_tokens)
         needed.num_windows += 1
         self._call_workers()
         try:
-            # The head's outcome is that of others too, who must not be cancelled with this one.
-            if (failure := await file.outcome or await asyncio.shield(needed.is_read)) is not None:
+            if (failure := await window.outcome) is not None:
                 raise failure()
             needed.num_ready += 1
             needed.used = time.monotonic()
             self._call_workers()
             try:
-                assert file.mark is not None
-                own = replace(mark, ticket=file.mark.ticket)
-                yield Loaded(own, needed.gate, rank if len(engines) > 1 else None)
+                yield needed.gate, rank if len(engines) > 1 else None
             finally:
                 needed.num_ready -= 1
                 needed.used = time.monotonic()
         finally:
             needed.num_windows -= 1
-            engine.forget(file)
+            engine.forget(window)
 
     async def written(self, ticket: str, seconds: float) -> str | None:
         """Wait until a worker has written a file. Returns why it was not, if so.
@@ -434,18 +331,17 @@ class WorkerFiles:
             TimeoutError: it was not within this time.
             RequestError: the engine has died (503).
         """
-        file = _File.begin()
-        self._written[file] = ticket
+        outcome = _Outcome()
+        self._written[outcome] = ticket
         self._call_workers()
         try:
             async with asyncio.timeout(seconds):
-                failure = await file.outcome
+                failure = await outcome
         finally:
-            del self._written[file]
+            del self._written[outcome]
         if failure is None:
             return None
-        error = failure()
-        if isinstance(error, UnreadableFileError):
+        if isinstance(error := failure(), UnreadableFileError):
             return str(error)
         raise error
 
@@ -501,17 +397,17 @@ class WorkerFiles:
         answered = [answer for answer in answers if answer is not None]
         news = engine.learn(answered)
         for answer in answered:
-            for file, ticket in self._written.items():
-                if (outcome := answer["files"].get(ticket)) is not None:
-                    file.settle(partial(UnreadableFileError, outcome) if outcome else None)
+            for outcome, ticket in self._written.items():
+                if (failure := answer["files"].get(ticket)) is not None:
+                    outcome.settle(partial(UnreadableFileError, failure) if failure else None)
                     news = True
         return news
 
     def _end(self, failure: Failure) -> None:
         for engine in self._engines:
             engine.end(failure)
-        for file in self._written:
-            file.settle(failure)
+        for outcome in self._written:
+            outcome.settle(failure)
 
 
 def _late(what: str, reference: str) -> UnavailableError:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -27,14 +26,23 @@ _KERNELS = "vllm.model_executor.kernels."
 
 async def what_computes(client: EngineClient) -> ComputedBy:
     """What computes at an engine, all replicas together."""
-    of_workers: list[Any] = []
+    config: Any = client.vllm_config
+    parallel, drafts = config.parallel_config, config.speculative_config
+    found = _known(
+        num_devices=lambda: parallel.world_size * parallel.data_parallel_size,
+        tensor_parallel_size=lambda: parallel.tensor_parallel_size,
+        pipeline_parallel_size=lambda: parallel.pipeline_parallel_size,
+        data_parallel_size=lambda: parallel.data_parallel_size,
+        expert_parallel=lambda: parallel.enable_expert_parallel,
+        speculative_method=lambda: "none" if drafts is None else drafts.method,
+    )
     try:
-        of_workers = await call_workers(client, "scoremode_computed_by")
+        for described in filter(None, await call_workers(client, "scoremode_computed_by")):
+            found = {**described, **found}
     # Such as of workers without our patches: a server without this knowledge is as good.
     except Exception as error:
         logger.warning("What computes is not known: %s", error)
-    found: dict[str, Any] = next(filter(None, of_workers), {})
-    return ComputedBy(**{**_of_config(client.vllm_config), **found})
+    return ComputedBy(**found)
 
 
 def describe_worker(wrapper: Any) -> dict[str, Any] | None:
@@ -43,35 +51,18 @@ def describe_worker(wrapper: Any) -> dict[str, Any] | None:
     if getattr(worker, "rank", 0) != 0:
         return None
     runner: Any = getattr(worker, "model_runner", None)
+    modules = [each.__module__ for each in type(runner).__mro__]
     return _known(
-        {
-            "model_runner": lambda: _model_runner(runner),
-            "attention_backends": lambda: sorted(set(_attention_backends(runner.model))),
-            "kernels": lambda: sorted(set(_kernels(runner.model))),
-            "kv_cache_dtype": lambda: _kv_cache_dtype(runner),
-            "device": lambda: current_platform.get_device_name(),
-            "batch_invariant": lambda: bool(envs.VLLM_BATCH_INVARIANT),
-        }
+        model_runner=lambda: next((version for module, version in _RUNNERS.items() if module in modules), None),
+        attention_backends=lambda: sorted(set(_attention_backends(runner.model))),
+        kernels=lambda: sorted(set(_kernels(runner.model))),
+        kv_cache_dtype=lambda: _kv_cache_dtype(runner),
+        device=lambda: current_platform.get_device_name(),
+        batch_invariant=lambda: bool(envs.VLLM_BATCH_INVARIANT),
     )
 
 
-def _of_config(config: VllmConfig) -> dict[str, Any]:
-    parallel = config.parallel_config
-    return _known(
-        {
-            "num_devices": lambda: parallel.world_size * parallel.data_parallel_size,
-            "tensor_parallel_size": lambda: parallel.tensor_parallel_size,
-            "pipeline_parallel_size": lambda: parallel.pipeline_parallel_size,
-            "data_parallel_size": lambda: parallel.data_parallel_size,
-            "expert_parallel": lambda: parallel.enable_expert_parallel,
-            "speculative_method": lambda: (
-                "none" if config.speculative_config is None else config.speculative_config.method
-            ),
-        }
-    )
-
-
-def _known(fields: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+def _known(**fields: Callable[[], Any]) -> dict[str, Any]:
     """Those that can be read."""
     found = {}
     for name, read in fields.items():
@@ -79,11 +70,6 @@ def _known(fields: dict[str, Callable[[], Any]]) -> dict[str, Any]:
         with suppress(Exception):
             found[name] = read()
     return found
-
-
-def _model_runner(runner: Any) -> str | None:
-    modules = [each.__module__ for each in type(runner).__mro__]
-    return next((version for module, version in _RUNNERS.items() if module in modules), None)
 
 
 def _attention_backends(model: torch.nn.Module) -> Iterator[str]:
@@ -95,9 +81,9 @@ def _attention_backends(model: torch.nn.Module) -> Iterator[str]:
 
 def _kernels(model: torch.nn.Module) -> Iterator[str]:
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method, scheme = getattr(layer, "quant_method", None), getattr(layer, "scheme", None)
         if method is not None:
-            parts = [getattr(layer, "scheme", None), *_parts_of(method), *_parts_of(getattr(layer, "scheme", None))]
+            parts = [scheme, *_parts_of(method), *_parts_of(scheme)]
             names = dict.fromkeys(_name(each) for each in parts if each is not None)
             yield ": ".join(filter(None, [type(method).__name__, ", ".join(names)]))
 

@@ -39,16 +39,9 @@ class _PlacedHead:
 
 
 class HeadMemory:
-    """Heads by key. A head is first read to the host, then held, and placed as soon as there is memory for it. After
-    its holder releases it, it stays until another head needs the memory.
-
-    Args:
-        num_bytes: of all heads that fit at once, all ranks together.
-        part: this rank's share of `num_bytes`.
-        device: where heads are placed.
-        make_layer: makes the layer of a head.
-        threads: in which files are read.
-    """
+    """Heads by key. A head is first read to the host by `threads`, then held, and placed on the device as soon as there
+    is memory for it: `num_bytes` on all ranks together, `part` on this one. After its holder releases it, it stays
+    until another head needs the memory."""
 
     def __init__(
         self,

@@ -21,8 +21,7 @@ def install() -> None:
     no use for model runners; and some are not importable before the platform is set up.
 
     Raises:
-        ValueError: the working memory for prompt logprobs is set to something else than a positive number of bytes, or
-            that for heads of references to something else than a number of bytes.
+        ValueError: a setting of memory is not a number of bytes.
     """
     budget, for_heads = logprob_bytes(), reference_head_bytes()
     output_processor.patch()
@@ -55,8 +54,7 @@ def room_for_heads(num_bytes: int | None, model: Any) -> int:
 
 
 def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
-    """Patch both model runners, once a process, so that prompt logprobs take at most so much working memory, and LM
-    heads of references so much."""
+    """Patch both model runners, once a process, with working memory for prompt logprobs and for references' heads."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.vllm_patches import adapters, runner_v1, runner_v2

@@ -24,31 +24,26 @@ LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class LMHead:
-    """How to project hidden states onto the vocabulary.
-
-    Attributes:
-        project: [rows, hidden] -> logits [rows, vocabulary], or where there is a shard, those of its tokens, maybe with
-            padding after them.
-        copies: how many times over the logits are held at the peak of it; None where that is not known.
-        shard: of the vocabulary, where each rank of a group keeps to its own.
-        source: what its logits are made with, where they are one projection that vLLM's `LogitsProcessor` scales and
-            caps, and nothing else.
-    """
-
-    project: LogitsFunction
-    copies: int | None
-    shard: Shard | None
-    source: "LogitsSource | None"
-
-
-@dataclass(frozen=True, slots=True)
 class LogitsSource:
     """What a `LogitsProcessor` was called with when its output was the model's logits."""
 
     processor: Any
     lm_head: Any
     bias: Any
+
+
+@dataclass(frozen=True, slots=True)
+class LMHead:
+    """How to project hidden states onto the vocabulary."""
+
+    project: LogitsFunction
+    """[rows, hidden] -> logits [rows, vocabulary], or those of the shard's tokens, maybe with padding after them."""
+    copies: int | None
+    """How many times over the logits are held at the peak of it; None where that is not known."""
+    shard: Shard | None
+    """Of the vocabulary, where each rank of a group keeps to its own."""
+    source: LogitsSource | None
+    """Where its logits are one projection that vLLM's `LogitsProcessor` scales and caps, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +56,8 @@ class _Call(LogitsSource):
 
 
 def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, group: Any) -> LMHead:
-    """Find out what a model's bound `compute_logits` does; every rank of the group must do so at the same time.
-
-    Args:
-        logits_fn: called once or twice.
-        hidden_size: of a hidden state.
-        dtype: of hidden states.
-        group: vLLM's tensor-parallel group.
-    """
+    """Find out what a model's bound `compute_logits` does by calling it. Every rank of the group must do so at the same
+    time, with hidden states of the same size and dtype."""
     # Not zeros, whose logits would hide a change that is made to them afterwards.
     example = torch.linspace(-1, 1, 2 * hidden_size, dtype=dtype, device=group.device).view(2, hidden_size)
     call = _observe(logits_fn, example)

@@ -27,14 +27,6 @@ def add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], Non
     runner_class._dummy_sampler_run = dummy_sampler_run_then_reserve
 
 
-def dummy_rows(hidden_states: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden states [rows, hidden], target tokens [rows]), all zero: a dummy run may leave NaN in its own."""
-    return (
-        hidden_states.new_zeros((rows, hidden_states.shape[-1])),
-        hidden_states.new_zeros(rows, dtype=torch.int64),
-    )
-
-
 def logits_shape(runner: Any) -> LogitsShape:
     """Of the model that a runner has loaded."""
     config = runner.model_config

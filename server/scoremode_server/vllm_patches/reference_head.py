@@ -6,6 +6,7 @@ capped as the server that recorded it did.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -82,24 +83,17 @@ def _gather(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceHead:
-    """A reference's head, ready for use.
-
-    Attributes:
-        logits_fn: [rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding.
-        logit_bytes: that a logit takes at the peak of `logits_fn`.
-    """
+    """A reference's head, ready for use."""
 
     logits_fn: LogitsFunction
+    """[rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding."""
     logit_bytes: int
+    """That a logit takes at the peak of `logits_fn`."""
 
 
 class HeadLayer:
     """A layer of vLLM's for a reference's head: made without weights, which are then read to the host, and copied to
-    where steps find them. What touches no file and no device may be called between steps.
-
-    Attributes:
-        num_bytes: of this rank's part of weight and bias.
-    """
+    where steps find them. What touches no file and no device may be called between steps."""
 
     def __init__(self, head: HeadFormat, config: VllmConfig) -> None:
         self._head = head
@@ -113,14 +107,11 @@ class HeadLayer:
         rows = self._layer.num_embeddings_per_partition
         self._shapes = [(rows, head.hidden_size), (rows,)][: 1 + head.has_bias]
         self._weights: list[torch.Tensor] = []
+        # Of this rank's part.
         self.num_bytes = sum(map(math.prod, self._shapes)) * self._dtype.itemsize
 
     def read(self, reference: StoredReference) -> None:
-        """Read this rank's part to the host.
-
-        Raises:
-            BrokenFileError: the file is not what was written.
-        """
+        """Read this rank's part to the host. BrokenFileError if the file is not what was written."""
         tensors = [tensor for tensor in reference.read_head() if tensor is not None]
         expected = [(self._head.vocab_size, self._head.hidden_size), (self._head.vocab_size,)][: len(self._shapes)]
         if [(*tensor.shape,) for tensor in tensors] != expected or {each.dtype for each in tensors} != {self._dtype}:
@@ -138,8 +129,9 @@ class HeadLayer:
             for weight in self._weights:
                 end = start + weight.numel() * weight.itemsize
                 target = memory[start:end].view(weight.dtype).view(weight.shape)
-                copy_to_device(weight, target)
-                placed.append(_parameter(target))
+                placed.append(
+                    _parameter(copy_through_pinned(weight, target) if target.is_cuda else target.copy_(weight))
+                )
                 start = end
             self._weights = []
             self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
@@ -148,46 +140,24 @@ class HeadLayer:
     def ready(self, *, local: bool) -> ReferenceHead:
         """The head, once it was placed; with `local` this rank's part of it."""
         copies = 1 if self._head.soft_cap is None else 2
-
-        def logits(hidden_states: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = self._processor(self._layer, hidden_states, self._bias, skip_gather=local)
-            return result
-
-        return ReferenceHead(logits, copies * self._processor.head_dtype.itemsize)
+        logits_fn = partial(self._processor, self._layer, embedding_bias=self._bias, skip_gather=local)
+        return ReferenceHead(logits_fn, copies * self._processor.head_dtype.itemsize)
 
 
-def copy_to_device(weight: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a weight from the host next to what the device computes; it is there when this returns."""
-    if not target.is_cuda:
-        target.copy_(weight)
-        return
-    pinned, stream = _pinned_part(weight), torch.cuda.Stream(target.device)
+def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Copy a weight between the host and a GPU next to what the GPU computes; it is there when this returns. While
+    memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
+    seconds."""
+    rows = max(1, PINNED_BYTES // (source[:1].numel() * source.itemsize))
+    pinned = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(target.device if target.is_cuda else source.device)
     with torch.cuda.stream(stream):
-        for part, place in zip(weight.split(len(pinned)), target.split(len(pinned)), strict=True):
-            pinned[: len(part)].copy_(part)
-            place.copy_(pinned[: len(part)], non_blocking=True)
-            stream.synchronize()
-
-
-def copy_to_host(weight: torch.Tensor) -> torch.Tensor:
-    """A weight on the host, copied next to what the device computes. While memory that is not pinned is copied into,
-    the process can launch nothing: half a gigabyte kept an engine waiting for 0.3 seconds."""
-    if not weight.is_cuda:
-        return weight
-    whole = torch.empty(weight.shape, dtype=weight.dtype)
-    pinned, stream = _pinned_part(whole), torch.cuda.Stream(weight.device)
-    with torch.cuda.stream(stream):
-        for part, target in zip(weight.split(len(pinned)), whole.split(len(pinned)), strict=True):
+        for part, place in zip(source.split(rows), target.split(rows), strict=True):
             pinned[: len(part)].copy_(part, non_blocking=True)
             stream.synchronize()
-            target.copy_(pinned[: len(part)])
-    return whole
-
-
-def _pinned_part(whole: torch.Tensor) -> torch.Tensor:
-    """Pinned memory for as many rows of a weight as are copied at a time."""
-    rows = max(1, PINNED_BYTES // (whole[:1].numel() * whole.itemsize))
-    return torch.empty_like(whole[:rows], pin_memory=True)
+            place.copy_(pinned[: len(part)], non_blocking=True)
+            stream.synchronize()
+    return target
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

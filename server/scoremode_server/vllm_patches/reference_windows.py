@@ -17,7 +17,7 @@ from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.head_memory import HeadMemory
-from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead, copy_to_host
+from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead, copy_through_pinned
 from scoremode_server.vllm_patches.row_spec import WindowMark
 
 # vLLM shows only the messages of loggers below its own.
@@ -27,19 +27,8 @@ MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
 disk does not answer, and fail."""
 
-MAX_OUTCOMES = 4096
-"""Files that were written, or not, and of which nobody has asked. API servers ask for far fewer at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadOrder:
-    """An LM head that is to be read to the host."""
-
-    key: str
-    reference: str
-    identity: str
-    head: dict[str, Any]
-    """A `HeadFormat`."""
+MAX_WRITTEN = 4096
+"""Files whose state is kept for API servers, which ask for far fewer at a time."""
 
 
 @dataclass(slots=True)
@@ -53,8 +42,8 @@ class Orders:
     forget_heads: list[str] = field(default_factory=list)
     read: list[dict[str, Any]] = field(default_factory=list)
     """Marks of windows."""
-    read_heads: list[dict[str, Any]] = field(default_factory=list)
-    """As `HeadOrder`."""
+    read_heads: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    """Marks of any of their windows, and `HeadFormat`s."""
     hold: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     """Tickets of which the state is asked."""
@@ -62,34 +51,31 @@ class Orders:
     """Keys of which the state is asked."""
 
 
+@dataclass(slots=True)
 class ComparedWindow:
-    """A window whose rows are compared with those of a reference.
+    """A window whose rows are compared with those of a reference."""
 
-    Attributes:
-        key: of the reference's LM head.
-        hidden_states: the reference's, on the host; None if they could not be read.
-    """
-
-    def __init__(self, key: str, hidden_states: torch.Tensor | None, heads: HeadMemory) -> None:
-        self.key = key
-        self.hidden_states = hidden_states
-        self._heads = heads
+    key: str
+    """Of the reference's LM head."""
+    hidden_states: torch.Tensor | None
+    """The reference's, on the host; None if they could not be read."""
+    heads: HeadMemory
 
     def head(self, *, local: bool) -> ReferenceHead | None:
         """The reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
-        return None if self.hidden_states is None else self._heads.find(self.key, local=local)
+        return None if self.hidden_states is None else self.heads.find(self.key, local=local)
 
 
+@dataclass(slots=True)
 class RecordedWindow:
     """A window whose hidden states and logprobs go to a file."""
 
-    def __init__(self, mark: WindowMark, write: Callable[["RecordedWindow"], None]) -> None:
-        self.mark = mark
-        self._write = write
-        self.hidden_states: list[torch.Tensor] = []
-        self.logprobs: list[torch.Tensor] = []
-        self.copied: Any = None
-        """An event of the device, after which both are on the host; None on a CPU."""
+    mark: WindowMark
+    write: Callable[["RecordedWindow"], None]
+    hidden_states: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+    copied: Any = None
+    """An event of the device, after which both are on the host; None on a CPU."""
 
     def add(self, hidden_states: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Copy some rows to the host."""
@@ -101,7 +87,7 @@ class RecordedWindow:
         if self.hidden_states[0].is_pinned():
             self.copied = torch.cuda.Event()
             self.copied.record()
-        self._write(self)
+        self.write(self)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,36 +104,32 @@ class ReferenceWindows:
     windows leave. API servers ask about the progress.
 
     Attributes:
+        root: where references are.
         heads: made while vLLM profiles, or, where it does not (on a CPU), when it is first needed.
     """
 
     def __init__(self, root: ReferenceDirectory, head_bytes: int = 0) -> None:
-        """
-        Args:
-            root: where references are.
-            head_bytes: memory for LM heads, all ranks together.
-        """
         self.root = root
         self.heads: HeadMemory | None = None
         self._head_bytes = head_bytes
+        """Memory for LM heads, all ranks together."""
         self._threads = FileThreads()
         self._read: dict[str, Future[torch.Tensor]] = {}
         """Hidden states by ticket."""
-        self._lock = Lock()
+        self._written: OrderedDict[str, Future[str]] = OrderedDict()
+        """By ticket: why something was not written, or nothing if it was."""
         self._unwritten: Counter[str] = Counter()
         """Bytes by the name of the reference."""
-        self._outcomes: OrderedDict[str, str] = OrderedDict()
-        """By ticket: why something was not written, or nothing if it was."""
+        self._lock = Lock()
+        """Of the bytes."""
 
     def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
         """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
         if mark.action == "record":
             return RecordedWindow(mark, self._write_later) if writes else None
         assert self.heads is not None
-        read = self._read.get(mark.ticket)
-        return ComparedWindow(
-            mark.head, read.result() if read is not None and _outcome(read) == "" else None, self.heads
-        )
+        is_read = self._file_state(mark.ticket) == ""
+        return ComparedWindow(mark.head, self._read[mark.ticket].result() if is_read else None, self.heads)
 
     def allocate_heads(self, config: VllmConfig, device: torch.device) -> HeadMemory:
         """The memory for references' heads."""
@@ -158,14 +140,9 @@ class ReferenceWindows:
         return self.heads
 
     def exchange(self, holder: str, orders: Orders, *, pinned: bool) -> dict[str, Any]:
-        """Begin what an API server orders. Returns at once.
+        """Begin what an API server, the `holder`, orders. Hidden states are `pinned` if they are for a GPU.
 
-        Args:
-            holder: names the API server.
-            orders: its own.
-            pinned: whether hidden states are read for a GPU.
-
-        Returns:
+        Returns, at once:
             files: by ticket, why something could not be read or written, or nothing if it was; None until then.
             heads: by key, see `HeadMemory.state`.
             is_contended: whether a head waits for memory.
@@ -178,13 +155,12 @@ class ReferenceWindows:
             self.heads.release(key, holder)
         for key in orders.forget_heads:
             self.heads.forget(key)
-        for fields in orders.read:
-            mark = WindowMark(**fields)
+        for mark in (WindowMark(**fields) for fields in orders.read):
             self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark, pinned))
-        for fields in orders.read_heads:
-            order = HeadOrder(**fields)
-            open_reference = partial(self.root.open_same, order.reference, order.identity)
-            self.heads.read(order.key, order.reference, HeadFormat.model_validate(order.head), open_reference)
+        for fields, head in orders.read_heads:
+            mark = WindowMark(**fields)
+            open_reference = partial(self.root.open_same, mark.reference, mark.identity)
+            self.heads.read(mark.head, mark.reference, HeadFormat.model_validate(head), open_reference)
         for key in orders.hold:
             self.heads.hold(key, holder)
         return {
@@ -194,9 +170,11 @@ class ReferenceWindows:
         }
 
     def _file_state(self, ticket: str) -> str | None:
-        if ticket in self._read:
-            return _outcome(self._read[ticket])
-        return self._outcomes.get(ticket)
+        """Why something could not be read or written, nothing if it was, None until then."""
+        if (read := self._read.get(ticket)) is not None and read.done():
+            return _reason(error) if (error := read.exception()) else ""
+        written = self._written.get(ticket)
+        return written.result() if written is not None and written.done() else None
 
     def _read_shard(self, mark: WindowMark, pinned: bool) -> torch.Tensor:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
@@ -207,68 +185,66 @@ class ReferenceWindows:
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
         return hidden_states.pin_memory() if pinned else hidden_states
 
-    def written(self, ticket: str, failure: str = "") -> None:
-        """Keep for API servers that something was written, or why not."""
-        with self._lock:
-            self._outcomes[ticket] = failure
-            if len(self._outcomes) > MAX_OUTCOMES:
-                self._outcomes.popitem(last=False)
-
     def write_head_later(
         self, name: str, identity: str, ticket: str, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
 
         def write() -> None:
-            on_host = copy_to_host(weight), None if bias is None else copy_to_host(bias)
-            self.root.open_same(name, identity).write_head(*on_host)
+            weights = [_on_host(each) for each in (weight, bias) if each is not None]
+            self.root.open_same(name, identity).write_head(*weights)
 
-        self._threads.submit(name, partial(self._write, write, name, ticket, "the LM head"))
+        self._written_later(name, ticket, "the LM head", write)
 
     def _write_later(self, window: RecordedWindow) -> None:
         mark = window.mark
         num_bytes = sum(states.numel() * states.itemsize for states in window.hidden_states)
-        with self._lock:
-            has_room = self._unwritten[mark.reference] + num_bytes <= MAX_UNWRITTEN_BYTES
-            self._unwritten[mark.reference] += num_bytes * has_room
-        if not has_room:
-            self.written(mark.ticket, f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
-            return
 
         def write() -> None:
+            if window.copied is not None:
+                window.copied.synchronize()
+            logprobs = torch.cat(window.logprobs)
+            if logprobs.isnan().any():
+                raise ValueError("the model computed NaN")
+            reference = self.root.open_same(mark.reference, mark.identity)
+            reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
+
+        if self._unwritten[mark.reference] + num_bytes > MAX_UNWRITTEN_BYTES:
+            refused = Future[str]()
+            refused.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
+            self._keep(mark.ticket, refused)
+            return
+        self._count_unwritten(mark.reference, num_bytes)
+        written = self._written_later(mark.reference, mark.ticket, f"window {mark.index}", write)
+        written.add_done_callback(lambda _: self._count_unwritten(mark.reference, -num_bytes))
+
+    def _count_unwritten(self, reference: str, num_bytes: int) -> None:
+        with self._lock:
+            self._unwritten[reference] += num_bytes
+
+    def _written_later(self, name: str, ticket: str, what: str, write: Callable[[], None]) -> Future[str]:
+        def attempt() -> str:
             try:
-                self._write_shard(window)
-            finally:
-                with self._lock:
-                    self._unwritten[mark.reference] -= num_bytes
-                    if not self._unwritten[mark.reference]:
-                        del self._unwritten[mark.reference]
+                write()
+            # As text: an exception would keep the tensors of the calls that it came through.
+            except Exception as error:
+                logger.warning("Reference %s: %s was not written: %s", name, what, error)
+                return _reason(error)
+            return ""
 
-        self._threads.submit(mark.reference, partial(self._write, write, mark.reference, mark.ticket, mark.index))
+        return self._keep(ticket, self._threads.submit(name, attempt))
 
-    def _write_shard(self, window: RecordedWindow) -> None:
-        mark = window.mark
-        if window.copied is not None:
-            window.copied.synchronize()
-        logprobs = torch.cat(window.logprobs)
-        if logprobs.isnan().any():
-            raise ValueError("the model computed NaN")
-        reference = self.root.open_same(mark.reference, mark.identity)
-        reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
-
-    def _write(self, write: Callable[[], None], name: str, ticket: str, what: str | int) -> None:
-        try:
-            write()
-        except Exception as error:
-            logger.warning("Reference %s: %s was not written: %s", name, what, error)
-            self.written(ticket, str(error) or repr(error))
-        else:
-            self.written(ticket)
+    def _keep(self, ticket: str, written: Future[str]) -> Future[str]:
+        self._written[ticket] = written
+        if len(self._written) > MAX_WRITTEN:
+            self._written.popitem(last=False)
+        return written
 
 
-def _outcome(read: Future[torch.Tensor]) -> str | None:
-    """Why something could not be read, nothing if it was, None until then."""
-    if not read.done():
-        return None
-    error = read.exception()
-    return "" if error is None else str(error) or repr(error)
+def _reason(error: BaseException) -> str:
+    return str(error) or repr(error)
+
+
+def _on_host(weight: torch.Tensor) -> torch.Tensor:
+    """A weight on the host, copied next to what the device computes."""
+    return copy_through_pinned(weight, torch.empty(weight.shape, dtype=weight.dtype)) if weight.is_cuda else weight

@@ -7,7 +7,7 @@ from nothing that one rank alone knows.
 
 import math
 from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from scoremode_server.kernels.working_memory import (
     rows_per_chunk,
 )
 from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
-from scoremode_server.vllm_patches.profiling import dummy_rows
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
@@ -57,20 +56,17 @@ class StepPart:
     """Tokens of the prompt."""
 
 
+@dataclass(slots=True, eq=False)
 class RequestRows:
-    """The rows of one request, as steps compute them. `end` is the position after the last one that was computed."""
+    """The rows of one request, as steps compute them."""
 
-    __slots__ = ("candidates", "end", "parts", "spec", "window")
-
-    def __init__(
-        self, spec: RowSpec, candidates: torch.Tensor | None, window: RecordedWindow | ComparedWindow | None
-    ) -> None:
-        self.spec = spec
-        self.candidates = candidates
-        """[1 or rows, m] int32."""
-        self.window = window
-        self.end = 0
-        self.parts: list[LogprobsTensors] = []
+    spec: RowSpec
+    candidates: torch.Tensor | None
+    """[1 or rows, m] int32."""
+    window: RecordedWindow | ComparedWindow | None
+    end: int = 0
+    """The position after the last one that was computed."""
+    parts: list[LogprobsTensors] = field(default_factory=list)
 
     def finish(self) -> LogprobsTensors | None:
         """All rows that were computed, once there are no more."""
@@ -79,7 +75,7 @@ class RequestRows:
         return LogprobsTensors.cat(self.parts) if self.parts else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
     """Rows of a request in a step."""
 
@@ -92,10 +88,12 @@ class _Piece:
     """Less than all where the last one has no target."""
 
     @property
-    def candidates(self) -> torch.Tensor:
-        """[rows, m]"""
-        table = self.request.candidates
-        assert table is not None
+    def compared(self) -> ComparedWindow | None:
+        """The window that the rows belong to, if they are compared."""
+        return self.request.window if isinstance(self.request.window, ComparedWindow) else None
+
+    def candidates(self, table: torch.Tensor) -> torch.Tensor:
+        """[rows, m], of the request's table."""
         num_rows = self.rows.stop - self.rows.start
         own = self.request.spec.has_own_candidates
         return table[self.first : self.first + num_rows] if own else table.expand(num_rows, -1)
@@ -104,7 +102,7 @@ class _Piece:
         """Keep the rows of a group from `start` on that are the request's."""
         tokens, logprobs, ranks = (column[start : start + self.num_wanted] for column in columns)
         spec, window = self.request.spec, self.request.window
-        if not isinstance(window, ComparedWindow) and spec.num_top >= 0:
+        if not self.compared and spec.num_top >= 0:
             tokens, logprobs = tokens[:, : spec.num_columns], logprobs[:, : spec.num_columns]
         self.request.parts.append(LogprobsTensors(tokens, logprobs, ranks))
         if isinstance(window, RecordedWindow):
@@ -112,15 +110,8 @@ class _Piece:
 
 
 class RowScorer:
-    """Scores the rows of all requests of a model runner, step by step.
-
-    Args:
-        budget_bytes: working memory.
-        shape: of the served model's logits.
-        logprobs_mode: vLLM's.
-        group: vLLM's tensor-parallel group.
-        windows: of references, if there are any.
-    """
+    """Scores the rows of all requests of a model runner, step by step, within `budget_bytes` of working memory.
+    `logprobs_mode` and `group`, of the tensor-parallel ranks, are vLLM's; `windows` are those of references, if any."""
 
     def __init__(
         self,
@@ -165,13 +156,11 @@ class RowScorer:
     def score(
         self, parts: Iterable[StepPart], hidden_states: torch.Tensor, targets: torch.Tensor, logits_fn: LogitsFunction
     ) -> dict[str, LogprobsTensors]:
-        """Score what a step computed. Every rank must come here at the same time.
+        """Score what a step computed of requests that were begun. Every rank must come here at the same time.
 
         Args:
-            parts: of requests that were begun.
             hidden_states: [at least the step's tokens, hidden], after the final norm.
             targets: [tokens] int64, the token after each; those that are not fed are filled in here.
-            logits_fn: the model's `compute_logits`.
 
         Returns:
             By request whose prompt has ended, the rows of all targets but those of positions before its first step's.
@@ -206,11 +195,11 @@ class RowScorer:
         # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
         for num_top in (0, RESERVED_TOP):
             rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
-            states, targets = dummy_rows(hidden_states, rows)
+            targets, states = _zeros(rows, hidden_states)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
         if self._windows is not None:
             self._windows.allocate_heads(runner.vllm_config, hidden_states.device)
-            states, targets = dummy_rows(hidden_states, runner.max_num_tokens)
+            targets, states = _zeros(runner.max_num_tokens, hidden_states)
             reference = ReferenceHead(head.project, self._shape.logit_bytes)
             self._compared(targets, states, states, head, reference, RESERVED_TOP)
 
@@ -223,19 +212,20 @@ class RowScorer:
 
     def _groups(self, pieces: Sequence[_Piece], head: LMHead) -> Iterable[list[_Piece]]:
         """Pieces that are computed together; those that a rank cannot compare get rows of NaN."""
-        compared = [piece for piece in pieces if isinstance(piece.request.window, ComparedWindow)]
-        found = [_reference(piece, head) is not None for piece in compared]
-        on_all_ranks = agreed(self._group, found) if found else []
-        unreadable = [piece for piece, is_found in zip(compared, on_all_ranks, strict=True) if not is_found]
         groups: dict[Hashable, list[_Piece]] = {}
+        local = head.shard is not None
+        found = [window.head(local=local) is not None for piece in pieces if (window := piece.compared)]
+        on_all_ranks = iter(agreed(self._group, found) if found else ())
         for piece in pieces:
             spec = piece.request.spec
-            if piece in unreadable:
-                piece.request.parts.append(_not_compared(piece, self._device))
-            elif isinstance(piece.request.window, ComparedWindow):
-                groups.setdefault((piece.request.window.key, spec.num_top), []).append(piece)
+            if (window := piece.compared) is None:
+                key: Hashable = spec.temperature, spec.num_candidates, self._is_fused(spec)
+            elif next(on_all_ranks):
+                key = window.key, spec.num_top
             else:
-                groups.setdefault((spec.temperature, spec.num_candidates, self._is_fused(spec)), []).append(piece)
+                piece.request.parts.append(_not_compared(piece, self._device))
+                continue
+            groups.setdefault(key, []).append(piece)
         return groups.values()
 
     def _is_fused(self, spec: RowSpec) -> bool:
@@ -253,13 +243,13 @@ class RowScorer:
         num_rows = sum(rows.stop - rows.start for rows in slices)
         states = JoinedRows([hidden_states[rows] for rows in slices])
         wanted = JoinedRows([targets[rows] for rows in slices])[0:num_rows]
-        if isinstance(group[0].request.window, ComparedWindow):
+        if (window := group[0].compared) is None:
+            columns = self._scored(group, wanted, states, head)
+        else:
             kept = JoinedRows([_kept(piece) for piece in group], self._device)
-            reference = _reference(group[0], head)
+            reference = window.head(local=head.shard is not None)
             assert reference is not None
             columns = self._compared(wanted, states, kept, head, reference, group[0].request.spec.num_top)
-        else:
-            columns = self._scored(group, wanted, states, head)
         start = 0
         for piece in group:
             piece.take(columns, start, hidden_states)
@@ -267,11 +257,11 @@ class RowScorer:
 
     def _scored(self, group: list[_Piece], targets: torch.Tensor, states: JoinedRows, head: LMHead) -> Columns:
         spec = group[0].request.spec
-        candidates = [piece.candidates for piece in group] if spec.num_candidates else None
         num_tops = [piece.request.spec.num_top for piece in group]
         num_top = max(num_tops)
         if not self._is_fused(spec):
             return self._unfused(targets, states, self._shape.vocab_size if -1 in num_tops else num_top)
+        tables = [(piece, table) for piece in group if (table := piece.request.candidates) is not None]
         return fused_logprobs.compute(
             targets,
             states,
@@ -279,7 +269,7 @@ class RowScorer:
             num_top,
             self._chunk_rows(head, num_top, spec.num_candidates),
             head.shard,
-            candidates=candidates and torch.cat(candidates),
+            candidates=torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None,
             temperature=spec.temperature,
         )
 
@@ -308,8 +298,9 @@ class RowScorer:
         """Tokens: of the served model the target and the top tokens, of the reference the same, the reference's rank of
         the target [2 (1 + k) + 1]. Logprobs: theirs in the same order, KL(reference||served), KL(served||reference),
         acceptance [2 (1 + k) + 3]. Ranks: the served model's."""
-        sharded = head.shard is not None
-        row_bytes = row_bytes_compared(self._shape, reference.logit_bytes, num_top, head.copies, sharded)
+        row_bytes = row_bytes_compared(
+            self._shape, reference.logit_bytes, num_top, head.copies, sharded=head.shard is not None
+        )
         found = kl_divergence.compare(
             targets,
             head.project,
@@ -324,7 +315,7 @@ class RowScorer:
         divergences = torch.stack((found.kld, found.reverse_kld, found.acceptance), 1)
         return (
             torch.cat((served.tokens, other.tokens, other.ranks[:, None]), 1),
-            torch.cat((served.logprobs, other.logprobs, divergences), 1),
+            torch.cat((served.logprobs(), other.logprobs(), divergences), 1),
             served.ranks,
         )
 
@@ -337,17 +328,15 @@ class RowScorer:
         return rows_per_chunk(max(1, num_budgets * self._budget_bytes - on_host), row_bytes)
 
 
-def _reference(piece: _Piece, head: LMHead) -> ReferenceHead | None:
-    """The head of the reference that a piece is compared with."""
-    window = piece.request.window
-    assert isinstance(window, ComparedWindow)
-    return window.head(local=head.shard is not None)
+def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets and hidden states: a dummy run may leave NaN in its own."""
+    return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))
 
 
 def _kept(piece: _Piece) -> torch.Tensor:
     """The reference's hidden states of a piece, on the host."""
-    window = piece.request.window
-    assert isinstance(window, ComparedWindow)
+    window = piece.compared
+    assert window is not None
     assert window.hidden_states is not None
     return window.hidden_states[piece.first : piece.first + piece.num_wanted]
 

@@ -1,4 +1,4 @@
-"""Time for scoring requests to finish after the server is told to stop, and the event that ends all waiting.
+"""Time for scoring requests to finish after the server is told to stop, and connections that the server ends.
 
 On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine finish, but
 the API server stops reading what it computes. vLLM calls `shutdown` of the engine client from a thread, so there
@@ -12,10 +12,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from scoremode_server.vllm_patches.header_timeout import with_header_timeout
-
 CLOSE_SECONDS = 5
 """In which clients may read their last answers, when the engine is gone."""
+
+HEADER_SECONDS = 30
+"""For the header of a request, which uvicorn waits for as long as its client likes: from when its connection is made,
+or after another request from its first byte."""
 
 
 class Shutdown:
@@ -68,8 +70,31 @@ def bound_connections(app: Any) -> None:
         # vLLM makes the server when the app is finished, and has no flag for this.
         config = app.state.server.config
         config.timeout_graceful_shutdown = CLOSE_SECONDS
-        config.http_protocol_class = with_header_timeout(config.http_protocol_class)
+        config.http_protocol_class = _with_header_timeout(config.http_protocol_class)
         async with run(app) as state:
             yield state
 
     app.router.lifespan_context = lifespan
+
+
+def _with_header_timeout(protocol: Any) -> Any:
+    """One of uvicorn's HTTP protocols that closes connections whose header is not there in time."""
+
+    class HeaderTimeout(protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._ending = self.loop.call_later(HEADER_SECONDS, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            is_websocket = self.transport.get_protocol() is not self
+            if is_websocket or (self.cycle and not self.cycle.response_complete):
+                self._ending.cancel()
+            elif self._ending.cancelled():
+                self._ending = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._ending.cancel()
+            super().connection_lost(exc)
+
+    return HeaderTimeout

@@ -12,14 +12,11 @@ RUST_FRONTEND_VARIABLE = "VLLM_USE_RUST_FRONTEND"
 
 
 def require_supported() -> None:
-    """Make sure that the installed vLLM is one that Scoremode runs on.
-
-    A release that the manifest knows is. Another one in the supported range, such as a post release, is if all that
-    Scoremode replaces or calls privately has the same source text in it as in one release that the manifest knows.
+    """Make sure that the installed vLLM is one that Scoremode runs on: a release that the manifest knows, or another
+    one in the supported range, if all that is private has the same source text as in one that the manifest knows.
 
     Raises:
-        RuntimeError: it is not. The message names the versions that are known, the one that was found, and what
-            changed in it. Or the API server is the one in Rust, which has no plugins.
+        RuntimeError: it is not; the message says what changed. Or the API server is that in Rust, without plugins.
     """
     import vllm
 

@@ -42,25 +42,23 @@ def within_changes(
     Raises:
         RuntimeError: the engine has no such method, so that changes may go unnoticed.
     """
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        async def changed(*arguments: Any, **settings: Any) -> Any:
+            try:
+                with change():
+                    return await method(*arguments, **settings)
+            finally:
+                after()
+
+        return changed
+
     for name in CHANGES:
         method = getattr(engine, name, None)
         if not inspect.iscoroutinefunction(method):
             raise RuntimeError(f"vLLM's engine has no method {name}, after which cached logprobs must be dropped")
-        setattr(engine, name, _wrapped(method, change, after))
-
-
-def _wrapped(
-    method: Callable[..., Any], change: Callable[[], AbstractContextManager[None]], after: Callable[[], None]
-) -> Callable[..., Any]:
-    @wraps(method)
-    async def changed(*arguments: Any, **settings: Any) -> Any:
-        try:
-            with change():
-                return await method(*arguments, **settings)
-        finally:
-            after()
-
-    return changed
+        setattr(engine, name, wrapped(method))
 
 
 def may_go_unnoticed(config: VllmConfig) -> bool:

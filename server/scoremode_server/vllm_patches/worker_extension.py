@@ -5,6 +5,7 @@ from typing import Any
 from vllm.distributed import get_pp_group, get_tp_group
 
 from scoremode_server.references.manifest import HeadFormat
+from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
 from scoremode_server.vllm_patches.reference_head import UnsuitableHeadError, describe_head, gather_head
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
@@ -15,12 +16,10 @@ class ReferenceWorker:
     exception vLLM makes one line that names neither its type nor the worker."""
 
     def scoremode_head_bytes(self) -> int | None:
-        """Bytes of memory for the LM heads of references, all ranks together; None on a rank without
-        one."""
+        """Bytes of memory for the LM heads of references, all ranks together; None on a rank without one."""
         if not get_pp_group().is_last_rank:
             return None
-        runner = self._scoremode_runner()
-        return self._scoremode_windows().allocate_heads(runner.vllm_config, runner.device).num_bytes
+        return self._scoremode_heads().num_bytes
 
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
@@ -51,9 +50,9 @@ class ReferenceWorker:
         index = runner.vllm_config.parallel_config.data_parallel_index
         if not get_pp_group().is_last_rank or index not in orders:
             return None
-        windows = self._scoremode_windows()
-        windows.allocate_heads(runner.vllm_config, runner.device)
-        return windows.exchange(holder, Orders(**orders[index]), pinned=runner.device.type == "cuda")
+        self._scoremode_heads()
+        pinned = runner.device.type == "cuda"
+        return self._scoremode_windows().exchange(holder, Orders(**orders[index]), pinned=pinned)
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
         runner = self._scoremode_runner()
@@ -68,6 +67,10 @@ class ReferenceWorker:
 
     def _scoremode_runner(self) -> Any:
         return self.model_runner  # type: ignore[attr-defined]
+
+    def _scoremode_heads(self) -> HeadMemory:
+        runner = self._scoremode_runner()
+        return self._scoremode_windows().allocate_heads(runner.vllm_config, runner.device)
 
     def _scoremode_windows(self) -> ReferenceWindows:
         windows: ReferenceWindows = type(self._scoremode_runner())._scoremode_windows

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.offline import SequenceScore, read_score, score_params
 from scoremode_server.rows import NO_RANK, PromptLogprobs, Rows, json_logprobs, read_rows
-from tests.unit.server.prefix_cache.fake_engine import prompt_logprobs
 
 TOKENS = [4, 7, 9]
 
@@ -24,30 +24,17 @@ def flat(*positions: list[tuple[int, float, int]] | None) -> FlatLogprobs:
     return result
 
 
-def output_of(
-    prompt: FlatLogprobs | PromptLogprobs | None,
-    sampled: FlatLogprobs | None,
-    reason: str = "length",
-    num_cached_tokens: int = 0,
-) -> RequestOutput:
+def output_of(prompt: FlatLogprobs | None, sampled: FlatLogprobs | None, reason: str = "length") -> RequestOutput:
     completion = CompletionOutput(0, "", [9], None, sampled, finish_reason=reason)
-    return RequestOutput("id", None, TOKENS[:-1], prompt, [completion], True, num_cached_tokens=num_cached_tokens)
+    return RequestOutput("id", None, TOKENS[:-1], prompt, [completion], True, num_cached_tokens=0)
 
 
-PLAIN = output_of(flat(None, [(7, -1.5, 3)]), flat([(9, -0.25, 1)]))
-
-
-def test_every_token_but_the_first_has_a_logprob_and_a_rank():
-    score = read_score(TOKENS, 0, PLAIN)
-    assert np.array_equal(score.logprobs, [np.nan, -1.5, -0.25], equal_nan=True)
-    assert score.ranks.tolist() == [NO_RANK, 3, 1]
-    assert score.top_token_ids.shape == score.top_logprobs.shape == (3, 0)
-
-
-def test_the_top_tokens_come_after_the_actual_one():
+def test_the_actual_token_comes_before_the_top_tokens_and_the_first_has_no_row():
     prompt = flat(None, [(7, -1.5, 3), (2, -0.5, 1), (5, -1.0, 2)])
     sampled = flat([(9, -0.25, 1), (9, -0.25, 1), (1, -3.0, 2)])
     score = read_score(TOKENS, 2, output_of(prompt, sampled))
+    assert np.array_equal(score.logprobs, [np.nan, -1.5, -0.25], equal_nan=True)
+    assert score.ranks.tolist() == [NO_RANK, 3, 1]
     assert score.top_token_ids[1:].tolist() == [[2, 5], [9, 1]]
     assert score.top_logprobs[1:].tolist() == [[-0.5, -1.0], [-0.25, -3.0]]
 
@@ -69,11 +56,9 @@ def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: 
         read_score(TOKENS, 0, output)
 
 
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_the_error_says_that_the_engine_aborted_the_request(reason: str):
-    with pytest.raises(UnfinishedError, match=reason) as error:
-        read_score(TOKENS, 0, output_of(flat(None, [(7, -1.5, 3)]), None, reason))
-    assert error.value.finish_reason == reason
+def test_the_error_says_that_the_engine_aborted_the_request():
+    with pytest.raises(UnfinishedError, match="abort"):
+        read_score(TOKENS, 0, output_of(flat(None, [(7, -1.5, 3)]), None, "abort"))
 
 
 @pytest.mark.parametrize(("first", "spoilt", "num_missing"), [(0, 2, 3), (2, None, 2), (2, 1, 4), (1, None, 4)])
@@ -94,14 +79,11 @@ def test_parts_of_a_prompt_are_joined():
     logprobs = PromptLogprobs()
     assert [part.shape for part in logprobs.columns(2)] == [(0, 2), (0, 2), (0,)]
     for start in (0, 3):
-        part = prompt_logprobs(
-            np.arange(start, start + 3)[:, None], -np.arange(start, start + 3, dtype=np.float32)[:, None], np.ones(3)
-        )
-        logprobs._parts += part._parts
+        ids = torch.arange(start, start + 3)
+        logprobs.append((ids[:, None], -ids[:, None].float(), ids + 1))
     ids, values, ranks = logprobs.columns(1)
-    assert ids[:, 0].tolist() == list(range(6))
+    assert (ids[:, 0].tolist(), ranks.tolist()) == ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
     assert values[:, 0].tolist() == [-0.0, -1, -2, -3, -4, -5]
-    assert len(ranks) == 6
 
 
 def test_rows_are_stored_bit_for_bit():
@@ -122,15 +104,7 @@ def test_json_has_the_float32_value_exactly_and_no_infinity():
     assert json_logprobs(values).tolist() == [float(np.float32(-0.1)), -9999.0]
 
 
-def test_the_last_token_is_forced_and_never_fed():
-    params = score_params(TOKENS, top_logprobs=4)
-    assert (params.allowed_token_ids, params.max_tokens, params.temperature) == ([9], 1, 0)
-    assert params.prompt_logprobs == params.logprobs == 4
-
-
 def test_a_single_token_has_no_params_and_a_score_of_nothing():
     with pytest.raises(ValueError, match="at least 2 tokens"):
         score_params([4])
-    nothing = SequenceScore.from_rows([4], Rows.empty(0, 4))
-    assert np.isnan(nothing.logprobs).tolist() == [True]
-    assert nothing.top_token_ids.shape == (1, 3)
+    assert SequenceScore.from_rows([4], Rows.empty(0, 4)).top_token_ids.shape == (1, 3)

@@ -260,7 +260,6 @@ async def test_a_manifest_that_makes_no_sense_is_refused_alone(
 @pytest.mark.parametrize("forget", [lambda root: shutil.rmtree(root / "base"), lambda root: None])
 async def test_nothing_is_kept_of_what_was_read(root: Path, forget: Callable[[Path], None], monkeypatch: Any):
     """Once nobody asks for it any more."""
-    monkeypatch.setattr(worker_files, "AHEAD_SECONDS", 0.1)
     monkeypatch.setattr(worker_files, "IDLE_SECONDS", 0.1)
     engine = ReferenceEngine(root)
     app = light_app(engine)

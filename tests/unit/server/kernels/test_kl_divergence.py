@@ -65,7 +65,7 @@ def check_divergences(
 def check_all(served: torch.Tensor, reference: torch.Tensor, comparison: Comparison, targets: torch.Tensor) -> None:
     check_divergences(served, reference, comparison)
     for logits, scored in ((served, comparison.served), (reference, comparison.reference)):
-        check(logits, targets, (scored.tokens, scored.logprobs, scored.ranks))
+        check(logits, targets, (scored.tokens, scored.logprobs(), scored.ranks))
 
 
 def test_two_tokens_by_hand():
@@ -75,7 +75,7 @@ def test_two_tokens_by_hand():
     assert comparison.reverse_kld.item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * math.log(2), rel=RELATIVE)
     assert comparison.acceptance.item() == pytest.approx(0.75, abs=ACCEPTANCE)
     assert comparison.served.tokens.tolist() == [[0, 0]]
-    assert comparison.served.logprobs.tolist() == [pytest.approx([math.log(0.75)] * 2)]
+    assert comparison.served.logprobs().tolist() == [pytest.approx([math.log(0.75)] * 2)]
     assert comparison.reference.ranks.tolist() == [2]
 
 
@@ -122,15 +122,6 @@ def test_a_slightly_perturbed_copy(noise: float, scale: float):
     assert (comparison.kld < noise**2).all()
 
 
-@pytest.mark.parametrize("offset", [0.25, 100.0, -3000.0])
-def test_a_constant_added_to_all_logits_changes_nothing(offset: float):
-    """The logits of both sides are multiples of 1/16, so that float32 holds the sums."""
-    reference = (random_logits(3, 5000, 5000, torch.float32, seed=8) * 16).round() / 16
-    comparison = compared(reference + offset, reference)
-    assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
-    assert comparison.acceptance.tolist() == [1.0] * 3
-
-
 def test_tokens_that_one_side_excludes_make_infinite_divergences():
     excluded = [-math.inf, 0.0, 0.0]
     everything = [0.0, 0.0, 0.0]
@@ -141,7 +132,7 @@ def test_tokens_that_one_side_excludes_make_infinite_divergences():
     assert comparison.kld.tolist() == [math.inf, pytest.approx(math.log(1.5)), 0.0, math.inf]
     assert comparison.reverse_kld.tolist() == [pytest.approx(math.log(1.5)), math.inf, 0.0, math.inf]
     assert comparison.acceptance.tolist() == pytest.approx([2 / 3, 2 / 3, 1.0, 0.5], abs=ACCEPTANCE)
-    assert comparison.served.logprobs[0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
+    assert comparison.served.logprobs()[0].tolist() == pytest.approx([-math.inf] + [-math.log(2)] * 2 + [-math.inf])
 
 
 def test_an_excluded_token_counts_however_unlikely_the_other_side_finds_it():
@@ -164,9 +155,9 @@ def test_nan_on_either_side_is_never_a_number(side: str, dtype: torch.dtype, bad
     comparison = compared(logits["served"], logits["reference"], 2)
     for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
         assert figures.isnan().tolist() == [True] * 5 + [False]
-    assert getattr(comparison, side).logprobs[:5].isnan().all()
+    assert getattr(comparison, side).logprobs()[:5].isnan().all()
     other = comparison.reference if side == "served" else comparison.served
-    assert not other.logprobs.isnan().any()
+    assert not other.logprobs().isnan().any()
 
 
 def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
@@ -182,14 +173,7 @@ def test_fewer_tokens_than_requested():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     served = compared(logits, logits, 5).served
     assert served.tokens.tolist() == [[0, 1, 2, 0, -1, -1]]
-    assert served.logprobs[0, 4:].tolist() == [-math.inf] * 2
-
-
-def test_a_target_outside_the_vocabulary_has_no_probability():
-    logits = random_logits(2, 300, 320, torch.float32, seed=10)
-    comparison = compare(torch.tensor([300, -1]), logits, logits, 1, 10, None)
-    assert comparison.served.logprobs[:, 0].tolist() == [-math.inf] * 2
-    assert comparison.kld.tolist() == [0.0, 0.0]
+    assert served.logprobs()[0, 4:].tolist() == [-math.inf] * 2
 
 
 LOGIT = st.one_of(
@@ -206,44 +190,23 @@ def test_any_two_rows(pairs: list[tuple[float, float]]):
     check_divergences(served, reference, compared(served, reference), absolute=1e-6)
 
 
-@pytest.mark.parametrize("limit", [1, 3, 7, 8, 100])
-def test_chunks_give_the_same_rows(limit: int):
+@pytest.mark.parametrize("limit", [1, 7, 100])
+def test_chunks_of_sides_with_other_hidden_sizes_give_the_same_rows(limit: int):
     sizes: list[int] = []
 
-    def project(rows: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(rows))
-        return rows
-
-    served = random_logits(8, 400, 400, torch.bfloat16, seed=11)
-    reference = random_logits(8, 400, 400, torch.bfloat16, seed=12)
-    targets = torch.arange(8)
-    comparison = kl_divergence.compare(targets, project, served, project, reference, 4, limit)
-    assert sum(sizes) == 16
-    assert max(sizes) == min(limit, 8)
-    check_all(served, reference, comparison, targets)
-    whole = compare(targets, served, reference, 4, 8, None)
-    assert torch.equal(comparison.kld, whole.kld)
-    assert torch.equal(comparison.reference.logprobs, whole.reference.logprobs)
-
-
-def test_hidden_sizes_may_differ():
-    served, reference = randn(5, 8, seed=13), randn(5, 16, seed=14)
-    served_weight, reference_weight = randn(8, 300, seed=15), randn(16, 300, seed=16)
-    targets = torch.arange(5)
-
     def projection(weight: torch.Tensor) -> LogitsFunction:
-        return lambda rows: rows @ weight
+        def project(rows: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(rows))
+            return rows @ weight
 
-    comparison = kl_divergence.compare(
-        targets, projection(served_weight), served, projection(reference_weight), reference, 2, 9
-    )
-    check_all(served @ served_weight, reference @ reference_weight, comparison, targets)
+        return project
 
-
-def test_no_rows():
-    comparison = compared(torch.zeros(0, 400), torch.zeros(0, 400), 2)
-    assert (comparison.kld.shape, comparison.reverse_kld.shape, comparison.acceptance.shape) == ((0,), (0,), (0,))
-    assert comparison.served.tokens.shape == (0, 3)
+    served, reference = randn(8, 8, seed=13), randn(8, 16, seed=14)
+    weights = randn(8, 300, seed=15), randn(16, 300, seed=16)
+    sides = projection(weights[0]), served, projection(weights[1]), reference
+    comparison = kl_divergence.compare(torch.arange(8), *sides, 4, limit)
+    assert (sum(sizes), max(sizes)) == (16, min(limit, 8))
+    check_all(served @ weights[0], reference @ weights[1], comparison, torch.arange(8))
 
 
 def compare_in_parts(
@@ -268,13 +231,6 @@ def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_to
         check_all(served, reference, comparison, targets)
     # For each of three chunks targets and reduced rows, and the sums at the end.
     assert calls == [7] * len(ends)
-
-
-def test_equal_logits_in_parts_do_not_diverge_at_all():
-    logits = random_logits(3, 5000, 5000, torch.float32, seed=16)
-    for comparison in compare_in_parts([1234, 5000], torch.arange(3), [logits, logits], 1, 9)[0]:
-        assert comparison.kld.tolist() == comparison.reverse_kld.tolist() == [0.0] * 3
-        assert comparison.acceptance.tolist() == [1.0] * 3
 
 
 def test_nan_in_any_part_is_never_a_number():

@@ -20,64 +20,45 @@ from scoremode_server.kernels.working_memory import (
 MEBIBYTE = 1024**2
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        # 128,256 entries, bfloat16: 2 logits + 4 float32 copy + 4 logprobs. 588 bytes of results for 20 top tokens and
-        # the actual one.
-        (LogitsShape(128_256, 2), 128_256 * 10 + 588),
-        # float32: no copy.
-        (LogitsShape(128_256, 4), 128_256 * 8 + 588),
-        # Two ranks, float32: half a row, a row gathered, a row in order.
-        (LogitsShape(128_256, 4, 2), 128_256 * 10 + 588),
-        # 50,257 is padded to 50,304.
-        (LogitsShape(50_257, 2), 50_304 * 10 + 588),
-    ],
-)
-def test_bytes_of_a_row_in_vllms_functions(shape: LogitsShape, expected: int):
-    assert row_bytes_unfused(shape, 20) == expected
+BFLOAT16, FLOAT32 = LogitsShape(128_256, 2), LogitsShape(128_256, 4)
+TWO_RANKS = LogitsShape(128_256, 2, 2)
+LANES = (1024 + 20 * 128) * 4
+"""1,024 lanes with 16 tiles of 8 entries: their maxima, and 20 lanes' entries, in float32."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_top", "copies", "sharded", "expected"),
-    [
-        # 128,256 entries, bfloat16, once; 28 bytes of results for the actual token.
-        (LogitsShape(128_256, 2), 0, 1, False, 128_256 * 2 + 28),
-        (LogitsShape(128_256, 2), 1, 1, False, 128_256 * 2 + 56),
-        # 1,024 lanes with 16 tiles of 8 entries: their maxima, and 20 lanes' entries, in float32.
-        (LogitsShape(128_256, 2), 20, 1, False, 128_256 * 2 + 588 + (1024 + 20 * 128) * 4),
-        (LogitsShape(128_256, 2), 0, 2, False, 128_256 * 4 + 28),
-        (LogitsShape(128_256, 2), 0, None, False, 128_256 * 4 + 28),
-        # Two ranks: gathered as in vLLM, or half a row each.
-        (LogitsShape(128_256, 2, 2), 0, 1, False, 128_256 * 5 + 28),
-        (LogitsShape(128_256, 2, 2), 0, 1, True, 128_256 + 28),
-        (LogitsShape(128_256, 4, 4), 0, 2, True, 128_256 * 2 + 28),
-    ],
-)
-def test_bytes_of_a_row_that_is_read_once(shape, num_top: int, copies: int | None, sharded: bool, expected: int):
-    assert row_bytes_fused(shape, num_top, copies, sharded) == expected
+def test_bytes_of_a_row_in_vllms_functions():
+    # 2 logits + 4 float32 copy + 4 logprobs; 588 bytes of results for 20 top tokens and the actual one.
+    assert row_bytes_unfused(BFLOAT16, 20) == 128_256 * 10 + 588
+    # No copy.
+    assert row_bytes_unfused(FLOAT32, 20) == 128_256 * 8 + 588
+    # Half a row, a row gathered, a row in order.
+    assert row_bytes_unfused(LogitsShape(128_256, 4, 2), 20) == 128_256 * 10 + 588
+    # 50,257 is padded to 50,304.
+    assert row_bytes_unfused(LogitsShape(50_257, 2), 20) == 50_304 * 10 + 588
 
 
-@pytest.mark.parametrize(
-    ("shape", "reference_logit_bytes", "num_top", "copies", "sharded", "expected"),
-    [
-        # 128,256 entries, bfloat16: two sides take what capping takes of one; 28 bytes for each of two tokens of both.
-        (LogitsShape(128_256, 2), 2, 0, 1, False, 128_256 * 4 + 112),
-        (LogitsShape(128_256, 2), 2, 1, 2, False, 128_256 * 4 + 112),
-        (LogitsShape(128_256, 2), 4, 1, None, False, 128_256 * 6 + 112),
-        # The lanes' maxima, and 20 lanes' entries, of one side after the other; 21 tokens of both.
-        (LogitsShape(128_256, 2), 2, 20, 1, False, 128_256 * 4 + 28 * 42 + (1024 + 20 * 128) * 4),
-        # Two ranks: gathering the served side takes more than both in order; or half a row of each.
-        (LogitsShape(128_256, 2, 2), 2, 0, 1, False, 128_256 * 5 + 112),
-        (LogitsShape(128_256, 2, 2), 4, 0, 1, True, 128_256 * 3 + 112),
-        # float32, padded to 50,304.
-        (LogitsShape(50_257, 4), 4, 0, 1, False, 50_304 * 8 + 112),
-    ],
-)
-def test_bytes_of_a_row_of_both_sides(
-    shape, reference_logit_bytes: int, num_top: int, copies: int | None, sharded: bool, expected: int
-):
-    assert row_bytes_compared(shape, reference_logit_bytes, num_top, copies, sharded) == expected
+def test_bytes_of_a_row_that_is_read_once():
+    # 28 bytes of results for the actual token.
+    assert row_bytes_fused(BFLOAT16, 0, 1) == 128_256 * 2 + 28
+    assert row_bytes_fused(BFLOAT16, 1, 1) == 128_256 * 2 + 56
+    assert row_bytes_fused(BFLOAT16, 20, 1) == 128_256 * 2 + 588 + LANES
+    assert row_bytes_fused(BFLOAT16, 0, 2) == row_bytes_fused(BFLOAT16, 0, None) == 128_256 * 4 + 28
+    # Gathered as in vLLM, or half a row each.
+    assert row_bytes_fused(TWO_RANKS, 0, 1) == 128_256 * 5 + 28
+    assert row_bytes_fused(TWO_RANKS, 0, 1, sharded=True) == 128_256 + 28
+    assert row_bytes_fused(LogitsShape(128_256, 4, 4), 0, 2, sharded=True) == 128_256 * 2 + 28
+
+
+def test_bytes_of_a_row_of_both_sides():
+    # Two sides take what capping takes of one; 28 bytes for each of two tokens of both.
+    assert row_bytes_compared(BFLOAT16, 2, 0, 1) == row_bytes_compared(BFLOAT16, 2, 1, 2) == 128_256 * 4 + 112
+    assert row_bytes_compared(BFLOAT16, 4, 1, None) == 128_256 * 6 + 112
+    # Lanes of one side after the other; 21 tokens of both.
+    assert row_bytes_compared(BFLOAT16, 2, 20, 1) == 128_256 * 4 + 28 * 42 + LANES
+    # Gathering the served side takes more than both in order; or half a row of each.
+    assert row_bytes_compared(TWO_RANKS, 2, 0, 1) == 128_256 * 5 + 112
+    assert row_bytes_compared(TWO_RANKS, 4, 0, 1, sharded=True) == 128_256 * 3 + 112
+    assert row_bytes_compared(LogitsShape(50_257, 4), 4, 0, 1) == 50_304 * 8 + 112
 
 
 @pytest.mark.parametrize("vocab", [1000, 49_152, 300_000])

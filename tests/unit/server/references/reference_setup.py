@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from scoremode.windows import Window
+from scoremode.wire.protocol import NoiseFloor
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, TextPlan, text_fingerprint
+from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
 
 HIDDEN = 8
 HEAD = HeadFormat(
@@ -47,6 +48,9 @@ PLAN = TextPlan(
     num_bytes=None,
     num_words=None,
 )
+
+FLOOR = NoiseFloor(mean=1e-7, p99=2e-6, max=1e-5, num_scored=25, created=1_700_000_100)
+RESULT = Result(perplexity=2.0, perplexity_stderr=0.5, nll_mean=1 / 3)
 
 
 def manifest(identity: str = "one", head: HeadFormat | None = HEAD) -> Manifest:

@@ -3,16 +3,30 @@
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 
 import numpy as np
 import pytest
 import torch
-from reference_setup import DOCUMENTS, HIDDEN, TEXT, create, files, full_disk, manifest, random_shard
+from reference_setup import (
+    DOCUMENTS,
+    FLOOR,
+    HEAD,
+    HIDDEN,
+    RESULT,
+    TEXT,
+    create,
+    files,
+    full_disk,
+    manifest,
+    random_shard,
+)
 
 from scoremode_server.references import tensor_files
-from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
+from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory, ReplacedReferenceError
+from scoremode_server.references.manifest import HeadFormat, Manifest
 from scoremode_server.references.tensor_files import BrokenFileError
 
 
@@ -63,7 +77,7 @@ def test_names_are_never_paths(tmp_path: Path, name: str):
 def test_whatever_may_be_a_reference_has_a_name_and_opening_it_tells(tmp_path: Path):
     root = tmp_path / "root"
     directory = ReferenceDirectory(root)
-    assert (directory.names(), directory.largest_head(100, seconds=10)) == ([], 0)
+    assert directory.names() == []
     for name in ("b", "a"):
         create(root, name)
     for name in ("cut", "latin", "not a name", ".partial"):
@@ -156,16 +170,64 @@ def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path)
     assert not os.listdir(tmp_path)
 
 
-def test_files_may_go_while_their_bytes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reference = create(tmp_path)
-    num_bytes = reference.disk_bytes()
-    (reference.path / ".partial").write_bytes(b"half")
-    stat = Path.stat
+def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reference, both_have_read = create(tmp_path), Barrier(2)
+    from_json = Manifest.from_json.__func__
 
-    def gone(path: Path, **options: bool) -> os.stat_result:
-        if path.name == ".partial":
-            path.unlink(missing_ok=True)
-        return stat(path, **options)
+    def read_then_meet(cls: type[Manifest], text: str) -> Manifest:
+        read = from_json(cls, text)
+        # Where only one can read at a time, nobody else comes.
+        with suppress(BrokenBarrierError):
+            both_have_read.wait(0.5)
+        return read
 
-    monkeypatch.setattr(Path, "stat", gone)
-    assert reference.disk_bytes() == num_bytes
+    monkeypatch.setattr(Manifest, "from_json", classmethod(read_then_meet))
+    with ThreadPoolExecutor() as threads:
+        for changes in ({"noise_floor": FLOOR}, {"result": RESULT}):
+            threads.submit(ReferenceDirectory(tmp_path).update, reference, changes)
+    changed = ReferenceDirectory(tmp_path).open("base").manifest
+    assert (changed.noise_floor, changed.result) == (FLOOR, RESULT)
+
+
+def test_another_reference_of_the_name_is_not_changed(tmp_path: Path):
+    reference, directory = create(tmp_path), ReferenceDirectory(tmp_path)
+    directory.delete("base")
+    create(tmp_path, identity="two")
+    with pytest.raises(ReplacedReferenceError):
+        directory.update(reference, {"result": RESULT})
+    assert directory.open("base").manifest.result is None
+
+
+def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    create(elsewhere)
+    before = files(elsewhere)
+    root.mkdir()
+    (root / "link").symlink_to(elsewhere / "base")
+    (root / "broken").symlink_to(elsewhere / "none")
+    (root / "file").write_text("")
+    for name in ("link", "broken", "file"):
+        ReferenceDirectory(root).delete(name)
+    assert os.listdir(root) == []
+    assert files(elsewhere) == before
+
+
+def test_room_is_made_for_the_largest_head_that_can_be_compared(tmp_path: Path):
+    directory = ReferenceDirectory(tmp_path)
+    assert directory.largest_head(HEAD.vocab_size, seconds=10) == 0
+    heads: dict[str, HeadFormat | None] = {
+        "none": None,
+        "fits": HEAD,
+        "wider": HEAD.model_copy(update={"hidden_size": 2 * HIDDEN}),
+        "of-others": HEAD.model_copy(update={"vocab_size": 500}),
+        # Than its file holds.
+        "too-wide": HEAD.model_copy(update={"hidden_size": 10**12}),
+    }
+    for name, head in heads.items():
+        reference = directory.create(name, manifest(name, head), TEXT)
+        if head is not None:
+            reference.write_head(torch.zeros(head.vocab_size, min(head.hidden_size, 100), dtype=torch.bfloat16))
+    (tmp_path / "hangs").mkdir()
+    os.mkfifo(tmp_path / "hangs" / "manifest.json")
+    assert directory.largest_head(HEAD.vocab_size, seconds=1) == 2 * HEAD.num_bytes
+    os.close(os.open(tmp_path / "hangs" / "manifest.json", os.O_RDWR))

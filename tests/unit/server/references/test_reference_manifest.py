@@ -4,17 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from reference_setup import HEAD, PLAN, TEXT, manifest
+from reference_setup import FLOOR, HEAD, PLAN, RESULT, TEXT, manifest
 
-from scoremode.wire.protocol import NoiseFloor
-from scoremode_server.references.manifest import Manifest, ManifestError, Result, text_fingerprint
-
-FLOOR = NoiseFloor(mean=1e-7, p99=2e-6, max=1e-5, num_scored=25, created=1_700_000_100)
+from scoremode_server.references.manifest import Manifest, ManifestError, text_fingerprint
 
 
 @pytest.mark.parametrize("perplexity", [12.5, math.inf])
 def test_what_was_written_is_read(perplexity: float):
-    result = Result(perplexity=perplexity, perplexity_stderr=None, nll_mean=1 / 3)
+    result = RESULT.model_copy(update={"perplexity": perplexity, "perplexity_stderr": None})
     written = manifest().model_copy(update={"result": result, "noise_floor": FLOOR})
     assert Manifest.from_json(written.to_json()) == written
 
@@ -44,8 +41,7 @@ def test_other_json_and_other_format_versions_are_refused(text: str, message: st
 
 def test_a_heads_bytes():
     assert HEAD.num_bytes == 100 * 8 * 2
-    assert HEAD.model_copy(update={"has_bias": True}).num_bytes == 100 * 9 * 2
-    assert HEAD.model_copy(update={"weight_dtype": "float32"}).num_bytes == 100 * 8 * 4
+    assert HEAD.model_copy(update={"has_bias": True, "weight_dtype": "float32"}).num_bytes == 100 * 9 * 4
 
 
 def test_text_fingerprints_differ_with_tokens_windows_and_methods():

@@ -10,9 +10,9 @@ import pytest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from scoremode_server.errors import RequestError
-from scoremode_server.prefix_cache.admission import Admission, EngineSize
+from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate
 from scoremode_server.scoring import worker_files
-from scoremode_server.scoring.worker_files import Loaded, UnreadableFileError, WorkerFiles
+from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFiles
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from tests.unit.server.references.reference_setup import HEAD
 
@@ -49,9 +49,9 @@ class Workers:
 
     def _answers(self, engine: int, orders: Orders) -> list[Any]:
         self.ordered += [(engine, "read", mark["reference"]) for mark in orders["read"]]
-        self.ordered += [(engine, "read head", head["reference"]) for head in orders["read_heads"]]
+        self.ordered += [(engine, "read head", mark["reference"]) for mark, _ in orders["read_heads"]]
         self.ordered += [(engine, kind, key) for kind in ("release", "hold") for key in orders[kind]]
-        self._heads |= {(engine, head["key"]): "read" for head in orders["read_heads"]}
+        self._heads |= {(engine, mark["head"]): "read" for mark, _ in orders["read_heads"]}
         self._heads |= {(engine, key): "placed" for key in orders["hold"]}
         heads = {key: self._heads.get((engine, key), "absent") for key in orders["heads"]}
         answer = {"files": dict.fromkeys(orders["files"], ""), "heads": heads, "is_contended": False}
@@ -75,8 +75,17 @@ def mark(reference: str, index: int = 0) -> WindowMark:
     return WindowMark("compare", reference, "identity", index, 7, ticket=ticket, head=key)
 
 
-async def loaded(files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None) -> Loaded:
+async def loaded(
+    files: WorkerFiles, stack: AsyncExitStack, window: WindowMark, rank: int | None = None
+) -> tuple[Gate, int | None]:
     return await stack.enter_async_context(files.loaded(window, HEAD, 8, rank))
+
+
+async def enter(files: WorkerFiles, window: WindowMark, admission: Admission) -> None:
+    """As a window that is read does: its gate lets it in, or refuses it."""
+    async with files.loaded(window, HEAD, 8) as (gate, _), admission.request(1, 8) as queue:
+        await queue.enter(window.ticket, 8, 0, gate)
+        queue.leave(window.ticket, 8, 0, gate)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -85,21 +94,21 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_window_waits_for_every_rank(admission: Admission):
+@pytest.mark.parametrize("what", ["files", "heads"])
+async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission: Admission, what: str):
     workers, late = Workers(), True
+    pending = {"files": None, "heads": "waiting"}[what]
 
     def second_rank_is_late(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
-        return {**answer, "files": dict.fromkeys(answer["files"])} if late and rank == 1 else answer
+        known = {key: pending if state in ("", "placed") else state for key, state in answer[what].items()}
+        return {**answer, what: known} if late and rank == 1 else answer
 
     workers.change = second_rank_is_late
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
-    async with AsyncExitStack() as stack:
-        waiting = asyncio.create_task(loaded(files, stack, mark("base")))
-        await until(lambda: workers.num_calls > 3)
-        assert not waiting.done()
-        late = False
-        window = await waiting
-        await until(lambda: window.gate.is_open)
+    waiting = asyncio.create_task(enter(WorkerFiles(workers, admission), mark("base"), admission))
+    await until(lambda: workers.num_calls > 5)
+    assert not waiting.done()
+    late = False
+    await waiting
 
 
 @pytest.mark.parametrize("what", ["files", "heads"])
@@ -111,39 +120,19 @@ async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admissi
         return {**answer, what: dict.fromkeys(answer[what], failure)} if rank == 1 else answer
 
     workers.change = fail
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
-    async with AsyncExitStack() as stack:
-        with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
-            await loaded(files, stack, mark("base"))
-
-
-async def test_a_gate_opens_when_the_head_is_in_its_place_on_every_rank(admission: Admission):
-    workers, late = Workers(), True
-
-    def second_rank_is_late(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
-        states = {key: "waiting" if state == "placed" else state for key, state in answer["heads"].items()}
-        return {**answer, "heads": states} if late and rank == 1 else answer
-
-    workers.change = second_rank_is_late
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
-    async with AsyncExitStack() as stack:
-        window = await loaded(files, stack, mark("base"))
-        calls = workers.num_calls
-        await until(lambda: workers.num_calls > calls + 2)
-        assert not window.gate.is_open
-        late = False
-        await until(lambda: window.gate.is_open)
+    with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
+        await enter(WorkerFiles(workers, admission), mark("base"), admission)
 
 
 async def test_windows_are_read_for_the_engine_that_computes_them(admission: Admission):
     workers = Workers(num_engines=2)
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    files = WorkerFiles(workers, admission)
     async with AsyncExitStack() as stack:
         windows = [await loaded(files, stack, mark("base", index)) for index in range(3)]
         windows.append(await loaded(files, stack, mark("base", 3), rank=0))
-        assert [window.rank for window in windows] == [0, 1, 0, 0]
+        assert [rank for _, rank in windows] == [0, 1, 0, 0]
         assert [engine for engine, kind, _ in workers.ordered if kind == "read"] == [0, 1, 0, 0]
-        assert windows[0].gate is windows[2].gate is not windows[1].gate
+        assert windows[0][0] is windows[2][0] is not windows[1][0]
         with pytest.raises(RequestError, match="2 is not one of 2 ranks"):
             await loaded(files, stack, mark("base", 4), rank=2)
 
@@ -152,7 +141,7 @@ async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admissio
     """However many windows are asked for at once; those of one reference do not count for another."""
     workers = Workers()
     workers.change = lambda engine, rank, orders, answer: {**answer, "files": dict.fromkeys(answer["files"])}
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
+    files = WorkerFiles(workers, admission)
 
     def read() -> list[str]:
         return [reference for _, kind, reference in workers.ordered if kind == "read"]
@@ -182,17 +171,16 @@ async def test_heads_that_never_come_do_not_keep_others_waiting(admission: Admis
         return {**answer, "heads": states} if is_slow else answer
 
     workers.change = hang
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
-    async with AsyncExitStack() as stack:
-        hung = [asyncio.create_task(loaded(files, stack, mark(f"hangs {number}"))) for number in range(2)]
-        await until(lambda: len(workers.ordered) == 4)
-        good = asyncio.create_task(loaded(files, stack, mark("good")))
-        await until(lambda: (0, "read", "good") in workers.ordered)
-        assert (0, "read head", "good") not in workers.ordered
-        monkeypatch.setattr(worker_files, "SLOW_SECONDS", 0)
-        await good
-        is_slow = False
-        await asyncio.gather(*hung)
+    files = WorkerFiles(workers, admission)
+    hung = [asyncio.create_task(enter(files, mark(f"hangs {number}"), admission)) for number in range(2)]
+    await until(lambda: len(workers.ordered) == 4)
+    good = asyncio.create_task(enter(files, mark("good"), admission))
+    await until(lambda: (0, "read", "good") in workers.ordered)
+    assert (0, "read head", "good") not in workers.ordered
+    monkeypatch.setattr(worker_files, "SLOW_SECONDS", 0)
+    await good
+    is_slow = False
+    await asyncio.gather(*hung)
 
 
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
@@ -218,16 +206,15 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
         "heads": dict.fromkeys(answer["heads"], "read"),
         "is_contended": False,
     }
-    files = WorkerFiles(workers, admission)  # type: ignore[arg-type]
-    async with AsyncExitStack() as stack, admission.request(1, 8) as queue:
-        at_gate = asyncio.create_task(queue.enter("one", 8, 0, (await loaded(files, stack, mark("base"))).gate))
-        unread = asyncio.create_task(loaded(files, stack, mark("base", 1)))
-        unwritten = asyncio.create_task(files.written("ticket", 1000))
-        await asyncio.sleep(0.01)
-        is_gone, admission.is_stopped = True, how == "stops"
-        for waiting in (at_gate, unread, unwritten):
-            with pytest.raises(RequestError, match="shutting down" if how == "stops" else "has died"):
-                await waiting
+    files = WorkerFiles(workers, admission)
+    at_gate = asyncio.create_task(enter(files, mark("base"), admission))
+    unread = asyncio.create_task(enter(files, mark("base", 1), admission))
+    unwritten = asyncio.create_task(files.written("ticket", 1000))
+    await until(lambda: admission._waiting)
+    is_gone, admission.is_stopped = True, how == "stops"
+    for waiting in (at_gate, unread, unwritten):
+        with pytest.raises(RequestError, match="shutting down" if how == "stops" else "has died"):
+            await waiting
 
 
 async def test_two_may_wait_for_the_same_file(admission: Admission):

@@ -1,5 +1,6 @@
 """A worker's `RowScorer` on the CPU, of a model whose logits are linear in its hidden states."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,12 @@ def make_scorer(
     """A scorer whose working memory holds so many rows, each with its target."""
     shape = LogitsShape(vocab, 4)
     return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, mode, group, windows)
+
+
+def let_all_be_written(windows: ReferenceWindows) -> None:
+    """Wait until no thread of a worker has anything to do."""
+    while windows._threads._lanes:
+        time.sleep(0.001)
 
 
 class LinearWorker:
@@ -56,3 +63,17 @@ class LinearWorker:
         """The rows of a request that is computed in one step."""
         self.scorer.begin("whole", spec)
         return self.step("whole", 0, hidden_states, torch.tensor(token_ids), len(token_ids))
+
+    def together(self, specs: dict[str, RowSpec], hidden_states: torch.Tensor, token_ids: list[int]) -> dict[str, Any]:
+        """The rows of several requests of the same prompt in one step, with others' tokens around the second."""
+        parts, states, targets = [], [], []
+        nothing = torch.full((2, hidden_states.shape[1]), torch.nan)
+        for number, (name, spec) in enumerate(specs.items()):
+            if number in (1, 2):
+                states.append(nothing)
+                targets += [0, 0]
+            self.scorer.begin(name, spec)
+            parts.append(StepPart(name, 0, len(targets), len(token_ids), len(token_ids)))
+            states.append(hidden_states)
+            targets += [*token_ids[1:], 0]
+        return self.scorer.score(parts, torch.cat(states), torch.tensor(targets), self.logits_fn)

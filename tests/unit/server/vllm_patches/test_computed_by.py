@@ -23,13 +23,9 @@ class Layer(torch.nn.Module):
             setattr(self, name, value)
 
 
-class Attention(torch.nn.Module):
-    def __init__(self, name: str, **impl: Any) -> None:
-        super().__init__()
-        self.name, self.impl = name, SimpleNamespace(**impl)
-
-    def get_attn_backend(self) -> Any:
-        return SimpleNamespace(get_name=lambda: self.name)
+def attention(name: str, **impl: Any) -> Layer:
+    backend = SimpleNamespace(get_name=lambda: name)
+    return Layer(impl=SimpleNamespace(**impl), get_attn_backend=lambda: backend)
 
 
 def default_unquantized_gemm() -> None: ...
@@ -53,9 +49,9 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
         *(Layer(quant_method=made("CTLinearMethod"), scheme=made("W4A16", kernel=MACHETE)) for _ in range(2)),
         Layer(quant_method=made("ModularMethod", moe_kernel=EXPERTS, old_quant_method=made("Fp8MoEMethod"))),
         Layer(quant_method=None),
-        Attention("FLASH_ATTN", vllm_flash_attn_version=3),
-        Attention("GDN_ATTN"),
-        Attention("GDN_ATTN"),
+        attention("FLASH_ATTN", vllm_flash_attn_version=3),
+        attention("GDN_ATTN"),
+        attention("GDN_ATTN"),
     ]
     described = describe_worker(worker(layers))
     assert described is not None

@@ -68,47 +68,31 @@ def servers(count: int, **bounds: Any) -> list[Client]:
     return [Client(SharedAdmissionStats(shared[index], count, index), **bounds) for index in range(count)]
 
 
-def test_scoring_uses_nothing_of_the_bound_on_requests():
-    client = Client(requests=3)
-    client.score(50)
-    client.generate(2)
-    client.check_admission()
-    with pytest.raises(QueueOverflowError):
-        client.check_admission(2)
-
-
-def test_scoring_uses_nothing_of_the_bound_on_tokens():
-    client = Client(tokens=20)
+@pytest.mark.parametrize(
+    ("bounds", "refused"), [({"requests": 2}, QueueOverflowError), ({"tokens": 20}, MaxQueuedTokensError)]
+)
+def test_scoring_uses_nothing_of_a_bound_and_none_refuses_it(bounds: dict[str, int], refused: type[Exception]):
+    client = Client(**bounds)
     client.score(50)
     client.generate(1)
     client.check_admission()
     client.add("cmpl-of-ten-more-tokens", SamplingParams(max_tokens=1, detokenize=False))
-    with pytest.raises(MaxQueuedTokensError):
+    with pytest.raises(refused):
         client.check_admission()
-
-
-def test_neither_bound_refuses_scoring():
-    client = Client(requests=0, tokens=0)
     with exempt_from_queue_bounds():
         client.check_admission(9)
-    with pytest.raises(QueueOverflowError):
-        client.check_admission()
 
 
 def test_scores_use_nothing_of_a_bound_that_two_servers_share():
     scoring, generating = servers(2, requests=3)
     scoring.score(50)
-    scoring.generate(1)
-    generating.generate(1)
+    generating.generate(2)
     generating.check_admission()
     with pytest.raises(QueueOverflowError):
         generating.check_admission(2)
-
-
-def test_scores_that_end_allow_no_more_generation_than_the_bound():
-    scoring, generating = servers(2, requests=3)
+    generating.end("cmpl-0", "cmpl-1")
     scoring.generate(3)
-    scoring.score(50)
+    # And allow no more when they end.
     scoring.end(*(f"score-{number}" for number in range(50)))
     with pytest.raises(QueueOverflowError):
         generating.check_admission()

@@ -1,10 +1,10 @@
 """Windows in an engine worker: hidden states of steps in, files and rows out."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,10 @@ from scoremode_server.kernels import kl_divergence
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.vllm_patches.lm_head import LMHead
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
-from scoremode_server.vllm_patches.row_scorer import StepPart
+from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, files
-from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, make_scorer
-from tests.unit.server.vllm_patches.written import let_all_be_written
+from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
 
 VOCAB = 100
 CPU = torch.device("cpu")
@@ -42,6 +40,8 @@ SPLITS = [(first, second) for first in range(NUM_FED) for second in range(first,
 class Room:
     """A head that is there at once."""
 
+    is_contended = False
+
     def find(self, key: str, *, local: bool) -> ReferenceHead:
         return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
 
@@ -51,20 +51,25 @@ def spec(action: Any, first: int, index: int = 0, num_top: int = 0, identity: st
     return RowSpec(first, TOKENS[-1], num_top, window=mark)
 
 
+def project(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states @ WEIGHT
+
+
+def read(windows: ReferenceWindows, *specs: RowSpec) -> None:
+    """As the API server has it, which sends a window once it was read, or could not be."""
+    marks = [wanted.window for wanted in specs if wanted.window is not None]
+    windows.exchange("test", Orders(read=[asdict(mark) for mark in marks]), pinned=False)
+    while any(windows._file_state(mark.ticket) is None for mark in marks):
+        time.sleep(0.001)
+
+
 def add(windows: ReferenceWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
-    """Begin a window as the API server has it, which sends it once it was read, or could not be."""
-    mark = wanted.window
-    assert mark is not None
-    if mark.action == "compare":
-        windows._read[mark.ticket] = windows._threads.submit("base", partial(windows._read_shard, mark, False))
-        wait([windows._read[mark.ticket]])
-    worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), lambda states: states @ WEIGHT)
+    """Begin a window."""
+    if wanted.window is not None and wanted.window.action == "compare":
+        read(windows, wanted)
+    worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), project)
     worker.scorer.begin(name, wanted)
     return worker
-
-
-def failure(windows: ReferenceWindows, ticket: str) -> str | None:
-    return windows._outcomes.get(ticket)
 
 
 def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> LogprobsTensors | None:
@@ -143,20 +148,10 @@ def test_a_compared_window_is_the_same_however_its_prompt_is_split(
             assert torch.equal(tokens[:, width:-1], expected.reference.tokens)
             assert torch.equal(tokens[:, -1], expected.reference.ranks)
             assert torch.equal(ranks, expected.served.ranks)
-            assert torch.allclose(logprobs[:, :width], expected.served.logprobs)
-            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs)
+            assert torch.allclose(logprobs[:, :width], expected.served.logprobs())
+            assert torch.allclose(logprobs[:, width:-3], expected.reference.logprobs())
             divergences = (expected.kld, expected.reverse_kld, expected.acceptance)
             assert torch.allclose(logprobs[:, -3:], torch.stack(divergences, 1), atol=1e-6)
-
-
-def test_a_preempted_window_begins_again(tmp_path: Path):
-    reference = create(tmp_path)
-    with windows_in(tmp_path) as windows:
-        assert steps(add(windows, spec("record", 3)), 4, 6) is None
-        rows = steps(add(windows, spec("record", 3)), 5, NUM_FED)
-        assert rows is not None
-        assert torch.allclose(rows.logprobs, whole_rows(3)[1])
-    assert torch.equal(reference.read_shard(0)[0], STATES[2:])
 
 
 def test_hidden_states_are_stored_as_they_were_when_they_came(tmp_path: Path):
@@ -191,7 +186,7 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
         assert rows is not None
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
     assert reference.recorded() == set()
-    assert failure(windows, "one 0") == "the model computed NaN"
+    assert windows._file_state("one 0") == "the model computed NaN"
 
 
 def damaged(reference: StoredReference) -> None:
@@ -214,16 +209,15 @@ def of_another_size(reference: StoredReference) -> None:
         lambda reference: (reference.path / "manifest.json").write_text("{}"),
     ],
 )
-@pytest.mark.parametrize("num_top", [0, 3])
 def test_unreadable_files_give_rows_that_are_not_numbers(
-    reference: StoredReference, harm: Callable[[StoredReference], Any], num_top: int
+    reference: StoredReference, harm: Callable[[StoredReference], Any]
 ):
     """As wide as the others, so that nothing depends on which it is."""
     with windows_in(reference.path.parent) as windows:
-        good = steps(add(windows, spec("compare", 1, 0, num_top)), NUM_FED)
+        good = steps(add(windows, spec("compare", 1, 0, 3)), NUM_FED)
     harm(reference)
     with windows_in(reference.path.parent) as windows:
-        bad = steps(add(windows, spec("compare", 1, 0, num_top)), 4, NUM_FED)
+        bad = steps(add(windows, spec("compare", 1, 0, 3)), 4, NUM_FED)
     assert good is not None
     assert bad is not None
     for one, other in zip(good[:3], bad[:3], strict=True):
@@ -238,26 +232,13 @@ def test_another_reference_of_the_name_is_not_read_and_not_written_to(reference:
         assert rows is not None
         assert rows.logprobs.isnan().all()
         steps(add(windows, spec("record", 1, identity="deleted")), NUM_FED)
-    assert failure(windows, "deleted 0") == "another reference has the name 'base' now"
+    assert windows._file_state("deleted 0") == "another reference has the name 'base' now"
     assert files(reference.path) == before
-
-
-def test_a_name_may_be_given_again_while_a_window_is_computed(reference: StoredReference):
-    root = reference.path.parent
-    with windows_in(root) as windows:
-        steps(add(windows, spec("record", 1)), NUM_FED)
-        window = add(windows, spec("record", 1, 1))
-        steps(window, 5)
-        ReferenceDirectory(root).delete("base")
-        create(root, identity="two")
-        window.step("request", 5, STATES[5:], torch.tensor(TOKENS[:-1]), NUM_FED)
-    assert failure(windows, "one 1") == "another reference has the name 'base' now"
-    assert ReferenceDirectory(root).open("base").recorded() == set()
 
 
 def test_a_head_that_is_not_in_its_place_gives_no_numbers(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
-        windows.heads = SimpleNamespace(find=lambda key, local: None)  # type: ignore[assignment]
+        windows.heads = SimpleNamespace(find=lambda key, local: None, is_contended=False)  # type: ignore[assignment]
         rows = steps(add(windows, spec("compare", 1)), NUM_FED)
     assert rows is not None
     assert rows.logprobs.isnan().all()
@@ -267,37 +248,29 @@ def test_all_ranks_compare_or_none_does(reference: StoredReference):
     """A rank that has all its files, next to one that lacks those of one window."""
 
     def all_gather(answers: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat((answers, torch.tensor([1.0, 0.0][: len(answers)])))
+        return torch.cat((answers, torch.tensor([1.0, 0.0])))
 
     others = SimpleNamespace(world_size=2, rank_in_group=0, device=CPU, all_gather=all_gather)
+    specs = {"first": spec("compare", 1), "second": spec("compare", 2, 1)}
     with windows_in(reference.path.parent) as windows:
-        worker = add(windows, spec("compare", 1), "first", others)
-        worker.scorer._examined = worker.logits_fn, LMHead(lambda states: states @ WEIGHT, 1, None, None)
-        mark = spec("compare", 2, 1).window
-        assert mark is not None
-        windows._read[mark.ticket] = windows._threads.submit("base", partial(windows._read_shard, mark, False))
-        wait([windows._read[mark.ticket]])
-        worker.scorer.begin("second", spec("compare", 2, 1))
-        parts = [StepPart(name, 0, NUM_FED * row, NUM_FED, NUM_FED) for row, name in enumerate(("first", "second"))]
-        targets = torch.tensor([*TOKENS[1:-1], 0, *TOKENS[1:-1], 0])
-        found = worker.scorer.score(parts, STATES.repeat(2, 1), targets, worker.logits_fn)
+        read(windows, *specs.values())
+        worker = LinearWorker(make_scorer(VOCAB, windows, group=others), project)
+        worker.scorer._examined = worker.logits_fn, LMHead(project, 1, None, None)
+        found = worker.together(specs, STATES, TOKENS[:-1])
     assert not found["first"].logprobs.isnan().any()
     assert found["second"].logprobs.isnan().all()
 
 
 def test_windows_of_one_reference_are_compared_together(reference: StoredReference):
+    specs = {str(index): spec("compare", first, index) for index, first in enumerate(FIRSTS)}
     with windows_in(reference.path.parent) as windows:
-        alone = [steps(add(windows, spec("compare", first, index)), NUM_FED) for index, first in enumerate(FIRSTS)]
-        worker = LinearWorker(make_scorer(VOCAB, windows, chunk=1000), lambda states: states @ WEIGHT)
-        for index, first in enumerate(FIRSTS):
-            worker.scorer.begin(str(index), spec("compare", first, index))
-        parts = [StepPart(str(index), 0, NUM_FED * index, NUM_FED, NUM_FED) for index in range(len(FIRSTS))]
-        targets = torch.tensor([*TOKENS[1:-1], 0] * len(FIRSTS))
-        found = worker.scorer.score(parts, STATES.repeat(len(FIRSTS), 1), targets, worker.logits_fn)
+        alone = [steps(add(windows, wanted), NUM_FED) for wanted in specs.values()]
+        worker = LinearWorker(make_scorer(VOCAB, windows, chunk=1000), project)
+        found = worker.together(specs, STATES, TOKENS[:-1])
     assert worker.num_projected == [7 + 6 + 4 + 2 + 1]
-    for index, expected in enumerate(alone):
+    for rows, expected in zip(found.values(), alone, strict=True):
         assert expected is not None
-        for one, other in zip(found[str(index)][:3], expected[:3], strict=True):
+        for one, other in zip(rows[:3], expected[:3], strict=True):
             assert torch.allclose(one, other, atol=1e-6)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
+from scoremode_server.vllm_patches.row_scorer import RowScorer
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import LinearWorker, make_scorer
 
@@ -87,16 +87,7 @@ SPECS = {
 def test_requests_of_one_step_are_computed_in_groups(chunk: int):
     """Next to each other and not, with the tokens of other requests between."""
     worker = LinearWorker(make_scorer(VOCAB, chunk=chunk), project)
-    parts, states, targets = [], [torch.full((2, HIDDEN), torch.nan)], [0, 0]
-    for name, spec in SPECS.items():
-        worker.scorer.begin(name, spec)
-        parts.append(StepPart(name, 0, len(targets), NUM_FED, NUM_FED))
-        states.append(STATES)
-        targets += [*TOKENS[1:-1], 0]
-        if name == "more":
-            states.append(torch.full((1, HIDDEN), torch.nan))
-            targets.append(0)
-    found = worker.scorer.score(parts, torch.cat(states), torch.tensor(targets), worker.logits_fn)
+    found = worker.together(SPECS, STATES, TOKENS[:-1])
     assert found.keys() == SPECS.keys()
     for name, spec in SPECS.items():
         check(found[name], spec, spec.first)

@@ -67,22 +67,17 @@ def test_the_identity_has_all_that_decides_rows_but_not_num_top():
     assert len({each.identity for each in several}) == len(several)
 
 
-FORGED = SamplingParams(extra_args={ROWS: {}, "other": 1})
-
-
-@pytest.mark.parametrize("params", [FORGED, SamplingParams(extra_args={ROWS: None})])
-async def test_forged_specs_are_refused(params: SamplingParams):
+@pytest.mark.parametrize("forged", [{ROWS: {}, "other": 1}, {ROWS: None}])
+async def test_forged_specs_are_refused(forged: dict[str, Any]):
+    engine, params = guarded_engine(), SamplingParams(extra_args=forged)
     with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
-        await guarded_engine().add_request("id", "prompt", params)
+        await engine.add_request("id", "prompt", params)
     with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
-        await guarded_engine().add_request(request_id="id", prompt="prompt", params=params)
+        await engine.add_request(request_id="id", prompt="prompt", params=params)
     with pytest.raises(ValueError, match=f"{ROWS} cannot be set"):
         ScoringParams.of(params, RowSpec())
-
-
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()])
-async def test_other_requests_pass(params: Any):
-    assert (await guarded_engine().add_request("id", "prompt", params))[2] is params
+    for others in (SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()):
+        assert (await engine.add_request("id", "prompt", others))[2] is others
 
 
 async def test_all_workers_of_all_engines_are_asked():

@@ -1,6 +1,6 @@
 """The patched V1 model runner: the replaced method next to vLLM's own on the same made-up steps."""
 
-from pathlib import Path
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +12,10 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.vllm_patches import runner_v1
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer
-from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
-from tests.unit.server.references.reference_setup import create
+from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, make_scorer
-from tests.unit.server.vllm_patches.written import let_all_be_written
 
 MEBIBYTE = 1024**2
 STOCK = GPUModelRunner._get_prompt_logprobs_dict
@@ -54,6 +50,10 @@ class Runner:
     def _sync_device(self) -> None:
         self.synchronized += 1
 
+    def preempt(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.requests[name].num_computed_tokens = 0
+
     def step(self, compute: Any, scheduled: dict[str, int], hidden_states: torch.Tensor) -> dict[str, Any]:
         """One step of vLLM's: prompt logprobs, then the computed tokens move on."""
         self.input_batch = SimpleNamespace(req_id_to_index={name: row for row, name in enumerate(scheduled)})
@@ -80,29 +80,31 @@ def _request(name: str, tokens: list[int] | None, num_top: int | None) -> Cached
 
 STEPS = [
     {"whole": 20, "parts": 7, "embedded": 5},
-    {"parts": 7, "long": 9},
+    {"parts": 7, "long": 9, "again": 6},
     # Decoding steps of `whole`; `parts` and `exact` stop one token short of their ends, and have no rows in their last.
     {"whole": 1, "parts": 1, "long": 1},
-    {"parts": 1, "exact": 11, "long": 4},
+    {"parts": 1, "exact": 11, "long": 4, "again": 5},
     {"exact": 1, "long": 13},
-    {"short": 1, "long": 5, "parts": 1},
+    {"short": 1, "long": 5, "parts": 1, "again": 4},
 ]
-LENGTHS = {"whole": 20, "parts": 16, "exact": 12, "long": 32, "short": 1}
+PREEMPTED = {"again": 3}
+"""Before which step."""
+LENGTHS = {"whole": 20, "parts": 16, "exact": 12, "long": 32, "short": 1, "again": 9}
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
-@pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
+@pytest.mark.parametrize(("mode", "chunk"), [("raw_logprobs", 1), ("raw_logprobs", 7), ("raw_logits", 1000)])
 def test_chunks_are_what_vllm_computes_at_once(mode: str, chunk: int):
     generator = torch.Generator().manual_seed(5)
     prompts: dict[str, list[int] | None] = {
         name: torch.randint(VOCAB, (length,), generator=generator).tolist() for name, length in LENGTHS.items()
     }
-    num_top = {"whole": 0, "parts": 5, "exact": VOCAB, "long": 3, "short": 2, "embedded": 1}
+    num_top = {"whole": 0, "parts": 5, "exact": VOCAB, "long": 3, "short": 2, "embedded": 1, "again": 0}
     stock, ours = (Runner({**prompts, "embedded": None}, num_top, mode) for _ in range(2))
-
     bounded = computing(make_scorer(VOCAB, chunk=chunk, mode=mode))
     finished = set()
-    for scheduled in STEPS:
+    for number, scheduled in enumerate(STEPS):
+        for runner in (stock, ours):
+            runner.preempt(name for name, before in PREEMPTED.items() if before == number)
         hidden_states = torch.randn(sum(scheduled.values()), HIDDEN, generator=generator)
         expected, actual = stock.step(STOCK, scheduled, hidden_states), ours.step(bounded, scheduled, hidden_states)
         # A prompt of one token has no rows.
@@ -130,50 +132,6 @@ def test_rows_from_the_prefix_cache_are_left_out_or_not_numbers(spec: RowSpec | 
     results = runner.step(computing(make_scorer(VOCAB)), {"one": 6}, torch.zeros(6, HIDDEN))
     expected = [False] * 5 if spec else [True] * 4 + [False] * 5
     assert results["one"].logprobs.isnan().squeeze(1).tolist() == expected
-
-
-WINDOW_LENGTHS = {"window": 9, "ordinary": 10}
-WINDOW_STEPS = [
-    {"window": 5, "ordinary": 5},
-    # Preempted, and begun again.
-    {"ordinary": 2},
-    {"window": 5},
-    {"ordinary": 3, "window": 4},
-]
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_windows_and_ordinary_requests_in_one_batch(tmp_path: Path, chunk: int):
-    generator = torch.Generator().manual_seed(5)
-    prompts = {
-        name: torch.randint(VOCAB, (length,), generator=generator).tolist() for name, length in WINDOW_LENGTHS.items()
-    }
-    states = {name: torch.randn(length, HIDDEN, generator=generator) for name, length in WINDOW_LENGTHS.items()}
-    runner = Runner(prompts, {"window": 0, "ordinary": 0}, "raw_logprobs")
-    reference, windows = create(tmp_path), ReferenceWindows(ReferenceDirectory(tmp_path))
-    spec = RowSpec(4, 17, window=WindowMark("record", "base", "one", 2, num_scored=6))
-    runner.requests["window"].sampling_params = SamplingParams(extra_args=spec.as_extra_args())
-    scorer = make_scorer(VOCAB, windows, chunk=chunk)
-    results: dict[str, Any] = {}
-    for scheduled in WINDOW_STEPS:
-        if "window" not in scheduled:
-            runner.requests["window"].num_computed_tokens = 0
-        of_step = [
-            states[name][(start := runner.requests[name].num_computed_tokens) : start + count]
-            for name, count in scheduled.items()
-        ]
-        results |= runner.step(computing(scorer), scheduled, torch.cat(of_step))
-    assert results.keys() == WINDOW_LENGTHS.keys()
-    assert not any(map(scorer.get, WINDOW_LENGTHS))
-    let_all_be_written(windows)
-    weight = runner.model.compute_logits(torch.eye(HIDDEN))
-    for name, first, targets in (("ordinary", 1, prompts["ordinary"][1:]), ("window", 4, [*prompts["window"][4:], 17])):
-        logits = states[name][first - 1 : first - 1 + len(targets)] @ weight
-        expected = logits.log_softmax(1).gather(1, torch.tensor(targets)[:, None])
-        assert torch.allclose(results[name].logprobs, expected, rtol=0, atol=1e-5)
-    hidden_states, logprobs = reference.read_shard(2)
-    assert torch.equal(hidden_states, states["window"][3:])
-    assert torch.equal(logprobs, results["window"].logprobs[:, 0])
 
 
 def test_rows_of_requests_that_have_ended_are_dropped():

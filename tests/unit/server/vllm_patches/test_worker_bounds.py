@@ -15,8 +15,8 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import WindowMark
-from tests.unit.server.references.reference_setup import HEAD, HIDDEN, create, manifest, random_shard
-from tests.unit.server.vllm_patches.written import let_all_be_written
+from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
+from tests.unit.server.vllm_patches.linear_scorer import let_all_be_written
 
 WINDOW_BYTES = 5 * HIDDEN * 4
 
@@ -61,7 +61,7 @@ def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatc
     let_all_be_written(windows)
     assert windows.root.open("base").recorded() == set(range(40))
     assert told(windows, "0", "39") == ["", ""]
-    assert not windows._unwritten
+    assert not windows._unwritten.total()
 
 
 def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
@@ -70,11 +70,11 @@ def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWind
 
     create(windows.root.root)
     monkeypatch.setattr(tensor_files, "save_file", full)
-    monkeypatch.setattr(reference_windows, "MAX_OUTCOMES", 10)
+    monkeypatch.setattr(reference_windows, "MAX_WRITTEN", 10)
     for index in range(30):
         finish(windows, index)
         let_all_be_written(windows)
-    assert len(windows._outcomes) == 10
+    assert len(windows._written) == 10
     assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
 
 
@@ -93,17 +93,16 @@ def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
-@pytest.mark.parametrize(("setting", "expected"), [(None, 2 * HEAD.num_bytes), (5, 5), (0, 0)])
+@pytest.mark.parametrize(
+    ("setting", "largest", "expected"), [(None, 0, 1800), (None, 5000, 5000), (5, 5000, 5), (0, 1, 0)]
+)
 def test_room_for_heads_is_what_is_set_or_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: int | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, setting: int | None, largest: int, expected: int
 ):
-    monkeypatch.setattr(install, "reference_directory", lambda: tmp_path)
-    absurd = HEAD.model_copy(update={"hidden_size": 10**12})
-    ReferenceDirectory(tmp_path).create("absurd", manifest("absurd", absurd), create(tmp_path, "some").text)
-    wider = HEAD.model_copy(update={"hidden_size": 2 * HIDDEN})
-    reference = ReferenceDirectory(tmp_path).create("wider", manifest("wider", wider), create(tmp_path, "any").text)
-    reference.write_head(torch.zeros(HEAD.vocab_size, 2 * HIDDEN, dtype=torch.bfloat16), None)
-    model = SimpleNamespace(
-        get_vocab_size=lambda: HEAD.vocab_size, get_hidden_size=lambda: HIDDEN, dtype=torch.bfloat16
+    """Needed by the served model of 100 tokens, or by a reference."""
+    monkeypatch.setattr(install, "reference_directory", lambda: Path("root"))
+    monkeypatch.setattr(
+        ReferenceDirectory, "largest_head", lambda self, vocab_size, seconds: largest * (vocab_size == 100)
     )
+    model = SimpleNamespace(get_vocab_size=lambda: 100, get_hidden_size=lambda: 8, dtype=torch.bfloat16)
     assert install.room_for_heads(setting, model) == expected
