@@ -19,13 +19,13 @@ Floats = NDArray[np.float64]
 MIN_UNITS = 20
 """With fewer there are not enough blocks for an interval."""
 FEW_WINDOWS = 40
-"""Windows fewer than these are cut, into as many segments at least where they have the tokens."""
+"""A text with fewer windows is cut into at least so many segments, if it is long enough."""
 MANY_UNITS = 2000
 """More windows than these are joined: an interval gains nothing by them, and resamples take longer."""
 _MIN_SEGMENT = 16
 """Tokens of the shortest segment."""
 _MIN_BLOCKS = 4
-_LEVEL = 0.975
+_QUANTILE = 0.975
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ def resample(
         watched: [targets, figures], what blocks are made long enough for: the longest that one of them wants.
         window_sizes: [windows], targets of each.
         num_resamples: How many to draw.
-        seed: Of the random numbers.
+        seed: Of the random numbers that draw them.
     """
     units = cut_units(window_sizes)
     num_units = len(units.sizes)
@@ -116,9 +116,9 @@ def resample(
 def block_length(units: Units, watched: Floats) -> int:
     """Mean length of blocks, in units.
 
-    It is twice what keeps the error of s least (`arch.bootstrap.optimal_block_length`), for an interval suffers more
-    from dependence that blocks cut than from few blocks, which t(f) allows for. It is the cube root of the number of
-    units at least, for dependence that the estimate misses, and a quarter of them at most.
+    Twice the length with the smallest error of s (`arch.bootstrap.optimal_block_length`): short blocks make an interval
+    too narrow, and for few blocks t(f) makes up. At least the cube root of the number of units, for dependence that the
+    estimate misses, and at most a quarter of them.
     """
     num_units = len(units.sizes)
     lengths: list[float] = [num_units ** (1 / 3)]
@@ -135,4 +135,4 @@ def _factor(num_units: int, length: int) -> float:
     kept = 1 - 1 / length
     freedom = num_units * (1 - kept**2) / (1 + kept**2) - 1
     lost = (1 + kept) / (1 - kept) / num_units
-    return float(stdtrit(freedom, _LEVEL)) / math.sqrt(1 - lost)
+    return float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost)

@@ -118,7 +118,7 @@ def _result(
     if sequence.column:
         logprobs = np.append(logprobs[:-1], rows.logprobs[-1, sequence.column])
     scored = json_logprobs(logprobs)
-    chosen = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
+    candidate_logprobs = rows.logprobs[:, 1 : 1 + sequence.num_candidates]
     first_top = 1 + scored_by.num_candidates
     top = slice(first_top, first_top + request.top_logprobs)
     top_ids, top_logprobs = rows.token_ids[:, top], rows.logprobs[:, top]
@@ -142,7 +142,7 @@ def _result(
     if request.encoding_format == "base64":
         result["logprobs"] = as_base64(_padded(logprobs, num_without, np.nan).astype("<f4"))
         if sequence.candidates is not None:
-            padded = _padded(chosen, num_without, np.nan)
+            padded = _padded(candidate_logprobs, num_without, np.nan)
             result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": as_base64(padded.astype("<f4"))}
         if request.top_logprobs:
             padded_ids = _padded(top_ids, num_without, -1)
@@ -150,7 +150,7 @@ def _result(
         return result
     result["logprobs"] = _padded(scored, num_without, np.nan)
     if sequence.candidates is not None:
-        result["candidate_logprobs"] = [*[None] * num_without, *json_logprobs(chosen).tolist()]
+        result["candidate_logprobs"] = [*[None] * num_without, *json_logprobs(candidate_logprobs).tolist()]
     if request.top_logprobs:
         texts = strings.texts_of if request.return_tokens else None
         result["top_logprobs"] = [*[None] * num_without, *top_entries(top_ids, top_logprobs, texts)]
@@ -158,7 +158,7 @@ def _result(
 
 
 def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> bool:
-    """Whether the last token would have rank 1 in the last row of a pass that it shares: no other is as likely."""
+    """Whether the last token, a candidate of the last row of a pass that it shares, is the only most likely one."""
     first, second = rows.logprobs[-1, first_top : first_top + 2]
     return bool(rows.token_ids[-1, first_top] == sequence.token_ids[-1] and first > second)
 

@@ -21,7 +21,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """How much an engine is given at once, all of its replicas together."""
+    """What an engine is given at once, all of its replicas together, and what may wait for it."""
 
     tokens: int
     """Tokens to compute, of all sequences in it. The last sequence may exceed this."""
@@ -125,13 +125,14 @@ class Admission:
             )
         if self.num_tokens and self.num_tokens + max(num_tokens, 1) > most:
             raise BusyError(
-                f"{self.num_tokens} tokens are waiting to be scored, of at most {most} (--max-scoring-tokens)", None
+                f"{self.num_tokens} of this server's {most} tokens are taken (--max-scoring-tokens): try again later",
+                None,
             )
 
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none if it counts each when it begins. The timeout
-        cancels the task that enters, so do not enter in a generator that yields within: its reader would be cancelled.
+        cancels the current task, so do not use this in a generator that yields within: it would cancel the consumer.
 
         Raises:
             OverdueError: it took longer than `--request-timeout`.
@@ -165,7 +166,7 @@ class Admission:
         try:
             yield
         except asyncio.CancelledError:
-            # Unless the client has left as well.
+            # If the client has left as well, it stays cancelled.
             if self.is_stopped and not task.uncancel():
                 raise stopping() from None
             raise
@@ -245,8 +246,8 @@ class Admission:
         free_tokens = self.size.tokens - self._num_computing
         if num_free <= 0 or free_tokens <= 0:
             return None
-        is_kept = num_free == 1 or free_tokens <= self.size.reserved_tokens
-        return next((queue for queue in queues if not is_kept or queue.num_running <= 1), None)
+        is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
+        return next((queue for queue in queues if not is_reserved or queue.num_running <= 1), None)
 
     def _count(self, queue: "RequestQueue", num_tokens: int, num_running: int, gate: Gate | None) -> None:
         self._num_computing += num_tokens
@@ -297,8 +298,8 @@ class RequestQueue:
         self.add(-1, -num_tokens)
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: int = 1) -> AsyncGenerator[T, None]:
-        """The results of coroutines that score one sequence each, in order. As many run as the engine can use, with
-        `loads` times its tokens. If the request was accepted without sequences, each counts when it is taken.
+        """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at
+        once, and if sequences count as they begin, of `loads` times `size.tokens`.
 
         A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM rebuilds
         its queue for each call.

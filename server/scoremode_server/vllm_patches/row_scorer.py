@@ -34,8 +34,8 @@ from scoremode_server.vllm_patches.reference_windows import ComparedWindow, Reco
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
 COMPARISON_BUDGETS = 4
-"""A comparison holds both sides' logits, and takes so many times the budget of prompt logprobs on a GPU: on an H200 and
-a model of 1B, chunks of 2,048 rows take 6 % less time than chunks of 512."""
+"""On a GPU a comparison, which holds both sides' logits, may use so many times the budget, because larger chunks are
+faster: 2,048 rows take 6 % less time than 512 on an H200 and a model of 1B."""
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, columns], ranks [rows]."""
@@ -47,13 +47,13 @@ class StepPart:
 
     request_id: str
     position: int
-    """Of the first of its tokens."""
+    """Of its first token in the prompt."""
     row: int
-    """Where the first hidden state is among those of the step."""
+    """Of its first hidden state among those of the step."""
     num_tokens: int
-    """Those after the prompt, placeholders for drafts, are left out."""
+    """Scheduled tokens; any after the prompt are placeholders for drafts, which are ignored."""
     num_fed: int
-    """Tokens of the prompt."""
+    """Tokens of the whole prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +65,11 @@ class RequestRows:
     """[1 or rows, m] int32."""
     window: RecordedWindow | ComparedWindow | None
     end: int = 0
-    """The position after the last one that was computed."""
+    """The position after the last computed one."""
     parts: list[LogprobsTensors] = field(default_factory=list)
 
     def finish(self) -> LogprobsTensors | None:
-        """All rows that were computed, once there are no more."""
+        """Finish the window, if there is one, and return all computed rows."""
         if isinstance(self.window, RecordedWindow):
             self.window.finish()
         return LogprobsTensors.cat(self.parts) if self.parts else None
@@ -81,11 +81,11 @@ class _Piece:
 
     request: RequestRows
     first: int
-    """The first of them among the request's."""
+    """Index of the first row among the request's."""
     rows: slice
-    """Of the step."""
+    """Where they are in the step's hidden states."""
     num_wanted: int
-    """Less than all where the last one has no target."""
+    """Rows with a target: all, or all but the last."""
 
     @property
     def compared(self) -> ComparedWindow | None:
@@ -98,8 +98,8 @@ class _Piece:
         own = self.request.spec.has_own_candidates
         return table[self.first : self.first + num_rows] if own else table.expand(num_rows, -1)
 
-    def take(self, columns: Columns, start: int, hidden_states: torch.Tensor) -> None:
-        """Keep the rows of a group from `start` on that are the request's."""
+    def store(self, columns: Columns, start: int, hidden_states: torch.Tensor) -> None:
+        """Store these rows with the request; they begin at `start` in the columns of their group."""
         tokens, logprobs, ranks = (column[start : start + self.num_wanted] for column in columns)
         spec, window = self.request.spec, self.request.window
         if not self.compared and spec.num_top >= 0:
@@ -145,7 +145,7 @@ class RowScorer:
         return self._requests.get(request_id)
 
     def drop(self, request_id: str) -> None:
-        """The request has ended, or is preempted."""
+        """Forget a request that has ended or was preempted."""
         self._requests.pop(request_id, None)
 
     def keep_only(self, request_ids: Container[str]) -> None:
@@ -163,7 +163,7 @@ class RowScorer:
             targets: [tokens] int64, the token after each; those that are not fed are filled in here.
 
         Returns:
-            By request whose prompt has ended, the rows of all targets but those of positions before its first step's.
+            The rows of each request whose prompt is complete, by id; none of positions that no step computed.
         """
         head = self._head(logits_fn, hidden_states)
         pieces, ended, last_rows, last_tokens = [], [], [], []
@@ -192,7 +192,7 @@ class RowScorer:
     def reserve(self, runner: Any, hidden_states: torch.Tensor) -> None:
         """Compute the largest chunks, and allocate the memory for references' heads, while vLLM profiles."""
         head = self._head(runner.model.compute_logits, hidden_states)
-        # Chunks have more rows where fewer tokens of a row are wanted; either can be the larger.
+        # Without top tokens a chunk has more rows, with them more bytes per row: either may need more memory.
         for num_top in (0, RESERVED_TOP):
             rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
             targets, states = _zeros(rows, hidden_states)
@@ -204,14 +204,15 @@ class RowScorer:
             self._compared(targets, states, states, head, reference, RESERVED_TOP)
 
     def _head(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LMHead:
-        """How to project; found out again if the model is another one."""
+        """The LM head, examined again if the model is another one."""
         if self._examined is None or self._examined[0] != logits_fn:
             head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self._group)
             self._examined = logits_fn, head
         return self._examined[1]
 
     def _groups(self, pieces: Sequence[_Piece], head: LMHead) -> Iterable[list[_Piece]]:
-        """Pieces that are computed together; those that a rank cannot compare get rows of NaN."""
+        """Group pieces that one call of a kernel can compute. Those whose reference's head a rank lacks get rows of
+        NaN: the ranks agree on them, so all must come here together."""
         groups: dict[Hashable, list[_Piece]] = {}
         local = head.shard is not None
         found = [window.head(local=local) is not None for piece in pieces if (window := piece.compared)]
@@ -229,11 +230,11 @@ class RowScorer:
         return groups.values()
 
     def _is_fused(self, spec: RowSpec) -> bool:
-        """Modes of logits, and more of the top tokens than `fused_logprobs` finds, are vLLM's."""
+        """Whether `fused_logprobs` can compute it; modes of logits and larger top k are left to vLLM's sampler."""
         return self._gives_logprobs and 0 <= spec.num_top <= fused_logprobs.MAX_TOP
 
     def _compute(self, group: list[_Piece], hidden_states: torch.Tensor, targets: torch.Tensor, head: LMHead) -> None:
-        """Compute a group's rows, and let each request have its own."""
+        """Compute a group's rows, and store each request's own with it."""
         slices: list[slice] = []
         for piece in group:
             if slices and slices[-1].stop == piece.rows.start:
@@ -246,13 +247,13 @@ class RowScorer:
         if (window := group[0].compared) is None:
             columns = self._scored(group, wanted, states, head)
         else:
-            kept = JoinedRows([_kept(piece) for piece in group], self._device)
+            recorded = JoinedRows([_reference_states(piece) for piece in group], self._device)
             reference = window.head(local=head.shard is not None)
             assert reference is not None
-            columns = self._compared(wanted, states, kept, head, reference, group[0].request.spec.num_top)
+            columns = self._compared(wanted, states, recorded, head, reference, group[0].request.spec.num_top)
         start = 0
         for piece in group:
-            piece.take(columns, start, hidden_states)
+            piece.store(columns, start, hidden_states)
             start += piece.rows.stop - piece.rows.start
 
     def _scored(self, group: list[_Piece], targets: torch.Tensor, states: JoinedRows, head: LMHead) -> Columns:
@@ -295,9 +296,9 @@ class RowScorer:
         reference: ReferenceHead,
         num_top: int,
     ) -> Columns:
-        """Tokens: of the served model the target and the top tokens, of the reference the same, the reference's rank of
-        the target [2 (1 + k) + 1]. Logprobs: theirs in the same order, KL(reference||served), KL(served||reference),
-        acceptance [2 (1 + k) + 3]. Ranks: the served model's."""
+        """Columns of tokens [2 (1 + k) + 1]: the served model's target and top k, the reference's, the reference's rank
+        of the target. Of logprobs [2 (1 + k) + 3]: in that order, then KL(reference||served), KL(served||reference),
+        acceptance. Ranks: the served model's."""
         row_bytes = row_bytes_compared(
             self._shape, reference.logit_bytes, num_top, head.copies, sharded=head.shard is not None
         )
@@ -333,7 +334,7 @@ def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))
 
 
-def _kept(piece: _Piece) -> torch.Tensor:
+def _reference_states(piece: _Piece) -> torch.Tensor:
     """The reference's hidden states of a piece, on the host."""
     window = piece.compared
     assert window is not None
