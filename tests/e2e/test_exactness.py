@@ -69,6 +69,12 @@ def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm
         assert score.is_greedy == all(rank == 1 for rank in ranks[start - 1 :])
 
 
+def test_trailing_white_space_of_a_context_is_scored(smollm2_client):
+    ended = smollm2_client.score("The capital of France is ", ["Paris"])
+    plain = smollm2_client.score("The capital of France is", [" Paris"])
+    assert [score.token_ids for score in ended] == [score.token_ids for score in plain]
+
+
 def test_logprobs_equal_stock_vllm_on_the_same_server(smollm2_client, smollm2_server, tokens):
     request = {"prompt": tokens[:700], "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
     stock = httpx.post(f"{smollm2_server}/stock/v1/completions", json=request, timeout=300).raise_for_status().json()
