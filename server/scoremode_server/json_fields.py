@@ -2,6 +2,9 @@
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -55,34 +58,50 @@ _NAMES = {
 }
 
 
-def split(body: bytes) -> tuple[Fields, RequestError | None]:
-    """The fields of a JSON object, not decoded yet, and the error if a name occurs twice, there or in an object in a
-    field. The last one counts."""
+def split(body: bytes) -> tuple[Fields, list[str]]:
+    """The fields of a JSON object, not decoded yet, and the names that occur twice, where the last field counts."""
     try:
         named = _OBJECT.decode(body)
     except msgspec.ValidationError:
         raise RequestError("the body must be a JSON object", None) from None
     except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
         raise RequestError(f"the body is not valid JSON: {_reason(error, len(body))}", None) from None
-    fields: Fields = {}
-    repeated = None
-    for name, raw in named.items():
-        if str(name) in fields:
-            repeated = RequestError(f"{name[:MAX_NAME]} is given more than once", name[:MAX_NAME])
-        elif bytes(memoryview(raw)[:1]) == b"{" and _repeats_name(bytes(raw)):
-            repeated = RequestError(f"{name[:MAX_NAME]} has a field that is given more than once", name[:MAX_NAME])
-        fields[str(name)] = raw
-    return fields, repeated
+    fields = {str(name): raw for name, raw in named.items()}
+    return fields, _repeated(map(str, named)) if len(fields) < len(named) else []
 
 
-def _repeats_name(content: bytes) -> bool:
-    num_repeated: list[int] = []
-    try:
-        json.loads(content, object_pairs_hook=lambda pairs: num_repeated.append(len(pairs) - len(dict(pairs))))
-    except (ValueError, RecursionError):
-        # Decoding the field says what is wrong with it.
-        return False
-    return any(num_repeated)
+def check_names(fields: Fields, repeated: Iterable[str] = ()) -> None:
+    """Refuse names that are `repeated`, and those that occur twice in an object within a field. Fields must have been
+    decoded before."""
+    for name in repeated:
+        raise _given_twice(name, name)
+    for field, raw in fields.items():
+        if _is_container(raw) and b"{" in (content := bytes(raw)):
+            try:
+                json.loads(content, object_pairs_hook=partial(_check_object, field))
+            except RecursionError:
+                raise _too_deep(field) from None
+
+
+def _check_object(field: str, pairs: list[tuple[str, Any]]) -> None:
+    for name in _repeated(name for name, _ in pairs):
+        raise _given_twice(f"{field}.{name}", field)
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _given_twice(name: str, field: str) -> RequestError:
+    return RequestError(f"{name[:MAX_NAME]} is given more than once", field[:MAX_NAME])
+
+
+def _is_container(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:1]) in (b"[", b"{")
+
+
+def _too_deep(field: str) -> RequestError:
+    return RequestError(f"{field} is nested too deep", field)
 
 
 def _reason(error: Exception, num_bytes: int) -> str:
@@ -110,7 +129,7 @@ def read_list(raw: msgspec.Raw, field: str, forms: dict[str, Any]) -> Any:
 
 def read_anything(raw: msgspec.Raw, field: str) -> Any:
     """A field of any form."""
-    if len(raw) > MAX_VALUES and bytes(memoryview(raw)[:1]) in (b"[", b"{"):
+    if len(raw) > MAX_VALUES and _is_container(raw):
         _check_count(bytes(raw).count(b",") + 1, MAX_VALUES, "values", field)
     return _decode(raw, field, _ANYTHING)
 
@@ -138,7 +157,7 @@ def _decode(raw: msgspec.Raw, field: str, decoder: Any) -> Any:
     except msgspec.ValidationError as error:
         raise RequestError(_explain(str(error), field), field) from None
     except RecursionError:
-        raise RequestError(f"{field} is nested too deep", field) from None
+        raise _too_deep(field) from None
     except UnicodeDecodeError:
         raise RequestError(f"{field} is not valid UTF-8", field) from None
 

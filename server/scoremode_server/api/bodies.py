@@ -54,20 +54,23 @@ async def read_request(request: Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    too_large = TooLargeError(f"the body has more than {limit} bytes, which is this server's --max-request-bytes", None)
     # uvicorn has checked that the length is a number.
     if int(request.headers.get("content-length", 0)) > limit:
-        raise too_large
+        raise _too_large(limit)
     chunks, size = [], 0
     try:
         async for chunk in request.stream():
             chunks.append(chunk)
             size += len(chunk)
             if size > limit:
-                raise too_large
+                raise _too_large(limit)
     except ClientDisconnect:
         raise RequestError("the client disconnected before it had sent the body", None) from None
     return b"".join(chunks)
+
+
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the body has more than {limit} bytes, which is this server's --max-request-bytes", None)
 
 
 def reader_of(model: type[BaseModel]) -> Callable[[bytes], BaseModel]:
@@ -89,8 +92,7 @@ def _read_model(model: type[BaseModel], body: bytes) -> BaseModel:
     forms = _LISTS.get(model, {})
     lists, to_validate, unknown = {}, {}, []
     fields, repeated = json_fields.split(body)
-    if repeated is not None:
-        raise repeated
+    json_fields.check_names({}, repeated)
     for name, raw in fields.items():
         if name in forms:
             lists[name] = json_fields.read_list(raw, name, forms[name])
@@ -99,6 +101,7 @@ def _read_model(model: type[BaseModel], body: bytes) -> BaseModel:
             to_validate[name] = json_fields.read_anything(raw, name)
         else:
             unknown.append(name)
+    json_fields.check_names({name: fields[name] for name in to_validate if name not in lists})
     request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})
     for name, value in lists.items():
         setattr(request, name, value)

@@ -6,7 +6,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from scoremode_server.errors import RequestError
-from scoremode_server.json_fields import PROMPTS, TOKENS, Fields, read_anything, read_list, split, stand_in
+from scoremode_server.json_fields import PROMPTS, TOKENS, Fields, check_names, read_anything, read_list, split, stand_in
 
 
 def is_scoring_completion(request: CompletionRequest) -> bool:
@@ -49,8 +49,8 @@ def read_completion_request(body: bytes) -> CompletionRequest:
     """
     fields, repeated = split(body)
     request = _read_completion(fields)
-    if repeated is not None and is_scoring_completion(request):
-        raise repeated
+    if is_scoring_completion(request):
+        check_names(fields, repeated)
     return request
 
 
@@ -67,8 +67,8 @@ def read_generate_request(body: bytes) -> GenerateRequest:
             for name, raw in fields.items()
         }
     )
-    if repeated is not None and is_scoring_generation(request):
-        raise repeated
+    if is_scoring_generation(request):
+        check_names(fields, repeated)
     return request
 
 

@@ -84,7 +84,7 @@ def test_requests_that_score_are_recognized(body, scores):
         ),
         (
             b'{"prompt": [5], "echo": true, "logprobs": 1, "max_tokens": 1, "logit_bias": {"5": 1, "5": 2}}',
-            "logit_bias",
+            "logit_bias.5",
         ),
         # In a request that generates the last one counts, as in vLLM.
         (b'{"prompt": [5], "max_tokens": 7, "max_tokens": 8}', None),
@@ -95,7 +95,7 @@ def test_a_scoring_request_has_no_field_twice(content, repeated):
     if repeated is None:
         assert read_it(content).max_tokens == 8
     else:
-        with pytest.raises(RequestError, match=f"{repeated} .*given more than once"):
+        with pytest.raises(RequestError, match=f"{repeated} is given more than once"):
             read_it(content)
 
 
