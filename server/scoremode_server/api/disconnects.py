@@ -27,8 +27,13 @@ def until_disconnect(
             await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)
             return handling.result() if handling.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            handling.cancel()
-            leaving.cancel()
-            await asyncio.gather(handling, leaving, return_exceptions=True)
+            await cancel_and_wait(handling, leaving)
 
     return run
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,13 +1,14 @@
 """Errors as responses in OpenAI's shape, and the route class that answers with them."""
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -51,7 +52,12 @@ class ScoremodeRoute(APIRoute):
     body do not pass through FastAPI, whose models would look at each value again."""
 
     def get_route_handler(self) -> RouteHandler:
-        handle: RouteHandler = super().get_route_handler() if self.body_field is None else self._read_and_answer
+        handle: RouteHandler
+        if self.body_field is None:
+            handle = super().get_route_handler()
+        else:
+            model: Any = self.body_field.field_info.annotation
+            handle = partial(self._read_and_answer, reader_of(model))
 
         async def handle_with_errors(request: Request) -> Response:
             try:
@@ -71,10 +77,8 @@ class ScoremodeRoute(APIRoute):
 
         return handle_with_errors
 
-    async def _read_and_answer(self, request: Request) -> Response:
-        assert self.body_field is not None
-        model: Any = self.body_field.field_info.annotation
-        response: Response = await self.endpoint(await read_request(request, reader_of(model)), request)
+    async def _read_and_answer(self, read: Callable[[bytes], BaseModel], request: Request) -> Response:
+        response: Response = await self.endpoint(await read_request(request, read), request)
         return response
 
 

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Send
 from vllm.logger import init_logger
 
+from scoremode_server.api.disconnects import cancel_and_wait
 from scoremode_server.api.error_responses import ERROR_RESPONSES, error_content
 from scoremode_server.api.requests import accepted
 from scoremode_server.api.responses import dump, json_response
@@ -88,8 +89,7 @@ async def _written(
         await owner
         yield b"data: [DONE]\n\n"
     finally:
-        owner.cancel()
-        await asyncio.gather(owner, return_exceptions=True)
+        await cancel_and_wait(owner)
 
 
 def _event(content: Any) -> bytes:

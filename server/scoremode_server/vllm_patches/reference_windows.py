@@ -221,6 +221,8 @@ class ReferenceWindows:
     def _count_unwritten(self, reference: str, num_bytes: int) -> None:
         with self._lock:
             self._unwritten[reference] += num_bytes
+            if not self._unwritten[reference]:
+                del self._unwritten[reference]
 
     def _written_later(self, name: str, ticket: str, what: str, write: Callable[[], None]) -> Future[str]:
         def attempt() -> str:
