@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.wire.protocol import KldRequest, KldResponse, NoiseFloor
+from scoremode.wire.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
@@ -72,17 +72,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         lengths = list(map(len, parts))
         figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
         if request.as_noise_floor:
-            kld = figures["kld"]
-            if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
-                raise RequestError("the noise floor is infinite", "as_noise_floor")
-            floor = NoiseFloor(
-                mean=kld["mean"],
-                p99=kld["p99"],
-                max=kld["max"],
-                num_scored=figures["num_scored"],
-                created=int(time.time()),
-            )
-            await references.stored.save(reference, {"noise_floor": floor})
+            await references.stored.save(reference, {"noise_floor": _noise_floor(figures)})
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
         yield {
             "id": request_id,
@@ -98,6 +88,15 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         }
 
     return await respond(state.admission, ROUTE, request_id, events, stream=request.stream, with_windows=True)
+
+
+def _noise_floor(figures: KldStatistics) -> NoiseFloor:
+    kld = figures["kld"]
+    if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
+        raise RequestError("the noise floor is infinite", "as_noise_floor")
+    return NoiseFloor(
+        mean=kld["mean"], p99=kld["p99"], max=kld["max"], num_scored=figures["num_scored"], created=int(time.time())
+    )
 
 
 def _windows(request: KldRequest, num_windows: int) -> range:

@@ -95,8 +95,20 @@ class ScoringCompletions:
             stock._raise_if_error(error.finish_reason, metadata.request_id)
             raise
         await self._turns.wait()
-        needs_text = request.echo and not request.return_token_ids
-        # vLLM builds the response without logprobs, which then fill gaps in it.
+        model_name = stock.models.model_name(options["lora_request"])
+        return self._written(request, inputs, results, created, model_name, metadata)
+
+    def _written(
+        self,
+        request: CompletionRequest,
+        inputs: list[Any],
+        results: list[EngineResult],
+        created: int,
+        model_name: str,
+        metadata: RequestResponseMetadata,
+    ) -> Body:
+        """The response that vLLM builds without logprobs, which then fill gaps in it."""
+        stock, needs_text = self._stock, request.echo and not request.return_token_ids
         response = stock.request_output_to_completion_response(
             [
                 without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
@@ -105,7 +117,7 @@ class ScoringCompletions:
             request.model_copy(update={"logprobs": None}),
             metadata.request_id,
             created,
-            stock.models.model_name(options["lora_request"]),
+            model_name,
             stock.renderer.tokenizer,
             metadata,
         )
