@@ -106,35 +106,10 @@ async def test_servers_that_differ_do_not_share_a_run():
     assert [server.num_scored for server in servers] == [0, 0]
 
 
-async def test_servers_of_other_gpus_share_a_run_with_a_warning(expected, caplog):
-    infos = [{"computed_by": {"device": device}} for device in ("A100", "H200")]
-    assert (await run(*(Server(name, info=info) for name, info in zip("ab", infos, strict=True)))).windows == expected
-    (warning,) = caplog.records
-    assert "device is 'H200' instead of 'A100'" in warning.getMessage()
-
-
 async def test_as_many_windows_are_in_flight_as_the_server_runs_or_as_asked():
     for reported, asked, in_flight in ((None, None, 8), (4, None, 4), (256, None, MAX_CONCURRENCY), (4, 12, 12)):
         async with client_of(Server(info={"max_num_seqs": reported})) as client:
             assert (await Pool.connect([client], asked)).concurrency == in_flight
-
-
-async def test_there_are_as_many_requests_and_tasks_as_windows_in_flight():
-    in_flight = most_in_flight = most_tasks = 0
-
-    class Counting(Server):
-        async def __call__(self, request):
-            nonlocal in_flight, most_in_flight, most_tasks
-            in_flight += 1
-            most_in_flight, most_tasks = max(most_in_flight, in_flight), max(most_tasks, len(asyncio.all_tasks()))
-            response = await super().__call__(request)
-            in_flight -= 1
-            return response
-
-    evaluation = await run(Counting(), context_length=4, stride=1, concurrency=2)
-    assert len(evaluation.windows) > 200
-    assert most_in_flight == 2
-    assert most_tasks <= 4, "two that score, the run, and the test"
 
 
 async def test_a_server_that_restarts_must_have_the_same_model(expected):

@@ -57,16 +57,11 @@ def test_lasting_failures_and_very_busy_servers_are_not_retried(call, waits, clo
 def test_after_max_retries_the_last_failure_is_raised(call, waits, failure, kind):
     server = Outcomes(failure)
     with pytest.raises(kind, match=r"busy|refused"):
-        call(server, "info", client={"max_retries": 2})
-    assert len(server.requests) == 3
-
-
-def test_waits_double_up_to_a_limit_and_are_jittered(call, waits):
-    with pytest.raises(ServerError):
-        call(Outcomes(error(503, "down")), "info", client={"max_retries": 7})
+        call(server, "info", client={"max_retries": 7})
+    assert len(server.requests) == 8
     for wait, longest in zip(waits, [0.5, 1, 2, 4, 8, LONGEST_BACKOFF, LONGEST_BACKOFF], strict=True):
         assert longest / 2 <= wait <= longest
-    assert len(set(waits)) == len(waits)
+    assert len(set(waits)) == len(waits), "by chance"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +72,6 @@ def test_waits_double_up_to_a_limit_and_are_jittered(call, waits):
         ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
         ("soon", 0.25, 0.5),
     ],
-    ids=["seconds", "a date", "a date in the past", "neither"],
 )
 def test_retry_after_decides_the_wait(call, waits, clock, value, shortest, longest):
     call(Outcomes(asks_to_wait(value), OK), "info", client={"retry_for": 100_000})
@@ -130,13 +124,6 @@ def test_an_internal_error_is_retried_a_few_times(call, waits, clock):
         call(server, "info", client=PATIENT)
     assert len(server.requests) == 2 + RETRIES_OF_INTERNAL_ERRORS
     assert sum(waits) > 5, "vLLM looks every 5 seconds whether its engine is dead"
-
-
-def test_a_wait_beyond_retry_for_is_refused(call, waits, clock):
-    busy = asks_to_wait("90")
-    with pytest.raises(RateLimitError):
-        call(Outcomes(busy, busy, OK), "info", client=PATIENT)
-    assert waits == [90.0], "another 90 seconds would be too much"
 
 
 @pytest.fixture
