@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import fake_server
 import httpx
 import numpy as np
 import pyarrow as pa
@@ -39,13 +40,16 @@ DOCUMENT_NLLS = [sum(nlls(text)) for text in DOCUMENTS]
 DOCUMENTS_PERPLEXITY = math.exp(sum(DOCUMENT_NLLS) / sum(map(len, DOCUMENTS)))
 MEDIAN = median(DOCUMENT_NLLS)
 KEPT = "documents   4\nkept        2\ntokens      40\n"
+NAME, SHOWN = "evil\x1b[2J\x9b", r"evil\x1b[2J\x9b"
 CHECKSUM = hashlib.sha256(b"one\n\ntwo").hexdigest()[:12]
 
 
 class Server(FakeServer):
-    """Has the model `broken`, which fails."""
+    """Has the models `broken`, which fails, and `evil`, which refuses all."""
 
     def score(self, body: dict[str, Any]) -> httpx.Response | None:
+        if body.get("model") == "evil":
+            return error(400, NAME)
         return error(500, "the engine\ndied") if body.get("model") == "broken" else super().score(body)
 
 
@@ -196,6 +200,22 @@ def test_each_command_line(folder, references, command, status, message, new_fil
     assert after.keys() - before.keys() == set(new_files.split())
     assert before.items() <= after.items()
     assert bool(server.requests) == ("SERVER" in command or has_progress)
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        *(("SERVER TEXT", 0), ("record SERVER --reference new TEXT", 0), ("kld SERVER --reference base", 0)),
+        *(("SERVER TEXT --model evil", 1), ("corpus SERVER a.parquet --output out --model evil", 0)),
+    ],
+)
+def test_what_servers_call_things_is_printed_with_escapes(folder, references, command, status, monkeypatch, capsys):
+    monkeypatch.setitem(fake_server.MODEL, "dtype", NAME)
+    with serve(Server(references, info={"dtype": NAME})) as url:
+        assert run(command, url) == status
+    printed = capsys.readouterr()
+    assert SHOWN in (printed.err if status else printed.out)
+    assert all(character.isprintable() for character in (printed.out + printed.err).replace("\n", ""))
 
 
 def arrays_of(output: Path) -> dict[str, tuple[str, list[float]]]:
