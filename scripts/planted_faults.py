@@ -72,10 +72,8 @@ CLIENT_FAULTS = {
         ("counts @ sums / (counts @ units.sizes)", "counts @ sums / units.sizes.sum()"),
     ],
     "comparison/compare.py < comparison/test_compare.py": [
-        ("if all(multiple is not None and", "if any(multiple is not None and")
-    ],
-    "comparison/pairing.py < comparison/test_compare.py": [
-        ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":')
+        ("if all(multiple is not None and", "if any(multiple is not None and"),
+        ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":'),
     ],
     "comparison/report_tables.py < comparison/test_comparison_tables.py comparison/test_report.py": [
         ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")

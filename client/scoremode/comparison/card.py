@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from scoremode._printable import printable
-from scoremode.comparison.compare import ppl_change
-from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.pairing import compare_command, model_name
+from scoremode.comparison.compare import Figure, RunComparison, RunFigures, ppl_change
+from scoremode.comparison.run_file import compare_command, model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.runs.corpora import HUB_ALIASES
@@ -27,7 +26,7 @@ _MANY_DIGITS, _MOST_DIGITS = 4, 6
 """After the point: with more than many an error has one digit, with more than most a figure has an exponent."""
 
 
-def card(comparison: Comparison) -> str:
+def card(comparison: RunComparison) -> str:
     """Markdown that can be saved as README.md: YAML, the table, and a line of provenance. What is not known is empty.
 
     Changes of perplexity are those from the reference where the first run is of another model than the reference, and
@@ -44,7 +43,7 @@ def card(comparison: Comparison) -> str:
     return f"---\n{metadata}---\n\n" + "\n\n".join([table, _provenance(comparison), *warnings]) + "\n"
 
 
-def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
+def _row(comparison: RunComparison, figures: RunFigures) -> tuple[str, ...]:
     run = figures.run
     is_same = figures.has_no_divergence
     return (
@@ -98,7 +97,7 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
     return f"{value:{sign}.{digits}f} ± {stderr:.{digits}f}"
 
 
-def _provenance(comparison: Comparison) -> str:
+def _provenance(comparison: RunComparison) -> str:
     """Where the figures are from, in one line."""
     base, reference = comparison.base, comparison.base_reference
     label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
@@ -120,7 +119,7 @@ def _provenance(comparison: Comparison) -> str:
     return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
 
 
-def _weights(comparison: Comparison) -> Iterator[str]:
+def _weights(comparison: RunComparison) -> Iterator[str]:
     """Quantization and dtype of each model."""
     if (reference := comparison.base_reference) is not None:
         yield f"{reference.name}: {weights_in_words(reference)}"
@@ -128,7 +127,7 @@ def _weights(comparison: Comparison) -> Iterator[str]:
         yield f"{figures.run.label}: {weights_in_words(figures.run.server)}"
 
 
-def _command(comparison: Comparison) -> str:
+def _command(comparison: RunComparison) -> str:
     """What prints the card again where the runs are."""
     runs = [figures.run for figures in comparison.runs]
     paths = [os.path.relpath(run.path) for run in runs]
@@ -136,7 +135,7 @@ def _command(comparison: Comparison) -> str:
     return compare_command(runs, names, "--card")
 
 
-def _metadata(comparison: Comparison) -> dict[str, Any]:
+def _metadata(comparison: RunComparison) -> dict[str, Any]:
     """What huggingface.co reads from the head of a model card: the base if it is on the hub, and every other run."""
     is_base = comparison.base_reference is None and len(comparison.runs) > 1
     base = (comparison.base_reference or comparison.base).model
@@ -145,7 +144,7 @@ def _metadata(comparison: Comparison) -> dict[str, Any]:
     return {**known, "model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
 
 
-def _result(comparison: Comparison, figures: RunFigures) -> dict[str, Any]:
+def _result(comparison: RunComparison, figures: RunFigures) -> dict[str, Any]:
     corpus = comparison.corpus
     dataset = {"name": f"text {comparison.base.text_identity[:12]}", "type": "text"}
     if corpus is not None:
@@ -154,7 +153,7 @@ def _result(comparison: Comparison, figures: RunFigures) -> dict[str, Any]:
     return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": _metrics(comparison, figures)}
 
 
-def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]]:
+def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, Any]]:
     run = figures.run
     values = {
         f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),

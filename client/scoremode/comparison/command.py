@@ -9,9 +9,8 @@ from scoremode.accuracy.compare_tasks import TaskComparison, compare_tasks
 from scoremode.accuracy.samples import load_tasks
 from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_markdown, tasks_as_text
 from scoremode.comparison.card import card
-from scoremode.comparison.compare import compare
-from scoremode.comparison.figures import Comparison
-from scoremode.comparison.pairing import load_runs
+from scoremode.comparison.compare import RunComparison, compare
+from scoremode.comparison.run_file import load_runs
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
 
@@ -34,7 +33,7 @@ def run_compare(options: argparse.Namespace) -> None:
         sys.stdout.write(_table(options, comparison, tasks))
 
 
-def _tasks(options: argparse.Namespace, comparison: Comparison | None) -> TaskComparison:
+def _tasks(options: argparse.Namespace, comparison: RunComparison | None) -> TaskComparison:
     labels = [] if comparison is None else [figures.run.label for figures in comparison.runs]
     models = {}
     for place, each in enumerate(options.tasks):
@@ -45,7 +44,7 @@ def _tasks(options: argparse.Namespace, comparison: Comparison | None) -> TaskCo
     return compare_tasks(models, options.smallest_difference / 100)
 
 
-def _write_files(options: argparse.Namespace, comparison: Comparison, tasks: TaskComparison | None) -> None:
+def _write_files(options: argparse.Namespace, comparison: RunComparison, tasks: TaskComparison | None) -> None:
     # Each takes a second to import, and is not always asked for.
     if options.plots is not None:
         from scoremode.comparison.plots import write_plots
@@ -57,7 +56,7 @@ def _write_files(options: argparse.Namespace, comparison: Comparison, tasks: Tas
         write_report(comparison, options.html, tasks=tasks)
 
 
-def _table(options: argparse.Namespace, comparison: Comparison | None, tasks: TaskComparison | None) -> str:
+def _table(options: argparse.Namespace, comparison: RunComparison | None, tasks: TaskComparison | None) -> str:
     if options.csv:
         return as_csv(comparison, () if tasks is None else tasks_as_csv(tasks))
     is_markdown = options.markdown or options.card

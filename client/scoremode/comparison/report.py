@@ -17,13 +17,12 @@ from scoremode._printable import printable
 from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
-from scoremode.comparison.figures import Comparison
-from scoremode.comparison.pairing import compare_command
+from scoremode.comparison.compare import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_svg
 from scoremode.comparison.plots import Plot, common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
-from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.run_file import RunFile, compare_command
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.runs.report import weights_in_words
 
@@ -44,7 +43,7 @@ _FONT_SIZE = re.compile(r"[\d.]+(?=px)")
 
 
 def write_report(
-    comparison: Comparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
+    comparison: RunComparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
 ) -> None:
     """Write the report.
 
@@ -71,7 +70,7 @@ def write_report(
     Path(path).write_text(html, encoding="utf-8")
 
 
-def _context(comparison: Comparison) -> dict[str, Any]:
+def _context(comparison: RunComparison) -> dict[str, Any]:
     names = ("report.css", "report.js", "report_actions.js")
     style, *scripts = ((_TEMPLATES / name).read_text("utf-8") for name in names)
     script = "".join(scripts)
@@ -90,7 +89,8 @@ def _context(comparison: Comparison) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "card": card(comparison),
-        "errors": f"± takes tokens as independent. {_interval_note(comparison)}",
+        "errors": "± takes tokens as independent. "
+        + comparison.intervals_in_words("[ ] is the 95 % interval that does not"),
         "effects": effects(comparison),
         "warnings": warnings,
         "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
@@ -108,19 +108,11 @@ def _context(comparison: Comparison) -> dict[str, Any]:
 
 
 def _title(runs: list[RunFile]) -> str:
-    labels = [run.label for run in runs]
-    return ", ".join(
-        labels if len(labels) <= _MAX_NAMED else [*labels[:_MAX_NAMED], f"{len(labels) - _MAX_NAMED} more"]
-    )
+    more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
+    return ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more])
 
 
-def _interval_note(comparison: Comparison) -> str:
-    if comparison.blocks.startswith("no intervals"):
-        return f"{comparison.blocks.capitalize()}."
-    return f"[ ] is the 95 % interval that does not: {comparison.blocks}, {comparison.num_resamples:,} resamples."
-
-
-def _settings(comparison: Comparison) -> list[tuple[str, str]]:
+def _settings(comparison: RunComparison) -> list[tuple[str, str]]:
     run = comparison.base
     references = dict.fromkeys(
         f"{reference.name}: {reference.model}, {weights_in_words(reference)}"
@@ -141,7 +133,7 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     return [(name, value) for name, value in settings if value]
 
 
-def _command(comparison: Comparison) -> str:
+def _command(comparison: RunComparison) -> str:
     """What makes the comparison again, in the folder of the runs."""
     runs = [figures.run for figures in comparison.runs]
     paths = [run.path.absolute() for run in runs]
@@ -165,21 +157,18 @@ def _run_settings(run: RunFile) -> list[tuple[str, str]]:
     ]
 
 
-def _largest_kld(comparison: Comparison) -> int | None:
+def _largest_kld(comparison: RunComparison) -> int | None:
     """The place of the run with the largest mean KL divergence."""
     means = [-1.0 if figures.kld is None else figures.kld.value for figures in comparison.runs]
     return int(np.argmax(means)) if max(means) >= 0 else None
 
 
-def _text_note(num_kept: int, comparison: Comparison) -> str:
-    num_tokens = comparison.base.num_scored
-    note = "Values are rounded to 16 bits."
+def _text_note(num_kept: int, comparison: RunComparison) -> str:
+    num_tokens, note = comparison.base.num_scored, "Values are rounded to 16 bits."
     if num_kept == num_tokens:
         return note
-    return (
-        f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most; "
-        f"others have their mean. {note}"
-    )
+    kept = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
+    return f"{kept}; others have their mean. {note}"
 
 
 def _policy_hash(source: str) -> str:

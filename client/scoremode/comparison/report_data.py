@@ -151,8 +151,8 @@ def _series(
             "ranks": None if ranks is None else pack_integers(ranks[positions]),
             "tops": None if tops is None else pack_integers(np.searchsorted(vocabulary, tops[positions])),
             "confidence": None if confidence is None else pack_fixed(confidence[positions], 1),
-            "mean_nll": pack_floats(passages.means(nlls)),
-            "mean_kld": None if kld is None else pack_floats(passages.means(kld)),
+            "mean_nll": _packed(passages.means(nlls), "float32", None),
+            "mean_kld": None if kld is None else _packed(passages.means(kld), "float32", None),
         }
 
     found = [series(run.label, run, run.nlls, run.top_token_ids, run.kld, run.ranks) for run in runs]
@@ -194,7 +194,7 @@ def _vocabulary(runs: Sequence[RunFile], tops: Iterable[TopTokens]) -> NDArray[n
     return np.unique(np.concatenate([np.unique(array) for array in arrays if array is not None]))
 
 
-def divergence(run: RunFile, base: RunFile) -> Floats:
+def _divergence(run: RunFile, base: RunFile) -> Floats:
     """[n], how far the run is from the reference, or else from the base; the base itself by its NLL."""
     if run.kld is not None:
         return run.kld
@@ -215,7 +215,7 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float
     listed = np.zeros(len(passages), bool)
     score = np.zeros(len(passages))
     for run in compared:
-        values = np.minimum(divergence(run, runs[0]), np.finfo(np.float32).max)
+        values = np.minimum(_divergence(run, runs[0]), np.finfo(np.float32).max)
         top = np.argpartition(values, -min(NUM_LISTED, len(values)))[-NUM_LISTED:]
         listed[np.searchsorted(passages.start, top, side="right") - 1] = True
         score += passages.means(values) / (values.mean() or 1)
@@ -242,11 +242,6 @@ def pack_klds(values: NDArray[np.float64]) -> Packed:
     """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
     scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, _LARGEST_HALF), np.inf)
     return _packed(scaled, "float16", 1 / _KLD_SCALE)
-
-
-def pack_floats(values: NDArray[np.float64]) -> Packed:
-    """To the 24 bits of float32."""
-    return _packed(values, "float32", None)
 
 
 def _packed_bytes(packed: Packed) -> float:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.compare import Figure, RunComparison, RunFigures
 from scoremode.comparison.plot_style import (
     HEIGHT,
     Theme,
@@ -44,7 +44,9 @@ class Point:
     high: float
 
 
-def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> tuple[str | None, list[Point]]:
+def points(
+    comparison: RunComparison, figure_of: Callable[[RunFigures], Figure | None]
+) -> tuple[str | None, list[Point]]:
     """What is known of every run's size, as the name of an axis, None where nothing is; and the runs whose figure is
     finite, with low and high as the value itself where it has no interval."""
     runs = [figures.run for figures in comparison.runs]

@@ -2,19 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from scoremode.comparison.figures import Comparison, RunFigures, Verdict
+from scoremode.comparison.compare import OPPOSITE, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
 from scoremode.wire.protocol import ComputedBy
 
-_OPPOSITE: dict[Verdict, Verdict] = {
-    "better": "worse",
-    "worse": "better",
-    "no difference shown": "no difference shown",
-}
 
-
-def summary(comparison: Comparison) -> list[str]:
+def summary(comparison: RunComparison) -> list[str]:
     """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
     floor, and which GPUs and kernels differ."""
     labels = [figures.run.label for figures in comparison.runs]
@@ -43,7 +37,7 @@ def summary(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _compared_with_base(comparison: Comparison) -> dict[tuple[str, str], str]:
+def _compared_with_base(comparison: RunComparison) -> dict[tuple[str, str], str]:
     """A sentence for every run that is shown to differ from the first, by both labels."""
     base = comparison.base.label
     return {
@@ -57,7 +51,7 @@ def _compared_with_base(comparison: Comparison) -> dict[tuple[str, str], str]:
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
     """Which runs are shown to be worse than which, and each pair of which nothing is shown. A verdict is on the first
     of two."""
-    both_ways = {**verdicts, **{(second, first): _OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
+    both_ways = {**verdicts, **{(second, first): OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
     undecided = [
         f"{first} and {second}" for (second, first), verdict in verdicts.items() if verdict == "no difference shown"
     ]

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from scoremode._printable import printable, two_columns
 from scoremode.kld import POSITION_DTYPES, times_the_floor
 from scoremode.results import TOP_DTYPES
-from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
-from scoremode.runs.token_texts import DivergentToken
 from scoremode.wire.protocol import ConfidenceBucket, KldStatistics, Reference
 
 _QUANTILES = {

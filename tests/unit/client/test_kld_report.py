@@ -10,9 +10,8 @@ import pytest
 from fake_server import INFO, StoredReference
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.kld_report import as_json, as_text
-from scoremode.runs.token_texts import DivergentToken
 from scoremode.wire.protocol import ComputedBy, CorpusInfo, NoiseFloor, Reference, ServerInfo
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}

@@ -9,7 +9,7 @@ from run_files import WINDOW_SIZES, kld_run, made_up_nlls, made_up_reference, ma
 from scipy import stats
 
 from scoremode.comparison import compare
-from scoremode.comparison.pairing import check_comparable
+from scoremode.comparison.compare import check_comparable
 from scoremode.errors import RunError
 from scoremode.metrics import perplexity
 
