@@ -65,10 +65,8 @@ def test_pydoc_is_the_language_reference_in_the_order_of_its_topics():
     from pydoc_data.topics import topics
 
     corpus = load_corpus("pydoc")
-    assert corpus.num_rows == len(topics) > 50
     assert corpus.text.startswith(topics[min(topics)])
     assert corpus.text.endswith("\n\n" + topics[max(topics)])
-    assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in corpus.source
 
 
 @pytest.mark.parametrize(

@@ -85,17 +85,6 @@ async def test_later_comparisons_are_multiples_of_the_noise_floor(references, se
     assert later.kld_over_noise_floor == pytest.approx(later.statistics["kld"]["mean"] / 0.001)
 
 
-async def test_a_noise_floor_needs_all_windows(references):
-    def without_first_window(request):
-        response = FakeServer(references)(request)
-        if request.url.path != "/v1/kld":
-            return response
-        return httpx.Response(200, content=response.content.split(b"\n\n", 1)[1])
-
-    with pytest.raises(ResponseError, match="lacks 1 windows"):
-        await measure_noise_floor(client_of(without_first_window), "base")
-
-
 async def test_servers_with_different_references_do_not_share_a_run(server):
     with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:
         await measure(server, FakeServer(await recorded(length=4), noise=NOISE))

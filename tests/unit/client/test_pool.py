@@ -152,23 +152,6 @@ async def test_single_requests_respect_each_servers_limit_and_survive_its_loss()
     assert [client.address for client in pool.clients] == ["http://b"]
 
 
-async def test_the_request_that_waited_longest_is_sent_next():
-    answered = []
-
-    async def ask(client, job):
-        await sleep(0)
-        answered.append(job)
-
-    async def ask_twice():
-        await pool.ask("first", ask)
-        # At once: the request that was waiting has not run since.
-        await pool.ask("newcomer", ask)
-
-    pool = await Pool.connect([client_of(Server())], 1)
-    await asyncio.gather(ask_twice(), pool.ask("second", ask), pool.ask("third", ask))
-    assert answered == ["first", "second", "third", "newcomer"]
-
-
 MESSAGE = {"message": "the request was not scored within 5 s (--request-timeout)", "type": "GatewayTimeoutError"}
 TIMED_OUT = error(504, **MESSAGE)
 WHAT_TO_CHANGE = r"--request-timeout.*make the windows smaller \(--context-length\)"

