@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.metrics import exp
-from scoremode.wire.protocol import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
+from scoremode.wire.references import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
 
 Floats = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ _QUANTILES = {
 class KldPositions:
     """What the comparison gives for n positions, in the order of windows: arrays of shape [n].
 
-    The fields have the names and meanings of `protocol.KldWindow`; on the wire they are of `POSITION_DTYPES`.
+    The fields have the names and meanings of `references.KldWindow`; on the wire they are of `POSITION_DTYPES`.
     """
 
     token_ids: NDArray[Any]

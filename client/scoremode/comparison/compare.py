@@ -18,7 +18,7 @@ from scoremode.errors import RunError
 from scoremode.kld import quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
-from scoremode.wire.protocol import CorpusInfo, Reference
+from scoremode.wire.references import CorpusInfo, Reference
 
 Verdict = Literal["better", "worse", "no difference shown"]
 OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}

@@ -22,7 +22,8 @@ from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION
 from scoremode.windows import Method
-from scoremode.wire.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
+from scoremode.wire.protocol import LOWEST_LOGPROB, ServerInfo
+from scoremode.wire.references import CorpusInfo, Reference
 
 
 class _Arrays(BaseModel):

@@ -19,7 +19,8 @@ from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
-from scoremode.wire.protocol import DivergentPosition, KldStatistics, Reference, ServerInfo, TopLogprobArrays
+from scoremode.wire.protocol import ServerInfo, TopLogprobArrays
+from scoremode.wire.references import DivergentPosition, KldStatistics, Reference
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""

@@ -10,7 +10,8 @@ from scoremode.errors import NotFoundError, RateLimitError, ServerError, Transpo
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
-from scoremode.wire.protocol import PerplexityWindow, Reference
+from scoremode.wire.protocol import PerplexityWindow
+from scoremode.wire.references import Reference
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 import scoremode
 import scoremode_server
 from scoremode.wire.calls import EventParser
-from scoremode.wire.protocol import KldRequest, PerplexityRequest, ReferenceRequest, ScoreRequest
+from scoremode.wire.protocol import PerplexityRequest, ScoreRequest
+from scoremode.wire.references import KldRequest, ReferenceRequest
 
 
 def streaming(*items):

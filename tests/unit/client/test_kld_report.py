@@ -12,7 +12,8 @@ from fake_server import INFO, StoredReference
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.kld_report import as_json, as_text
-from scoremode.wire.protocol import ComputedBy, CorpusInfo, NoiseFloor, Reference, ServerInfo
+from scoremode.wire.protocol import ComputedBy, ServerInfo
+from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
 SHOWN = {"dtype": "bfloat16", "context_length": 2048, "stride": 2048, "num_tokens": 4096, "num_scored": 4}
