@@ -4,7 +4,6 @@ where the figures are from."""
 import math
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -99,13 +98,14 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
 
 def _provenance(comparison: RunComparison) -> str:
     """Where the figures are from, in one line."""
-    base, reference = comparison.base, comparison.base_reference
+    base, reference, runs = comparison.base, comparison.base_reference, [each.run for each in comparison.runs]
     label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
     revision = (reference or base.server).revision
     model = model_name(model) + (f"@{revision[:8]}" if revision else "")
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
-        *_weights(comparison),
+        "" if reference is None else f"{reference.name}: {weights_in_words(reference)}",
+        *(f"{run.label}: {weights_in_words(run.server)}" for run in runs),
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}",
         f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
@@ -114,25 +114,12 @@ def _provenance(comparison: RunComparison) -> str:
         measured_by(comparison),
         "± one standard error, tokens taken as independent",
     ]
-    command = _command(comparison)
-    code = escaped(command) if "`" in command else f"`{command}`"
-    return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
-
-
-def _weights(comparison: RunComparison) -> Iterator[str]:
-    """Quantization and dtype of each model."""
-    if (reference := comparison.base_reference) is not None:
-        yield f"{reference.name}: {weights_in_words(reference)}"
-    for figures in comparison.runs:
-        yield f"{figures.run.label}: {weights_in_words(figures.run.server)}"
-
-
-def _command(comparison: RunComparison) -> str:
-    """What prints the card again where the runs are."""
-    runs = [figures.run for figures in comparison.runs]
     paths = [os.path.relpath(run.path) for run in runs]
     names = [run.path.name if path.startswith(os.pardir) else path for run, path in zip(runs, paths, strict=True)]
-    return compare_command(runs, names, "--card")
+    # What prints the card again where the runs are.
+    command = compare_command(runs, names, "--card")
+    code = escaped(command) if "`" in command else f"`{command}`"
+    return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
 
 
 def _metadata(comparison: RunComparison) -> dict[str, Any]:

@@ -177,9 +177,11 @@ class _Sample:
     def __init__(self, runs: Sequence[RunFile], num_resamples: int, seed: int) -> None:
         self._values = {(run.label, name): values for run in runs for name, values in _series(run).items()}
         self._noise_floors = _noise_floors(runs)
+        klds = [run.kld for run in runs if run.kld is not None]
         self.resamples: Resamples = resample(
             np.column_stack(list(self._values.values())),
-            np.column_stack(_watched(runs)),
+            # What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences.
+            np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
             runs[0].window_sizes,
             num_resamples=num_resamples,
             seed=seed,
@@ -282,13 +284,6 @@ def _noise_floors(runs: Sequence[RunFile]) -> dict[tuple[str, str] | None, float
     """Of each reference, the largest that a run knows: it may have been measured after some of them."""
     known = sorted((run.noise_floor, run.reference_identity) for run in runs if run.noise_floor is not None)
     return {identity: floor for floor, identity in known}
-
-
-def _watched(runs: Sequence[RunFile]) -> list[Floats]:
-    """What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences."""
-    base, *others = runs
-    klds = [run.kld for run in runs if run.kld is not None]
-    return [base.nlls, *(run.nlls - base.nlls for run in others), *klds]
 
 
 def _exponential(of: Figure) -> Figure:

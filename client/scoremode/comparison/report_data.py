@@ -6,7 +6,7 @@ where those say as much as anybody reads, of 32 where not.
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -88,11 +88,12 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     passages = cut_passages(runs[0].window_sizes)
     texts = {token: text for run in runs for token, text in run.token_texts.items()}
     tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
-    vocabulary = _vocabulary(runs, tops.values())
+    of_runs = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
+    ids = [*(array for array in of_runs if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
+    vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))
     everything = _series(runs, passages, np.ones(len(passages), bool), vocabulary)
-    fixed = sum(
-        len(json.dumps(part)) for part in ([texts.get(int(token)) for token in vocabulary], vocabulary.tolist())
-    )
+    shown_texts = [texts.get(int(token)) for token in vocabulary]
+    fixed = len(json.dumps(shown_texts)) + len(json.dumps(vocabulary.tolist()))
     fixed += 16 * len(passages) * (len(everything) + 4)
     fixed += _BYTES_OF_TOPS * sum(len(top.positions) for top in tops.values())
     a_token = sum(
@@ -109,7 +110,6 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     return {
         "passages": {
             "window": pack_integers(passages.window),
-            "last_window": pack_integers(passages.window),
             "first": pack_integers(passages.first),
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
@@ -117,10 +117,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
         "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
         "num_kept": int(passages.size[kept].sum()),
         "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[passages.positions(kept)])),
-        "vocabulary": {
-            "ids": pack_integers(vocabulary),
-            "texts": [texts.get(int(token)) for token in vocabulary],
-        },
+        "vocabulary": {"ids": pack_integers(vocabulary), "texts": shown_texts},
         "series": series,
     }
 
@@ -129,7 +126,9 @@ def _series(
     runs: Sequence[RunFile], passages: Passages, kept: NDArray[np.bool_], vocabulary: NDArray[np.int32]
 ) -> list[Series]:
     positions = passages.positions(kept)
-    largest_nll = _largest_nll(runs)
+    nlls = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
+    # The largest finite one: with one scale for all, values that are equal in two series stay equal.
+    largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     references = [run.reference_identity for run in runs]
 
     def series(
@@ -179,19 +178,6 @@ def _packed_tops(tops: TopTokens, kept: NDArray[np.bool_], vocabulary: NDArray[n
         "shown_tops": pack_integers(np.searchsorted(vocabulary, here.token_ids[..., :NUM_TOP].ravel())),
         "shown_nlls": pack_fixed(nlls, nlls.max(where=np.isfinite(nlls), initial=0)),
     }
-
-
-def _largest_nll(runs: Sequence[RunFile]) -> float:
-    """The largest finite one: with one scale for all, values that are equal in two series stay equal."""
-    arrays = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
-    return max(float(array.max(where=np.isfinite(array), initial=0)) for array in arrays)
-
-
-def _vocabulary(runs: Sequence[RunFile], tops: Iterable[TopTokens]) -> NDArray[np.int32]:
-    """Every token id that occurs, in order."""
-    arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
-    arrays += [top.token_ids[..., :NUM_TOP] for top in tops]
-    return np.unique(np.concatenate([np.unique(array) for array in arrays if array is not None]))
 
 
 def _divergence(run: RunFile, base: RunFile) -> Floats:

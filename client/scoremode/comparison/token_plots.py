@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
@@ -90,7 +89,10 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
                 label=None if bucket else legend_label(run.label),
             )
             add_tip(container.get_children(), f"{run.label}: {mean:.3g} ± {error:.2g} nats")
-    _set_kld_scale(axes, np.array(means), np.array(errors))
+    if np.nanmin(means) > 0:
+        # Intervals that reach 0 go off a log axis.
+        axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(np.add(means, _Z_95 * np.nan_to_num(errors))))
+        plain_log_axis(axes, "y")
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
     axes.set_xticks(range(len(counts)), _bucket_names(counts))
     axes.tick_params(axis="x", length=0)
@@ -99,13 +101,6 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
     axes.set_ylabel("mean KL divergence (nats)")
     legend(drawing, axes, theme)
     return drawing
-
-
-def _set_kld_scale(axes: Axes, means: Floats, errors: Floats) -> None:
-    """A log axis, unless a mean is 0. Intervals that reach 0 go off the axis."""
-    if np.nanmin(means) > 0:
-        axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(means + _Z_95 * np.nan_to_num(errors)))
-        plain_log_axis(axes, "y")
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:

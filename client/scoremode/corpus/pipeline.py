@@ -136,7 +136,9 @@ class Pipeline:
         for first, last in cut_into_requests(documents):
             rows = batch.slice(first, last - first)
             num_bytes = int(rows.nbytes) + sum(map(text_bytes, documents[first:last]))
-            await self._wait_for_room(num_bytes)
+            while self._held and self._held + num_bytes > _HELD_BYTES:
+                self._released.clear()
+                await self._released.wait()
             scoring = asyncio.create_task(self._scorer.score(documents[first:last]))
             self._scoring.add(scoring)
             await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
@@ -144,11 +146,6 @@ class Pipeline:
     async def _hand_over(self, piece: _Piece) -> None:
         self._held += piece.num_bytes
         await self._pieces.put(piece)
-
-    async def _wait_for_room(self, num_bytes: int) -> None:
-        while self._held and self._held + num_bytes > _HELD_BYTES:
-            self._released.clear()
-            await self._released.wait()
 
     async def _write(self) -> None:
         while (piece := await self._pieces.get()) is not None:

@@ -128,7 +128,10 @@ class Pool:
             concurrency = server.concurrency
             try:
                 result = await send(server.client, job)
-                await self._check_still_the_same(server)
+                if (num_failures := server.client.retries.num_failures) != server.failures_seen:
+                    # A server that was down may have come back with another model.
+                    self._check_identity(await server.client.info(), server.client.address)
+                    server.failures_seen = num_failures
                 return result
             except (TransportError, ServerError, RateLimitError) as error:
                 self._slow_down_or_drop(server, concurrency, error)
@@ -160,12 +163,6 @@ class Pool:
         for server in self._servers:
             server.client.retries.grace = GRACE if len(self._servers) > 1 else None
             server.client.retries.raises_timeouts = server.concurrency > 1
-
-    async def _check_still_the_same(self, server: _Server) -> None:
-        """A server that was down may have come back with another model."""
-        if (num_failures := server.client.retries.num_failures) != server.failures_seen:
-            self._check_identity(await server.client.info(), server.client.address)
-            server.failures_seen = num_failures
 
     def _check_identity(self, info: ServerInfo, address: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
