@@ -53,7 +53,7 @@ CLIENT_FAULTS = {
         ("error, RETRIED_ERRORS) or not can_restart", "error, RETRIED_ERRORS)"),
     ],
     "runs/pool.py < test_pool.py": [
-        ("client.address, error)\n        self._set_retries()", "client.address, error)"),
+        ("client.address, error)\n            self._set_retries()", "client.address, error)"),
         ("each.in_flight < each.concurrency", "each.in_flight <= each.concurrency"),
     ],
     "runs/journal.py < test_journal.py": [

@@ -127,17 +127,17 @@ def _metadata(comparison: RunComparison) -> dict[str, Any]:
     is_base = comparison.base_reference is None and len(comparison.runs) > 1
     base = (comparison.base_reference or comparison.base).model
     known = {"base_model": base, "base_model_relation": "quantized"} if _HUB_NAME.fullmatch(base) else {}
-    runs = comparison.runs[is_base:]
-    return {**known, "model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
-
-
-def _result(comparison: RunComparison, figures: RunFigures) -> dict[str, Any]:
     corpus = comparison.corpus
     dataset = {"name": f"text {comparison.base.text_identity[:12]}", "type": "text"}
     if corpus is not None:
-        known = corpus.model_dump(include={"config", "split"}, exclude_none=True)
-        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **known}
-    return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": _metrics(comparison, figures)}
+        details = corpus.model_dump(include={"config", "split"}, exclude_none=True)
+        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **details}
+    models = []
+    for figures in comparison.runs[is_base:]:
+        # A copy of each part: YAML has a name for what it finds twice.
+        result = {"task": {"type": "text-generation"}, "dataset": {**dataset}}
+        models.append({"name": figures.run.label, "results": [{**result, "metrics": _metrics(comparison, figures)}]})
+    return {**known, "model-index": models}
 
 
 def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, Any]]:

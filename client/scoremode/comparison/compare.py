@@ -206,35 +206,31 @@ class _Sample:
         )
 
     def pair_figures(self, first: RunFile, second: RunFile) -> PairFigures:
-        ln_ratio, kld_difference = self._difference(first, second, "nll"), None
+        ln_ratio = self._difference(first, second, "nll")
+        ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
+        resampled = np.exp(self._means[second.label, "nll"]) - np.exp(self._means[first.label, "nll"])
+        stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
+        kld_difference, kld_verdict = None, None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
             kld_difference = self._difference(first, second, "kld")
+            kld_verdict = _verdict(kld_difference)
+            multiples = [self._over_noise_floor(run) for run in (first, second)]
+            if all(multiple is not None and multiple <= 1 for multiple in multiples):
+                kld_verdict = "no difference shown"
         return PairFigures(
             first=first,
             second=second,
             ln_ppl_ratio=ln_ratio,
             ppl_ratio=_exponential(ln_ratio),
-            ppl_difference=self._ppl_difference(first, second),
+            ppl_difference=self._figure(ppl_second - ppl_first, stderr, resampled),
             kld_difference=kld_difference,
             verdict=_verdict(ln_ratio, LEAST_LN_RATIO),
-            kld_verdict=None if kld_difference is None else self._kld_verdict(kld_difference, first, second),
+            kld_verdict=kld_verdict,
         )
-
-    def _ppl_difference(self, first: RunFile, second: RunFile) -> Figure:
-        ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
-        resampled = np.exp(self._means[second.label, "nll"]) - np.exp(self._means[first.label, "nll"])
-        stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
-        return self._figure(ppl_second - ppl_first, stderr, resampled)
 
     def _over_noise_floor(self, run: RunFile) -> float | None:
         floor = self._noise_floors.get(run.reference_identity)
         return float(run.kld.mean()) / floor if run.kld is not None and floor else None
-
-    def _kld_verdict(self, difference: Figure, first: RunFile, second: RunFile) -> Verdict:
-        multiples = [self._over_noise_floor(run) for run in (first, second)]
-        if all(multiple is not None and multiple <= 1 for multiple in multiples):
-            return "no difference shown"
-        return _verdict(difference)
 
     def _difference(self, first: RunFile, second: RunFile, name: str) -> Figure:
         values = self._values[second.label, name] - self._values[first.label, name]

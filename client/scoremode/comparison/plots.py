@@ -42,7 +42,12 @@ class Plot:
 
 def plots(comparison: RunComparison) -> list[Plot]:
     """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
-    comparison = _with_short_labels(comparison)
+    labels = short_labels([figures.run.label for figures in comparison.runs])
+    runs = [
+        replace(figures, run=replace(figures.run, label=label))
+        for figures, label in zip(comparison.runs, labels, strict=True)
+    ]
+    comparison = replace(comparison, runs=runs)
     diverging = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
     found = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
@@ -70,15 +75,6 @@ def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     return [folder / name for name in contents]
-
-
-def _with_short_labels(comparison: RunComparison) -> RunComparison:
-    labels = short_labels([figures.run.label for figures in comparison.runs])
-    runs = [
-        replace(figures, run=replace(figures.run, label=label))
-        for figures, label in zip(comparison.runs, labels, strict=True)
-    ]
-    return replace(comparison, runs=runs)
 
 
 def short_labels(labels: Sequence[str]) -> list[str]:

@@ -76,10 +76,11 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     script = "".join(scripts)
     columns, rows = run_table(comparison)
     runs = [figures.run for figures in comparison.runs]
+    more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     reference = comparison.base_reference
     return {
-        "title": _title(runs),
+        "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
         "measured": measured(comparison),
         "style": Markup(style),
         "style_hash": _policy_hash(style),
@@ -105,11 +106,6 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "setting_rows": [[value for _, value in _run_settings(run)] for run in runs],
         "command": _command(comparison),
     }
-
-
-def _title(runs: list[RunFile]) -> str:
-    more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
-    return ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more])
 
 
 def _settings(comparison: RunComparison) -> list[tuple[str, str]]:

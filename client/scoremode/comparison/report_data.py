@@ -180,17 +180,6 @@ def _packed_tops(tops: TopTokens, kept: NDArray[np.bool_], vocabulary: NDArray[n
     }
 
 
-def _divergence(run: RunFile, base: RunFile) -> Floats:
-    """[n], how far the run is from the reference, or else from the base; the base itself by its NLL."""
-    if run.kld is not None:
-        return run.kld
-    if run is base:
-        return run.nlls
-    # Infinity minus infinity counts as 0.
-    with np.errstate(invalid="ignore"):
-        return np.where(run.nlls == base.nlls, 0, np.abs(run.nlls - base.nlls))
-
-
 def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float) -> NDArray[np.bool_]:
     """[passages], those to keep where only `max_tokens` tokens can be.
 
@@ -201,7 +190,13 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float
     listed = np.zeros(len(passages), bool)
     score = np.zeros(len(passages))
     for run in compared:
-        values = np.minimum(_divergence(run, runs[0]), np.finfo(np.float32).max)
+        # From the reference, or else from the first run; that itself by its NLL.
+        values = run.nlls if run.kld is None else run.kld
+        if run.kld is None and run is not runs[0]:
+            # Infinity minus infinity counts as 0.
+            with np.errstate(invalid="ignore"):
+                values = np.where(values == runs[0].nlls, 0, np.abs(values - runs[0].nlls))
+        values = np.minimum(values, np.finfo(np.float32).max)
         top = np.argpartition(values, -min(NUM_LISTED, len(values)))[-NUM_LISTED:]
         listed[np.searchsorted(passages.start, top, side="right") - 1] = True
         score += passages.means(values) / (values.mean() or 1)

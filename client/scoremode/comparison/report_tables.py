@@ -11,7 +11,6 @@ from scoremode.comparison.compare import (
     Figure,
     PairFigures,
     RunComparison,
-    RunFigures,
     Verdict,
     ppl_change,
 )
@@ -51,6 +50,7 @@ class Matrix:
 def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
     """Names of columns, and a row for each run, its label first, without the columns that no run has a figure for."""
     runs = comparison.runs
+    nothing = Figure(0.0, None, None, None)
     to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     cells = {
         "GiB": [plain(figures.run.gib, 3) for figures in runs],
@@ -63,18 +63,14 @@ def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
         "99% KL": [plain(figures.kld_p99) for figures in runs],
         "99.9% KL": [plain(figures.kld_p999) for figures in runs],
         "max KL": [plain(figures.kld_max) for figures in runs],
-        "RMS Δp": _column([_delta_p(figures) for figures in runs], 100, "%"),
+        # Of a model that does not diverge, 0: the root would show what its divergence does not.
+        "RMS Δp": _column([nothing if each.has_no_divergence else each.delta_p_rms for each in runs], 100, "%"),
         "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
         "times the floor": [floors(figures.kld_over_noise_floor) for figures in runs],
     }
     used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
     labels = [Cell(figures.run.label) for figures in runs]
     return ["run", *used], [list(row) for row in zip(labels, *used.values(), strict=True)]
-
-
-def _delta_p(figures: RunFigures) -> Figure | None:
-    """Of a model that does not diverge, 0: the root would show what its divergence does not."""
-    return Figure(0.0, None, None, None) if figures.has_no_divergence else figures.delta_p_rms
 
 
 def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:

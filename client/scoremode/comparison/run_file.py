@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -55,13 +55,9 @@ class _PerplexityRecord(_Record):
     settings: _Settings
 
 
-class _KldSettings(BaseModel):
-    as_noise_floor: bool
-
-
 class _KldRecord(_Record):
     reference: Reference
-    settings: _KldSettings
+    as_noise_floor: bool = Field(validation_alias=AliasPath("settings", "as_noise_floor"))
 
 
 _SHAPES: dict[str, type[_PerplexityRecord | _KldRecord]] = {"perplexity": _PerplexityRecord, "kld": _KldRecord}
@@ -208,7 +204,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         client_version=record.client_version,
         finished=record.finished,
         reference=reference,
-        as_noise_floor=isinstance(record, _KldRecord) and record.settings.as_noise_floor,
+        as_noise_floor=isinstance(record, _KldRecord) and record.as_noise_floor,
         corpus=text.corpus,
         method=windows.method,
         context_length=windows.context_length,

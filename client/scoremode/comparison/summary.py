@@ -22,7 +22,13 @@ def summary(comparison: RunComparison) -> list[str]:
         for pair in comparison.pairs
         if pair.kld_verdict is not None and {pair.first.label, pair.second.label} <= set(compared)
     }
-    with_base = _compared_with_base(comparison)
+    base = comparison.base.label
+    with_base = {
+        (pair.second.label, base): f"{pair.second.label} is {pair.verdict} than {base}: {pair.ppl_ratio.value:.4f} "
+        f"times its perplexity [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]."
+        for pair in comparison.pairs_with_base
+        if pair.verdict != "no difference shown"
+    }
     others = {pair: verdict for pair, verdict in by_nll.items() if pair not in with_base}
     sentences = [*with_base.values(), *_order("perplexity", labels, others)]
     if by_kld:
@@ -35,17 +41,6 @@ def summary(comparison: RunComparison) -> list[str]:
             "Without an interval (the text is too short, or a value is infinite) no difference can be shown."
         )
     return sentences
-
-
-def _compared_with_base(comparison: RunComparison) -> dict[tuple[str, str], str]:
-    """A sentence for every run that is shown to differ from the first, by both labels."""
-    base = comparison.base.label
-    return {
-        (pair.second.label, base): f"{pair.second.label} is {pair.verdict} than {base}: {pair.ppl_ratio.value:.4f} "
-        f"times its perplexity [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]."
-        for pair in comparison.pairs_with_base
-        if pair.verdict != "no difference shown"
-    }
 
 
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:

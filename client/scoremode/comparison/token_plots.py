@@ -34,7 +34,10 @@ _Z_95 = 1.959964
 def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> Drawing:
     """The share of tokens whose KL divergence is larger, both axes logarithmic."""
     drawing, axes = new_axes(theme)
-    thresholds = _kld_thresholds(runs)
+    positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
+    low = min((np.quantile(values, _LOWEST_QUANTILE) for values in positive if len(values)), default=1e-6)
+    high = max((values.max() for values in positive if len(values)), default=1.0)
+    thresholds = np.geomspace(low, high * 1.3, _CURVE_POINTS)
     for index, run in runs:
         values = _kld(run)
         shares, zeros = survival(values, thresholds), float((values <= 0).mean())
@@ -57,13 +60,6 @@ def survival(values: Floats, thresholds: Floats) -> Floats:
     """The share of values above each threshold; NaN, which is not drawn, where it is 0."""
     above = len(values) - np.searchsorted(np.sort(values), thresholds, side="right")
     return np.where(above > 0, above / len(values), np.nan)
-
-
-def _kld_thresholds(runs: Numbered) -> Floats:
-    positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
-    low = min((np.quantile(values, _LOWEST_QUANTILE) for values in positive if len(values)), default=1e-6)
-    high = max((values.max() for values in positive if len(values)), default=1.0)
-    return np.geomspace(low, high * 1.3, _CURVE_POINTS)
 
 
 def _percent(share: float) -> str:

@@ -181,9 +181,13 @@ async def measure_kld(
             cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
-    reference = await _common_reference(pool.clients, name)
+    references = [await client.reference(name) for client in pool.clients]
+    for client, other in zip(pool.clients, references, strict=True):
+        if differing := differences(_identity(other), _identity(references[0])):
+            address = pool.clients[0].address
+            raise ServersDifferError(f"{client.address} has another reference {name!r} than {address}: {differing}")
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
-    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top)
+    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top)
     run = await measure(plan, pool, start_journal, on_progress)
     return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
 
@@ -215,17 +219,6 @@ async def measure_noise_floor(
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
     return await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
-
-
-async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> Reference:
-    """The reference, which must be the same on all servers."""
-    references = [await client.reference(name) for client in clients]
-    for client, reference in zip(clients, references, strict=True):
-        if differing := differences(_identity(reference), _identity(references[0])):
-            raise ServersDifferError(
-                f"{client.address} has another reference {name!r} than {clients[0].address}: {differing}"
-            )
-    return references[0]
 
 
 async def _measurement(
@@ -308,7 +301,14 @@ async def divergent_tokens(
     before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
     tokens = [[int(ids[at]) for ids in shown] for at in places]
-    texts = await _texts(client, {*before, *((token,) for of_place in tokens for token in of_place)})
+    texts: dict[tuple[int, ...], str] = {(): ""}
+    try:
+        # One by one, over one connection: they are few and short.
+        for sequence in {*before, *((token,) for of_place in tokens for token in of_place)} - {()}:
+            texts[sequence] = await client.detokenize(sequence)
+    except ScoremodeError as error:
+        _log.warning("the most divergent tokens are shown without their text: %s", error)
+        texts = {}
     return [
         DivergentToken(
             index=at,
@@ -329,15 +329,3 @@ async def divergent_tokens(
             most_divergent, places, before, tokens, strict=True
         )
     ]
-
-
-async def _texts(client: AsyncScoreClient, sequences: set[tuple[int, ...]]) -> dict[tuple[int, ...], str]:
-    texts: dict[tuple[int, ...], str] = {(): ""}
-    try:
-        # One by one, over one connection: they are few and short.
-        for sequence in sequences - {()}:
-            texts[sequence] = await client.detokenize(sequence)
-    except ScoremodeError as error:
-        _log.warning("the most divergent tokens are shown without their text: %s", error)
-        return {}
-    return texts

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -210,17 +211,13 @@ def open_locked(path: Path) -> FileIO:
 
     Delete such a file before it is closed.
     """
-    while not _is_at(path, file := _open_locked(path)):
+    while True:
+        file = _open_locked(path)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
         # Its owner deleted it after it was opened and before it was locked.
         file.close()
-    return file
-
-
-def _is_at(path: Path, file: FileIO) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def _open_locked(path: Path) -> FileIO:

@@ -144,20 +144,17 @@ class Pool:
         if server not in self._servers:
             return
         if concurrency == 1 or not isinstance(error, ServerError) or error.status_code != TIMED_OUT:
-            self._drop(server, error)
+            if len(self._servers) == 1:
+                raise error
+            self._servers.remove(server)
+            _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
+            self._set_retries()
         elif concurrency == server.concurrency:
             # The first of those that were sent together: the others say nothing of fewer in flight.
             server.concurrency //= 2
             self._set_retries()
             text = "%s: %d requests in flight from now on instead of %d: %s"
             _log.warning(text, server.client.address, server.concurrency, concurrency, error)
-
-    def _drop(self, server: _Server, error: ScoremodeError) -> None:
-        if len(self._servers) == 1:
-            raise error
-        self._servers.remove(server)
-        _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
-        self._set_retries()
 
     def _set_retries(self) -> None:
         for server in self._servers:

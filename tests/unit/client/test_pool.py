@@ -152,8 +152,7 @@ async def test_single_requests_respect_each_servers_limit_and_survive_its_loss()
     assert [client.address for client in pool.clients] == ["http://b"]
 
 
-MESSAGE = {"message": "the request was not scored within 5 s (--request-timeout)", "type": "GatewayTimeoutError"}
-TIMED_OUT = error(504, **MESSAGE)
+TIMED_OUT = error(504, "the request was not scored within 5 s (--request-timeout)", type="GatewayTimeoutError")
 WHAT_TO_CHANGE = r"--request-timeout.*make the windows smaller \(--context-length\)"
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.utils import get_rolling_token_windows
 
 from scoremode.metrics import Perplexity, count_words, perplexity, text_metrics
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride
@@ -43,22 +44,9 @@ def hugging_face_loop(num_tokens: int, max_length: int, stride: int) -> list[tup
 
 
 def lm_eval_rolling(num_tokens: int, max_sequence: int, prefix: int) -> list[tuple[list[int], int]]:
-    """lm-evaluation-harness, get_rolling_token_windows with context_len=1, then make_disjoint_window."""
-    tokens = list(range(num_tokens))
-    if not tokens:
-        return []
-    first_length = min(max_sequence, num_tokens)
-    pairs = [([prefix, *tokens[: first_length - 1]], tokens[:first_length])]
-    predicted = first_length
-    while predicted < num_tokens:
-        window_length = min(num_tokens - predicted, max_sequence)
-        window_end = predicted + window_length
-        context = tokens[window_end - max_sequence - 1 : window_end - 1]
-        pairs.append((context, tokens[window_end - window_length : window_end]))
-        predicted += window_length
-    # Fed to the model: context, of which the last len(continuation) positions predict the continuation.
+    """Fed to lm-eval's model: a context, of which the last len(continuation) positions predict the continuation."""
     asked = []
-    for context, continuation in pairs:
+    for context, continuation in get_rolling_token_windows(list(range(num_tokens)), prefix, max_sequence, 1):
         offset = len(context) - len(continuation)
         asked += [(context[: offset + i + 1], target) for i, target in enumerate(continuation)]
     return asked

@@ -1,7 +1,6 @@
 """A document's figures, whether it is short or long, and what becomes of one that a server refuses."""
 
 import math
-from contextlib import asynccontextmanager
 
 import pytest
 from fake_server import BOS, MAX_MODEL_LEN, FakeServer, answer, changed, client_of, error, nlls
@@ -19,15 +18,10 @@ def document(text):
     return Document(text, len(text.encode()))
 
 
-@asynccontextmanager
-async def scorer_of(handler, retry_for=None, **settings):
+async def score(handler, *texts, retry_for=None, **settings):
+    documents = [text if isinstance(text, UnscoredDocument) else document(text) for text in texts]
     async with client_of(handler, retry_for=retry_for) as client:
-        yield DocumentScorer(await Pool.connect([client], 2), **settings)
-
-
-async def score(handler, *texts, **settings):
-    async with scorer_of(handler, **settings) as scorer:
-        return await scorer.score([text if isinstance(text, UnscoredDocument) else document(text) for text in texts])
+        return await DocumentScorer(await Pool.connect([client], 2), **settings).score(documents)
 
 
 def figures(results):
