@@ -20,11 +20,15 @@ from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
 from scoremode.wire.references import CorpusInfo, Reference
 
+Floats = NDArray[np.float64]
 Verdict = Literal["better", "worse", "no difference shown"]
 OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
 
 NEGLIGIBLE_KLD = 1e-9
 """Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
+LEAST_LN_RATIO = 5e-5
+"""Of two perplexities: what batches of other shapes move the same model's by, and far below what any use could show."""
+DEFAULT_NUM_RESAMPLES = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +141,6 @@ class RunComparison:
     def corpus_names(self) -> list[str]:
         """What the runs call their text, each name once; none where no run names it."""
         return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))
-
-
-Floats = NDArray[np.float64]
-
-DEFAULT_NUM_RESAMPLES = 4000
-LEAST_LN_RATIO = 5e-5
-"""Of two perplexities: what batches of other shapes move the same model's by, and far below what any use could show."""
 
 
 def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0) -> RunComparison:

@@ -28,6 +28,14 @@ _LARGEST_EXACT = 2**53
 """Whole numbers beyond are not all floats, which pyarrow takes for those beyond 64 bits."""
 _ROW = re.compile(r" in row (\d+)$")
 
+FIGURES = {
+    "num_tokens": pa.int64(),
+    "nll": pa.float64(),
+    "perplexity": pa.float64(),
+    "bits_per_byte": pa.float64(),
+}
+PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
+
 
 def open_rows(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     """The schema of a file, and its rows in order. JSON lines are all read once, for the types of their columns.
@@ -168,15 +176,6 @@ def _without_times(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(type_):
         return pa.struct([field.with_type(_without_times(field.type)) for field in type_.fields])
     return type_
-
-
-FIGURES = {
-    "num_tokens": pa.int64(),
-    "nll": pa.float64(),
-    "perplexity": pa.float64(),
-    "bits_per_byte": pa.float64(),
-}
-PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
 
 
 def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:
