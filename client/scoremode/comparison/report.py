@@ -4,10 +4,8 @@ import base64
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -18,8 +16,8 @@ from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
 from scoremode.comparison.compare import RunComparison
-from scoremode.comparison.plot_style import LIGHT, as_svg
-from scoremode.comparison.plots import Plot, common_caption, measured, plots
+from scoremode.comparison.plot_style import LIGHT, as_element
+from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile, compare_command
@@ -33,13 +31,6 @@ _MAX_NAMED = 8
 """Runs in the title."""
 _VERDICTS = "A run is called so only where its whole 95 % interval lies on one side."
 _KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
-_SVG = "http://www.w3.org/2000/svg"
-_HREF = "{http://www.w3.org/1999/xlink}href"
-_VARIABLES = {
-    **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
-    **{color: f"var(--plot-run-{index})" for index, color in enumerate(LIGHT.runs)},
-}
-_FONT_SIZE = re.compile(r"[\d.]+(?=px)")
 
 
 def write_report(
@@ -98,7 +89,12 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "matrices": pair_matrices(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
-            {"name": plot.name, "caption": plot.caption, "svg": Markup(_inline_svg(plot))} for plot in plots(comparison)
+            {
+                "name": plot.name,
+                "caption": plot.caption,
+                "svg": Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject)),
+            }
+            for plot in plots(comparison)
         ],
         "plots_caption": common_caption(comparison),
         "settings": _settings(comparison),
@@ -174,38 +170,3 @@ def _policy_hash(source: str) -> str:
 def _script_json(data: dict[str, Any]) -> Markup:
     """JSON that nothing ends or begins a tag in, for inside a `script` element."""
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
-
-
-def _inline_svg(plot: Plot) -> str:
-    """The plot as an `svg` element that scales to its place. Names in it are text, escaped."""
-    root = ElementTree.fromstring(as_svg(plot.draw(LIGHT), text_as_paths=False))
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
-        _take_attributes(element, prefix=f"{plot.name}-")
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-    for name in ("width", "height"):
-        del root.attrib[name]
-    root.attrib |= {"role": "img", "aria-label": plot.subject}
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
-    """Ids that no other plot of the page has, and attributes in place of `style`."""
-    attributes = dict(element.attrib)
-    element.attrib.clear()
-    for name, value in attributes.items():
-        if name == "id":
-            element.set("id", prefix + value)
-        elif name == _HREF:
-            element.set("href", value.replace("#", f"#{prefix}"))
-        elif name != "style":
-            element.set(name, value.replace("url(#", f"url(#{prefix}"))
-    for declaration in filter(None, map(str.strip, attributes.get("style", "").split(";"))):
-        name, value = (part.strip() for part in declaration.split(":", 1))
-        if name == "font":
-            # The family is the page's.
-            name, value = "font-size", _FONT_SIZE.findall(value)[0]
-        element.set(name, _VARIABLES.get(value, value))
