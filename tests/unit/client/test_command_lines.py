@@ -149,12 +149,7 @@ def references(made) -> dict[str, Any]:
         ("--version", 0, f"ppl-client {__version__}\n", ""),
         ("SERVER TEXT", 0, f"{PERPLEXITY:.4f} ±", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
-        (
-            "SERVER --dataset rows.jsonl --text-column body --num-samples 2",
-            0,
-            f"rows.jsonl, 2 rows, sha256 {CHECKSUM}",
-            "",
-        ),
+        ("SERVER --dataset rows.jsonl --text-column body --num-samples 2", 0, f"2 rows, sha256 {CHECKSUM}", ""),
         (f"SERVER --text {'~' * 600} --output new.json", 0, "inf", "new.json new.safetensors"),
         ("SERVER --text-file same.txt", 0, f"same.txt, sha256 {CHECKSUM}", ""),
         ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
@@ -295,15 +290,15 @@ def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, 
     ("command", "how_to_resume"),
     [
         ("SERVER TEXT --concurrency 1", ""),
-        ("SERVER TEXT --concurrency 1 --output new.json", "; FOLDER/new.json.journal has 2 of 20 windows: WITH_RESUME"),
+        ("SERVER TEXT --concurrency 1 --output new.json", "; FOLDER/new.json.journal has 2 of 20 windows: RESUMED_SO"),
         ("record SERVER --reference new TEXT", ": the same command resumes it"),
-        ("corpus SERVER a.parquet --output out", ": WITH_RESUME"),
+        ("corpus SERVER a.parquet --output out", ": RESUMED_SO"),
     ],
 )
 def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
     server, over, num_before = Server(), threading.Event(), 2 * ("TEXT --concurrency" in command)
     how_to_resume = how_to_resume.replace("FOLDER", str(folder))
-    how_to_resume = how_to_resume.replace("WITH_RESUME", "the same command with --resume resumes it")
+    how_to_resume = how_to_resume.replace("RESUMED_SO", "the same command with --resume resumes it")
 
     def slow(request: httpx.Request) -> httpx.Response | None:
         is_scored = request.method == "POST" and request.url.path in ("/v1/score", "/v1/references")

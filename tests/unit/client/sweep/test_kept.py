@@ -113,7 +113,6 @@ models:
     url: http://host:8001
 compare: {html: all.html, plots: null}
 """
-LEAST = {"output": "runs", "text": {"text": "Hello"}, "models": [{"name": "a", "model": "m"}]}
 
 
 def read(tmp_path: Path, text: str) -> SweepPlan:
@@ -133,7 +132,7 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path):
     assert (plan.compare.html, plan.compare.plots) == ("all.html", None)
     (tmp_path / "here.txt").write_text("a text")
     for source in ("text_file", "dataset"):
-        plan = SweepPlan.model_validate({**LEAST, "text": {source: "here.txt"}})
+        plan = SweepPlan.model_validate({**PLAN, "text": {source: "here.txt"}})
         assert plan.text.load(tmp_path).text == "a text", "relative to the plan"
     assert (plan.command, plan.windows.method, plan.floor) == (["scoremode", "serve"], "sliding", False)
 
