@@ -28,12 +28,7 @@ _LARGEST_EXACT = 2**53
 """Whole numbers beyond are not all floats, which pyarrow takes for those beyond 64 bits."""
 _ROW = re.compile(r" in row (\d+)$")
 
-FIGURES = {
-    "num_tokens": pa.int64(),
-    "nll": pa.float64(),
-    "perplexity": pa.float64(),
-    "bits_per_byte": pa.float64(),
-}
+FIGURES = {"num_tokens": pa.int64(), "nll": pa.float64(), "perplexity": pa.float64(), "bits_per_byte": pa.float64()}
 PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.float32())}
 
 

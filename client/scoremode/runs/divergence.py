@@ -193,11 +193,7 @@ async def measure_kld(
 
 
 async def measure_noise_floor(
-    client: AsyncScoreClient,
-    name: str,
-    *,
-    return_token_texts: bool = False,
-    on_progress: OnProgress | None = None,
+    client: AsyncScoreClient, name: str, *, return_token_texts: bool = False, on_progress: OnProgress | None = None
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 

@@ -233,8 +233,7 @@ class ServerInfo(BaseModel):
         "one; begins with `v2-`, or `v2-dummy-` with dummy weights; None from an older server.",
     )
     revision: str | None = Field(
-        None,
-        description="The commit of a model from the hub; None of a folder, and from an older server.",
+        None, description="The commit of a model from the hub; None of a folder, and from an older server."
     )
     computed_by: ComputedBy | None = Field(
         None, description="Model runner, kernels, GPUs and parallelism; None from an older server."
