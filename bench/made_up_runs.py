@@ -14,7 +14,8 @@ from scoremode.results import MAX_TOP_POSITIONS, NUM_TOP, TopTokens
 from scoremode.runs import kld_report
 from scoremode.runs.divergence import KldMeasurement
 from scoremode.runs.output import Output
-from scoremode.wire.protocol import NoiseFloor, Reference, ServerInfo
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import NoiseFloor, Reference
 
 NUM_PARAMETERS = 134_515_008
 NOISE_FLOOR = 3e-6

@@ -53,7 +53,7 @@ CLIENT_FAULTS = {
         ("error, RETRIED_ERRORS) or not can_restart", "error, RETRIED_ERRORS)"),
     ],
     "runs/pool.py < test_pool.py": [
-        ("client.address, error)\n        self._set_retries()", "client.address, error)"),
+        ("client.address, error)\n            self._set_retries()", "client.address, error)"),
         ("each.in_flight < each.concurrency", "each.in_flight <= each.concurrency"),
     ],
     "runs/journal.py < test_journal.py": [
@@ -72,10 +72,8 @@ CLIENT_FAULTS = {
         ("counts @ sums / (counts @ units.sizes)", "counts @ sums / units.sizes.sum()"),
     ],
     "comparison/compare.py < comparison/test_compare.py": [
-        ("if all(multiple is not None and", "if any(multiple is not None and")
-    ],
-    "comparison/pairing.py < comparison/test_compare.py": [
-        ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":')
+        ("if all(multiple is not None and", "if any(multiple is not None and"),
+        ("if first.kind == second.kind:", 'if first.kind == second.kind == "perplexity":'),
     ],
     "comparison/report_tables.py < comparison/test_comparison_tables.py comparison/test_report.py": [
         ("{number(scale * figure.stderr, digits)}", "{number(figure.stderr, digits)}")

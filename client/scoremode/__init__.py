@@ -32,14 +32,8 @@ from scoremode.results import KldResult, KldWindowValues, Score
 from scoremode.runs.divergence import KldMeasurement, measure_kld, measure_noise_floor
 from scoremode.runs.recording import Recording, record_reference
 from scoremode.windows import METHODS, Method, Window, cut_windows
-from scoremode.wire.protocol import (
-    KldStatistics,
-    NoiseFloor,
-    PerplexityResponse,
-    PerplexityWindow,
-    Reference,
-    ServerInfo,
-)
+from scoremode.wire.protocol import PerplexityResponse, PerplexityWindow, ServerInfo
+from scoremode.wire.references import KldStatistics, NoiseFloor, Reference
 
 __all__ = [
     "METHODS",

@@ -24,17 +24,14 @@ from scoremode.wire.calls import Answer, Call, EventReader, call, stream
 from scoremode.wire.protocol import (
     Candidates,
     Continuations,
-    CorpusInfo,
     PerplexityResponse,
     PerplexityWindow,
     Prompt,
-    Reference,
-    ReferenceDeleted,
-    ReferenceList,
     ServerInfo,
     Text,
     TokensResponse,
 )
+from scoremode.wire.references import CorpusInfo, Reference, ReferenceDeleted, ReferenceList
 from scoremode.wire.retries import Attempts, Retries
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.metrics import exp
-from scoremode.wire.protocol import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
+from scoremode.wire.references import ConfidenceBucket, DeltaPFigures, DivergentPosition, KldFigures, KldStatistics
 
 Floats = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ _QUANTILES = {
 class KldPositions:
     """What the comparison gives for n positions, in the order of windows: arrays of shape [n].
 
-    The fields have the names and meanings of `protocol.KldWindow`; on the wire they are of `POSITION_DTYPES`.
+    The fields have the names and meanings of `references.KldWindow`; on the wire they are of `POSITION_DTYPES`.
     """
 
     token_ids: NDArray[Any]
@@ -68,6 +68,8 @@ POSITION_DTYPES = {each.name: "<i4" if each.name in _INTEGERS else "<f4" for eac
 """Of every field of `KldPositions`, its type on the wire and on disk: little-endian int32 or float32."""
 
 
+# Infinities are expected, and what cannot be computed with them is None in the end.
+@np.errstate(invalid="ignore", over="ignore")
 def statistics(positions: KldPositions, window_sizes: Sequence[int], first_window: int = 0) -> KldStatistics:
     """All statistics of some windows of a reference.
 
@@ -81,9 +83,51 @@ def statistics(positions: KldPositions, window_sizes: Sequence[int], first_windo
     """
     if not len(positions) or sum(window_sizes) != len(positions):
         raise ValueError(f"{len(positions)} positions in windows of {sum(window_sizes)}")
-    # Infinities are expected, and what cannot be computed with them is None in the end.
-    with np.errstate(invalid="ignore", over="ignore"):
-        return _statistics(positions, np.asarray(window_sizes), first_window)
+    sizes = np.asarray(window_sizes)
+    kld, reverse_kld = _floats(positions.kld), _floats(positions.reverse_kld)
+    nll_q, nll_base = -_floats(positions.logprobs), -_floats(positions.reference_logprobs)
+    acceptance = _floats(positions.acceptance)
+    delta_p = np.exp(-nll_q) - np.exp(-nll_base)
+    same_top = _floats(positions.top_token_ids == positions.reference_top_token_ids)
+
+    mean_q, mean_base = float(nll_q.mean()), float(nll_base.mean())
+    ppl_q, ppl_base = exp(mean_q), exp(mean_base)
+    stderr_q, stderr_base = standard_error(nll_q), standard_error(nll_base)
+    ln_ratio = float((nll_q - nll_base).mean())
+    ratio = exp(ln_ratio)
+    ln_ratio_stderr = standard_error(nll_q - nll_base)
+    return {
+        "num_scored": len(kld),
+        "num_windows": len(sizes),
+        "nll_q": _figure(mean_q),
+        "nll_q_stderr": _figure(stderr_q),
+        "nll_base": _figure(mean_base),
+        "nll_base_stderr": _figure(stderr_base),
+        "ppl_q": _figure(ppl_q),
+        "ppl_q_stderr": _figure(ppl_q * stderr_q),
+        "ppl_base": _figure(ppl_base),
+        "ppl_base_stderr": _figure(ppl_base * stderr_base),
+        "ln_ppl_correlation": _figure(_correlation(nll_q, nll_base)),
+        "ln_ppl_ratio": _figure(ln_ratio),
+        "ln_ppl_ratio_stderr": _figure(ln_ratio_stderr),
+        "ln_ppl_ratio_stderr_clustered": _figure(clustered_standard_error(nll_q - nll_base, sizes)),
+        "ppl_ratio": _figure(ratio),
+        "ppl_ratio_stderr": _figure(ratio * ln_ratio_stderr),
+        "ppl_difference": _figure(ppl_q - ppl_base),
+        "ppl_difference_stderr": _figure(standard_error(ppl_q * nll_q - ppl_base * nll_base)),
+        "kld": _kld_figures(kld, sizes),
+        "num_infinite_kld": int(np.isinf(kld).sum()),
+        "top_1_percent_share": _figure(_tail_share(kld)),
+        "reverse_kld_mean": _figure(reverse_kld.mean()),
+        "num_infinite_reverse_kld": int(np.isinf(reverse_kld).sum()),
+        "acceptance_mean": _figure(acceptance.mean()),
+        "delta_p": _delta_p_figures(delta_p, sizes),
+        "same_top_p": float(same_top.mean()),
+        "same_top_p_stderr": _figure(standard_error(same_top)),
+        "same_top_p_stderr_clustered": _figure(clustered_standard_error(same_top, sizes)),
+        "confidence_buckets": _confidence_buckets(_floats(positions.reference_confidence), kld, same_top),
+        "most_divergent": _most_divergent(kld, sizes, first_window),
+    }
 
 
 def times_the_floor(multiple: float) -> str:
@@ -128,53 +172,6 @@ def quantile(ordered: Floats, fraction: float) -> float:
     lower, upper = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
     # Not where the share is 0 or both are infinite: NaN would come of it.
     return lower if not share or lower == upper else lower + share * (upper - lower)
-
-
-def _statistics(positions: KldPositions, window_sizes: NDArray[Any], first_window: int) -> KldStatistics:
-    kld, reverse_kld = _floats(positions.kld), _floats(positions.reverse_kld)
-    nll_q, nll_base = -_floats(positions.logprobs), -_floats(positions.reference_logprobs)
-    acceptance = _floats(positions.acceptance)
-    delta_p = np.exp(-nll_q) - np.exp(-nll_base)
-    same_top = _floats(positions.top_token_ids == positions.reference_top_token_ids)
-
-    mean_q, mean_base = float(nll_q.mean()), float(nll_base.mean())
-    ppl_q, ppl_base = exp(mean_q), exp(mean_base)
-    stderr_q, stderr_base = standard_error(nll_q), standard_error(nll_base)
-    ln_ratio = float((nll_q - nll_base).mean())
-    ratio = exp(ln_ratio)
-    ln_ratio_stderr = standard_error(nll_q - nll_base)
-    return {
-        "num_scored": len(kld),
-        "num_windows": len(window_sizes),
-        "nll_q": _figure(mean_q),
-        "nll_q_stderr": _figure(stderr_q),
-        "nll_base": _figure(mean_base),
-        "nll_base_stderr": _figure(stderr_base),
-        "ppl_q": _figure(ppl_q),
-        "ppl_q_stderr": _figure(ppl_q * stderr_q),
-        "ppl_base": _figure(ppl_base),
-        "ppl_base_stderr": _figure(ppl_base * stderr_base),
-        "ln_ppl_correlation": _figure(_correlation(nll_q, nll_base)),
-        "ln_ppl_ratio": _figure(ln_ratio),
-        "ln_ppl_ratio_stderr": _figure(ln_ratio_stderr),
-        "ln_ppl_ratio_stderr_clustered": _figure(clustered_standard_error(nll_q - nll_base, window_sizes)),
-        "ppl_ratio": _figure(ratio),
-        "ppl_ratio_stderr": _figure(ratio * ln_ratio_stderr),
-        "ppl_difference": _figure(ppl_q - ppl_base),
-        "ppl_difference_stderr": _figure(standard_error(ppl_q * nll_q - ppl_base * nll_base)),
-        "kld": _kld_figures(kld, window_sizes),
-        "num_infinite_kld": int(np.isinf(kld).sum()),
-        "top_1_percent_share": _figure(_tail_share(kld)),
-        "reverse_kld_mean": _figure(reverse_kld.mean()),
-        "num_infinite_reverse_kld": int(np.isinf(reverse_kld).sum()),
-        "acceptance_mean": _figure(acceptance.mean()),
-        "delta_p": _delta_p_figures(delta_p, window_sizes),
-        "same_top_p": float(same_top.mean()),
-        "same_top_p_stderr": _figure(standard_error(same_top)),
-        "same_top_p_stderr_clustered": _figure(clustered_standard_error(same_top, window_sizes)),
-        "confidence_buckets": _confidence_buckets(_floats(positions.reference_confidence), kld, same_top),
-        "most_divergent": _most_divergent(kld, window_sizes, first_window),
-    }
 
 
 def _floats(values: NDArray[Any]) -> Floats:

@@ -57,6 +57,7 @@ class TextMetrics:
     bits_per_byte: float | None
     """None for a text without a byte."""
     word_perplexity: float
+    """exp(NLL / words)."""
 
 
 def text_metrics(result: Perplexity, method: Method, *, num_tokens: int, num_bytes: int, num_words: int) -> TextMetrics:
@@ -67,17 +68,13 @@ def text_metrics(result: Perplexity, method: Method, *, num_tokens: int, num_byt
     text's NLL as its sum; the others score a part of the tokens, or some twice, and give the mean times `num_tokens`.
     """
     nll = result.nll_sum if method in EXHAUSTIVE_METHODS else result.nll_mean * num_tokens
-    return TextMetrics(bits_per_byte(nll, num_bytes) if num_bytes else None, word_perplexity(nll, num_words))
+    # Words are what lies between white space, as lm-eval counts them.
+    return TextMetrics(bits_per_byte(nll, num_bytes) if num_bytes else None, exp(nll / num_words))
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:
     """NLL of a text in nats, as bits per UTF-8 byte: NLL / (ln 2 * bytes)."""
     return nll / (math.log(2) * num_bytes)
-
-
-def word_perplexity(nll: float, num_words: int) -> float:
-    """exp(NLL / words), words being what lies between white space, as lm-eval counts them."""
-    return exp(nll / num_words)
 
 
 def count_words(text: str) -> int:

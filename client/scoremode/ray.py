@@ -21,7 +21,6 @@ from ray.data.block import BlockAccessor
 
 from scoremode._tasks import joined
 from scoremode.client import DEFAULT_TIMEOUT, AsyncScoreClient
-from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of, errors_of
 from scoremode.corpus.documents import (
     REQUESTS_IN_FLIGHT,
     AnyDocument,
@@ -30,6 +29,7 @@ from scoremode.corpus.documents import (
     UnscoredDocument,
     cut_into_requests,
 )
+from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of
 from scoremode.errors import ScoremodeError
 from scoremode.runs.plan import differences, identity
 from scoremode.runs.pool import Pool
@@ -109,7 +109,8 @@ class ScoreBatch:
         figures = added_columns(results, self._added)
         for name, column in zip(self._added.names, figures.columns, strict=True):
             table = table.append_column(name, column)
-        return table.append_column(self._error, pa.array(errors_of(results), pa.string()))
+        errors = [result.error if isinstance(result, UnscoredDocument) else None for result in results]
+        return table.append_column(self._error, pa.array(errors, pa.string()))
 
     def close(self) -> None:
         """Close all connections."""

@@ -15,7 +15,8 @@ from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.wire.calls import EventReader
-from scoremode.wire.protocol import LOWEST_LOGPROB, KldResponse, KldStatistics, KldWindow
+from scoremode.wire.protocol import LOWEST_LOGPROB
+from scoremode.wire.references import KldResponse, KldStatistics, KldWindow
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:

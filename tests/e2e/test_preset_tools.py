@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lm_eval_tasks
 from scoremode.runs.presets import comparable_with
-from scoremode.wire.protocol import CorpusInfo
+from scoremode.wire.references import CorpusInfo
 from tests import oracle
 from tests.command_line import ppl_client
 

@@ -19,7 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from scoremode.wire.protocol import KldResponse, PerplexityResponse, Reference
+from scoremode.wire.protocol import PerplexityResponse
+from scoremode.wire.references import KldResponse, Reference
 from write_openapi import OPENAPI, text
 
 REFERENCE = "schemathesis"

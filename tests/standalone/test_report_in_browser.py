@@ -111,17 +111,11 @@ def test_tokens_and_plots_have_the_colors_of_the_scheme(shown, runs, scheme, pap
         assert page.locator("#measure").input_value() == "kld"
         texts = page.locator("#legend li").all_inner_texts()
         assert [text.split("\n")[0] for text in (texts[0], *texts[4:6])] == ["< 0.0001", "≥ 0.01", "≥ 0.03"]
-        disabled = page.locator("#first option").evaluate_all("all => all.map(option => option.disabled)")
-        assert disabled == [False, False, False, True], "the reference has no divergence to choose"
         assert_colors(page, worst.kld, KLD_STEPS)
-        choose(page, "nll", base.label)
-        assert_colors(page, base.nlls, NLL_STEPS)
         choose(page, "nll", REFERENCE)
         assert_colors(page, base.reference_nlls, NLL_STEPS)
         choose(page, "nll_difference", worst.label, base.label)
         assert_colors(page, worst.nlls - base.nlls, DIFFERENCE_STEPS)
-        choose(page, "kld_difference", base.label, worst.label)
-        assert_colors(page, base.kld - worst.kld, DIFFERENCE_STEPS)
         # Paper has light colors, and no controls.
         page.emulate_media(media="print")
         assert [page.locator(part).first.is_visible() for part in (".controls", "figure svg")] == [False, True]
@@ -140,10 +134,8 @@ def test_the_table_sorts_by_a_column(shown, runs):
         assert (rows.all_inner_texts(), perplexity.get_attribute("aria-sort")) == (by_nll, "ascending")
         perplexity.locator("button").press("Enter")
         assert (rows.all_inner_texts(), perplexity.get_attribute("aria-sort")) == (by_nll[::-1], "descending")
-        headers.locator("button").first.press("Space")
-        assert (rows.all_inner_texts(), perplexity.get_attribute("aria-sort")) == (sorted(labels), None)
         for _ in range(2):
-            headers.filter(has_text="PPL ratio").locator("button").click()
+            headers.filter(has_text="PPL ratio").locator("button").press("Space")
             assert rows.last.inner_text() == labels[0], "the base has no ratio to itself"
 
 
@@ -254,13 +246,6 @@ def test_colors_fit_the_runs_and_the_legend_counts(page, runs):
     steps, counts = legend(page)
     assert counts[4] == pytest.approx(NUM_TOKENS / 2, rel=0.05)
     assert np.array_equal(steps, -np.array(steps)[::-1])
-    # Where nothing differs there is no color.
-    choose(page, "kld", runs[0].label)
-    assert legend(page)[1][0] >= (runs[0].kld == 0).sum() > NUM_TOKENS / 3
-    # On a long text the legend stays.
-    page.locator("#settings").scroll_into_view_if_needed()
-    page.locator("#more").evaluate("more => document.querySelector('.passage:last-child').scrollIntoView()")
-    assert 0 <= page.locator("#legend").bounding_box()["y"] < 100
 
 
 def test_filters_leave_tokens_and_passages(page, runs):
@@ -300,7 +285,6 @@ def test_a_search_lists_places_and_leads_to_them(page, runs):
     assert "found" in token_at(page, first).get_attribute("class")
     page.fill("#search", "")
     assert page.locator(".found").count() == 0
-    assert page.locator("#top-heading").inner_text() == f"Largest KL divergence from the reference: {runs[2].label}"
 
 
 def test_a_cell_of_the_strip_is_a_window_and_the_order_may_follow_them(page, runs):
@@ -322,23 +306,6 @@ def test_a_cell_of_the_strip_is_a_window_and_the_order_may_follow_them(page, run
     assert [window_of(heading) for heading in headings[:4]] == np.argsort(-means)[:4].tolist()
 
 
-def test_a_long_text_is_drawn_in_parts(shown, runs):
-    """From the window that is gone to, and what comes before and after on demand."""
-    arrays = ("window_sizes", "token_ids", "nlls", "ranks", "kld", "reference_nlls", "top_token_ids")
-    arrays += ("reference_top_token_ids", "reference_confidence")
-    long = [replace(run, **{name: np.tile(getattr(run, name), 5) for name in arrays}) for run in runs]
-    with shown(long, max_bytes=3_000_000) as page:
-        ends = "all => [all.at(0), all.at(-1)].map(each => Number(each.dataset.position))"
-        drawn = page.locator(".tokens span")
-        first, last = drawn.evaluate_all(ends)
-        assert (first, last < 3 * NUM_TOKENS, page.locator("#earlier").is_visible()) == (0, True, False)
-        page.locator("#more").click()
-        assert drawn.evaluate_all(ends)[1] > last
-        page.locator("#strip button").last.click()
-        start = 5 * NUM_TOKENS - int(runs[0].window_sizes[-1])
-        assert drawn.evaluate_all(ends) == [start, 5 * NUM_TOKENS - 1]
-
-
 def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     base, _, worst = runs
     token_at(page, 30).hover()
@@ -350,9 +317,6 @@ def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     amounts = [float(text) for text in page.locator("#top .amount").all_inner_texts()[:5]]
     assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
     assert f"id {base.token_ids[30]}, window 1" in page.locator("#token").inner_text()
-    widths = [bar.bounding_box()["width"] for bar in page.locator("#token td.p i").all()]
-    shares = np.exp([-run.nlls[30] for run in runs] + [-base.reference_nlls[30]])
-    np.testing.assert_allclose(np.array(widths) / shares, widths[0] / shares[0], rtol=0.2)
     # What each would have said instead: of a difference first the reference, then both runs.
     header, *rows = page.locator("#token .tops tr").all()
     assert header.locator("th").all_inner_texts()[1:4] == [REFERENCE, worst.label, base.label]
@@ -363,19 +327,13 @@ def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
             box, bar = (cell.locator(part).bounding_box() for part in (".bar", "i"))
             assert (bar["x"], bar["width"]) == (box["x"], pytest.approx(math.exp(logprob) * box["width"], abs=2))
             assert float(cell.inner_text().split()[0]) == pytest.approx(100 * math.exp(logprob), abs=0.06)
-    actual = base.token_texts[int(base.token_ids[30])].translate(SIGNS)
-    assert page.locator("#token .actual").inner_text() == f"{actual} in the text"
-    # Paper has no controls, and says whose difference it shows.
-    page.emulate_media(media="print")
-    assert not page.locator("#measure").is_visible()
-    assert page.locator("#coloured").inner_text() == f"difference of NLL: {worst.label} less {base.label}, nats"
 
 
-def test_plots_show_values_and_are_saved(page, runs, tmp_path):
-    boxes = [figure.bounding_box() for figure in page.locator("figure").all()]
-    assert boxes[0]["y"] == boxes[1]["y"], "two columns"
-    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
-    assert page.locator("figcaption").filter(has_text="tokens scored").count() == 0, "one caption has it for all"
+def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page, runs, tmp_path):
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.click("#copy")
+    expect(page.locator("#copy")).to_have_text("Copied")
+    assert page.evaluate("window.copied") == card(compare(runs, num_resamples=10))
     page.locator("#perplexity-ratio [data-tip] use").last.hover()
     ratio = runs[2].nlls.mean() - runs[0].nlls.mean()
     assert page.locator("#tip").inner_text().startswith(f"{runs[2].label}: {ratio:.4g} [")
@@ -388,13 +346,5 @@ def test_plots_show_values_and_are_saved(page, runs, tmp_path):
     assert "var(" not in files[0].read_text()
     assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
     picture = Image.open(files[1]).convert("RGB")
-    assert picture.width > 1000
-    assert picture.getpixel((0, 0)) == (255, 255, 255)
+    assert (picture.width > 1000, picture.getpixel((0, 0))) == (True, (255, 255, 255))
     assert len(picture.getcolors(maxcolors=1 << 20)) > 10
-
-
-def test_the_published_table_is_copied(page, runs):
-    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
-    page.click("#copy")
-    expect(page.locator("#copy")).to_have_text("Copied")
-    assert page.evaluate("window.copied") == card(compare(runs, num_resamples=10))

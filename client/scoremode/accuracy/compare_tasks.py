@@ -1,7 +1,7 @@
 """Models compared by their answers to the same questions, task by task and over all tasks."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, holm, task_figures
 from scoremode.accuracy.samples import Sample, TaskSamples
@@ -92,7 +92,7 @@ def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_di
         TaskRow(base.task, base.metric, base.filter, task_figures(each, smallest_difference, p))
         for (base, _), each, p in zip(pairs, flips, holm([exact_p(each) for each in flips]), strict=True)
     ]
-    total = sum(flips[1:], flips[0])
+    total = Flips(*map(sum, zip(*map(astuple, flips), strict=True)))
     flipped = [
         FlippedAnswer(base.task, doc_id, sample, other.samples[doc_id])
         for base, other in pairs

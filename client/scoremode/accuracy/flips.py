@@ -40,14 +40,6 @@ class Flips:
     lost: int
     gained: int
 
-    def __add__(self, other: "Flips") -> "Flips":
-        return Flips(
-            self.num_questions + other.num_questions,
-            self.num_right + other.num_right,
-            self.lost + other.lost,
-            self.gained + other.gained,
-        )
-
     @property
     def base_accuracy(self) -> float:
         """Share of right answers, 0 to 1."""

@@ -10,16 +10,14 @@
 It needs the extra `report`.
 """
 
-from scoremode.comparison.compare import compare
-from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures, Verdict
-from scoremode.comparison.pairing import load_runs
-from scoremode.comparison.run_file import RunFile, load_run
+from scoremode.comparison.compare import Figure, PairFigures, RunComparison, RunFigures, Verdict, compare
+from scoremode.comparison.run_file import RunFile, load_run, load_runs
 from scoremode.comparison.summary import summary
 
 __all__ = [
-    "Comparison",
     "Figure",
     "PairFigures",
+    "RunComparison",
     "RunFigures",
     "RunFile",
     "Verdict",

@@ -1,7 +1,6 @@
 """Accuracies on tasks as tables: for a terminal, in Markdown, as CSV, and in the report."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison, TaskRow
 from scoremode.accuracy.samples import Sample
@@ -47,31 +46,24 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
                     yield {**shared, "figure": name, "value": value}
 
 
-@dataclass(frozen=True, slots=True)
-class AccuracySection:
-    """A model's part of the report."""
-
-    label: str
-    columns: list[str]
-    rows: list[tuple[list[str], str]]
-    """Cells, and a class of the style sheet for the last, which is the verdict."""
-    flipped: list[tuple[str, list[tuple[str, str, str]]]]
-    """What a question is and was answered, and each option with the logprobs of base and model."""
-    num_left_out: int
-
-
-def report_sections(tasks: TaskComparison) -> list[AccuracySection]:
-    """One per model; questions whose answers the models hold most firmly first, near ties last."""
-    sections = []
+def report_sections(tasks: TaskComparison) -> list[dict[str, object]]:
+    """What the report's template shows of each model; questions whose answers the models hold most firmly first, near
+    ties last. A row is cells, and a class of the style sheet for the last, which is the verdict."""
+    sections: list[dict[str, object]] = []
     for model in tasks.models:
         columns = _columns(tasks, model)
-        rows = [
-            ([column.cell(row) for column in columns], row.figures.verdict.partition(" ")[0]) for row in model.all_rows
-        ]
         flipped = sorted(model.flipped, key=lambda each: -min(_margin(each.base), _margin(each.other)))
-        shown = [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]]
-        left_out = len(flipped) - len(shown)
-        sections.append(AccuracySection(model.label, [column.header for column in columns], rows, shown, left_out))
+        sections.append(
+            {
+                "label": model.label,
+                "columns": [column.header for column in columns],
+                "rows": [
+                    ([each.cell(row) for each in columns], row.figures.verdict.split()[0]) for row in model.all_rows
+                ],
+                "flipped": [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]],
+                "num_left_out": max(0, len(flipped) - _MAX_FLIPPED),
+            }
+        )
     return sections
 
 
@@ -90,16 +82,16 @@ def accuracy_notes(tasks: TaskComparison) -> list[str]:
 def _columns(tasks: TaskComparison, model: ModelTasks) -> list[TextColumn[TaskRow]]:
     return [
         TextColumn("task", lambda row: row.task, right=False),
-        TextColumn("judged by", lambda row: _judged_by(row), right=False),
+        TextColumn("judged by", _judged_by, right=False),
         TextColumn("questions", lambda row: f"{row.figures.flips.num_questions:,}"),
         TextColumn(f"{tasks.base}, %", lambda row: f"{100 * row.figures.flips.base_accuracy:.2f}"),
         TextColumn(f"{model.label}, %", lambda row: f"{100 * row.figures.flips.accuracy:.2f}"),
-        TextColumn("difference", lambda row: _difference(row)),
+        TextColumn("difference", _difference),
         TextColumn("lost", lambda row: f"{row.figures.flips.lost:,}"),
         TextColumn("gained", lambda row: f"{row.figures.flips.gained:,}"),
         TextColumn("p", lambda row: "< 0.0001" if row.figures.p < 1e-4 else f"{row.figures.p:.4f}"),
         TextColumn("smallest shown", lambda row: f"{100 * row.figures.smallest_shown:.2f}"),
-        TextColumn("verdict", lambda row: _verdict(row), right=False),
+        TextColumn("verdict", _verdict, right=False),
     ]
 
 
@@ -124,6 +116,7 @@ def _margin(sample: Sample) -> float:
 
 
 def _flipped(base: str, label: str, flipped: FlippedAnswer) -> tuple[str, list[tuple[str, str, str]]]:
+    """What a question is and was answered, and each option with the logprobs of base and model."""
     right, wrong = (base, label) if flipped.base.is_right else (label, base)
     prompt = flipped.base.prompt
     shown = prompt if len(prompt) <= _END else f"…{prompt[-_END:]}"

@@ -50,17 +50,15 @@ def cut_units(window_sizes: NDArray[np.int32]) -> Units:
     if len(sizes) < FEW_WINDOWS:
         name = "segments of windows"
         num_segments = -(-FEW_WINDOWS // len(sizes))
-        sizes = np.concatenate([_cut(size, min(num_segments, size // _MIN_SEGMENT)) for size in sizes])
+        # Parts of a window differ by one at most.
+        parts = [max(1, min(num_segments, size // _MIN_SEGMENT)) for size in sizes]
+        ends = [np.linspace(0, size, num + 1).astype(np.intp) for size, num in zip(sizes, parts, strict=True)]
+        sizes = np.concatenate([np.diff(each) for each in ends])
     elif len(sizes) > MANY_UNITS:
         num_joined = -(-len(sizes) // MANY_UNITS)
         name = f"groups of {num_joined} windows"
         sizes = np.add.reduceat(sizes, np.arange(0, len(sizes), num_joined))
     return Units(np.cumsum(sizes) - sizes, sizes, name)
-
-
-def _cut(size: int, num_segments: int) -> NDArray[np.intp]:
-    """Sizes of `num_segments` parts that differ by one at most."""
-    return np.diff(np.linspace(0, size, max(1, num_segments) + 1).astype(np.intp))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +108,10 @@ def resample(
             counts = np.bincount(drawn, minlength=num_units).astype(np.float64)
             means[row] = counts @ sums / (counts @ units.sizes)
     words = f"stationary blocks of {length} on average, of {num_units:,} {units.name}"
-    return Resamples(means, words, _factor(num_units, length))
+    kept = 1 - 1 / length
+    freedom = num_units * (1 - kept**2) / (1 + kept**2) - 1
+    lost = (1 + kept) / (1 - kept) / num_units
+    return Resamples(means, words, float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost))
 
 
 def block_length(units: Units, watched: Floats) -> int:
@@ -129,10 +130,3 @@ def block_length(units: Units, watched: Floats) -> int:
         wanted = optimal_block_length(varying)["stationary"].to_numpy()
         lengths += list(2 * wanted[np.isfinite(wanted)])
     return min(math.ceil(max(lengths)), num_units // _MIN_BLOCKS)
-
-
-def _factor(num_units: int, length: int) -> float:
-    kept = 1 - 1 / length
-    freedom = num_units * (1 - kept**2) / (1 + kept**2) - 1
-    lost = (1 + kept) / (1 - kept) / num_units
-    return float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost)

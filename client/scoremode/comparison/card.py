@@ -4,15 +4,13 @@ where the figures are from."""
 import math
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
 from scoremode._printable import printable
-from scoremode.comparison.compare import ppl_change
-from scoremode.comparison.figures import Comparison, Figure, RunFigures
-from scoremode.comparison.pairing import compare_command, model_name
+from scoremode.comparison.compare import Figure, RunComparison, RunFigures, ppl_change
+from scoremode.comparison.run_file import compare_command, model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
 from scoremode.runs.corpora import HUB_ALIASES
@@ -27,7 +25,7 @@ _MANY_DIGITS, _MOST_DIGITS = 4, 6
 """After the point: with more than many an error has one digit, with more than most a figure has an exponent."""
 
 
-def card(comparison: Comparison) -> str:
+def card(comparison: RunComparison) -> str:
     """Markdown that can be saved as README.md: YAML, the table, and a line of provenance. What is not known is empty.
 
     Changes of perplexity are those from the reference where the first run is of another model than the reference, and
@@ -44,7 +42,7 @@ def card(comparison: Comparison) -> str:
     return f"---\n{metadata}---\n\n" + "\n\n".join([table, _provenance(comparison), *warnings]) + "\n"
 
 
-def _row(comparison: Comparison, figures: RunFigures) -> tuple[str, ...]:
+def _row(comparison: RunComparison, figures: RunFigures) -> tuple[str, ...]:
     run = figures.run
     is_same = figures.has_no_divergence
     return (
@@ -98,15 +96,16 @@ def _number(value: float | None, stderr: float | None, sign: str = "") -> str:
     return f"{value:{sign}.{digits}f} ± {stderr:.{digits}f}"
 
 
-def _provenance(comparison: Comparison) -> str:
+def _provenance(comparison: RunComparison) -> str:
     """Where the figures are from, in one line."""
-    base, reference = comparison.base, comparison.base_reference
+    base, reference, runs = comparison.base, comparison.base_reference, [each.run for each in comparison.runs]
     label, model = (base.label, base.model) if reference is None else (reference.name, reference.model)
     revision = (reference or base.server).revision
     model = model_name(model) + (f"@{revision[:8]}" if revision else "")
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
-        *_weights(comparison),
+        "" if reference is None else f"{reference.name}: {weights_in_words(reference)}",
+        *(f"{run.label}: {weights_in_words(run.server)}" for run in runs),
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}",
         f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",
@@ -115,46 +114,33 @@ def _provenance(comparison: Comparison) -> str:
         measured_by(comparison),
         "± one standard error, tokens taken as independent",
     ]
-    command = _command(comparison)
+    paths = [os.path.relpath(run.path) for run in runs]
+    names = [run.path.name if path.startswith(os.pardir) else path for run, path in zip(runs, paths, strict=True)]
+    # What prints the card again where the runs are.
+    command = compare_command(runs, names, "--card")
     code = escaped(command) if "`" in command else f"`{command}`"
     return f"{escaped(printable('; '.join(filter(None, parts))))}; {code}"
 
 
-def _weights(comparison: Comparison) -> Iterator[str]:
-    """Quantization and dtype of each model."""
-    if (reference := comparison.base_reference) is not None:
-        yield f"{reference.name}: {weights_in_words(reference)}"
-    for figures in comparison.runs:
-        yield f"{figures.run.label}: {weights_in_words(figures.run.server)}"
-
-
-def _command(comparison: Comparison) -> str:
-    """What prints the card again where the runs are."""
-    runs = [figures.run for figures in comparison.runs]
-    paths = [os.path.relpath(run.path) for run in runs]
-    names = [run.path.name if path.startswith(os.pardir) else path for run, path in zip(runs, paths, strict=True)]
-    return compare_command(runs, names, "--card")
-
-
-def _metadata(comparison: Comparison) -> dict[str, Any]:
+def _metadata(comparison: RunComparison) -> dict[str, Any]:
     """What huggingface.co reads from the head of a model card: the base if it is on the hub, and every other run."""
     is_base = comparison.base_reference is None and len(comparison.runs) > 1
     base = (comparison.base_reference or comparison.base).model
     known = {"base_model": base, "base_model_relation": "quantized"} if _HUB_NAME.fullmatch(base) else {}
-    runs = comparison.runs[is_base:]
-    return {**known, "model-index": [{"name": each.run.label, "results": [_result(comparison, each)]} for each in runs]}
-
-
-def _result(comparison: Comparison, figures: RunFigures) -> dict[str, Any]:
     corpus = comparison.corpus
     dataset = {"name": f"text {comparison.base.text_identity[:12]}", "type": "text"}
     if corpus is not None:
-        known = corpus.model_dump(include={"config", "split"}, exclude_none=True)
-        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **known}
-    return {"task": {"type": "text-generation"}, "dataset": dataset, "metrics": _metrics(comparison, figures)}
+        details = corpus.model_dump(include={"config", "split"}, exclude_none=True)
+        dataset = {"name": corpus.name, "type": HUB_ALIASES.get(corpus.name, (corpus.name,))[0], **details}
+    models = []
+    for figures in comparison.runs[is_base:]:
+        # A copy of each part: YAML has a name for what it finds twice.
+        result = {"task": {"type": "text-generation"}, "dataset": {**dataset}}
+        models.append({"name": figures.run.label, "results": [{**result, "metrics": _metrics(comparison, figures)}]})
+    return {**known, "model-index": models}
 
 
-def _metrics(comparison: Comparison, figures: RunFigures) -> list[dict[str, Any]]:
+def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, Any]]:
     run = figures.run
     values = {
         f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),

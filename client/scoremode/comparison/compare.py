@@ -1,29 +1,149 @@
-"""From runs to figures with both of their errors, and to a verdict on every pair of runs."""
+"""Runs compared: the figures of each with both of their errors, and a verdict on every pair.
+
+They are plain data, of which tables, plots and the report are made.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.comparison.bootstrap import Resamples, resample
-from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures, Verdict
-from scoremode.comparison.pairing import check_comparable
 from scoremode.comparison.run_file import RunFile
+from scoremode.errors import RunError
 from scoremode.kld import quantile, standard_error
 from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
+from scoremode.wire.references import CorpusInfo, Reference
 
 Floats = NDArray[np.float64]
+Verdict = Literal["better", "worse", "no difference shown"]
+OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
 
-DEFAULT_NUM_RESAMPLES = 4000
+NEGLIGIBLE_KLD = 1e-9
+"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 LEAST_LN_RATIO = 5e-5
 """Of two perplexities: what batches of other shapes move the same model's by, and far below what any use could show."""
+DEFAULT_NUM_RESAMPLES = 4000
 
 
-def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0) -> Comparison:
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value with its two errors."""
+
+    value: float
+    stderr: float | None
+    """The field's, which takes tokens as independent; None where it is not defined."""
+    low: float | None
+    """Ends of the 95 % interval that takes neighbours as dependent; None where it cannot be had."""
+    high: float | None
+
+    def through(self, function: Callable[[float], float], slope: float | None) -> "Figure":
+        """A function of the figure, whose absolute slope there gives the error (delta method); ends go through it."""
+        stderr = None if self.stderr is None or slope is None else slope * self.stderr
+        if self.low is None or self.high is None:
+            return Figure(function(self.value), stderr, None, None)
+        return Figure(function(self.value), stderr, *sorted((function(self.low), function(self.high))))
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One run's own figures. Those of a comparison with a reference are None for a run that had none."""
+
+    run: RunFile
+    nll: Figure
+    """Mean NLL, nats per token."""
+    perplexity: Figure
+    bits_per_byte: Figure | None
+    kld: Figure | None
+    """Mean KL divergence from the reference, nats."""
+    kld_median: float | None
+    kld_p95: float | None
+    """The 95 % quantile; the next two likewise."""
+    kld_p99: float | None
+    kld_p999: float | None
+    kld_max: float | None
+    delta_p_rms: Figure | None
+    """Root mean square of the change in the probability of the text's tokens."""
+    same_top_p: Figure | None
+    """Share of positions with the reference's top token."""
+    kld_over_noise_floor: float | None
+    """Mean KL divergence over that of the reference's own model compared with itself."""
+
+    @property
+    def has_no_divergence(self) -> bool:
+        """Whether the divergence is too small to be shown, such as that of the reference's own model."""
+        return self.kld is not None and self.kld.value < NEGLIGIBLE_KLD
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """A run compared with another, position by position: what `second` has more than `first`."""
+
+    first: RunFile
+    second: RunFile
+    ln_ppl_ratio: Figure
+    """Mean NLL of second minus that of first, nats."""
+    ppl_ratio: Figure
+    ppl_difference: Figure
+    kld_difference: Figure | None
+    """Mean KL divergence of second minus that of first; None unless both have one from the same reference."""
+    verdict: Verdict
+    """On second, by its NLL: better where the whole interval of `ln_ppl_ratio` is below 0."""
+    kld_verdict: Verdict | None
+    """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """All runs, in the order in which they were given, and every pair of them, the earlier one first."""
+
+    runs: list[RunFigures]
+    pairs: list[PairFigures]
+    num_resamples: int
+    seed: int
+    blocks: str
+    """How the resamples were drawn, in words, or why there are none."""
+    has_intervals: bool
+
+    @property
+    def base(self) -> RunFile:
+        """The first run, which others are compared with."""
+        return self.runs[0].run
+
+    @property
+    def pairs_with_base(self) -> list[PairFigures]:
+        """Every other run, compared with the first."""
+        return [pair for pair in self.pairs if pair.first is self.base]
+
+    @property
+    def base_reference(self) -> Reference | None:
+        """The reference, where it is the base: the first run is of another model."""
+        reference = self.base.reference
+        return None if reference is None or reference.fingerprint == self.base.server.fingerprint else reference
+
+    def intervals_in_words(self, beginning: str) -> str:
+        """After `beginning`, how intervals were computed; or why there are none."""
+        if not self.has_intervals:
+            return f"{self.blocks.capitalize()}."
+        return f"{beginning}: {self.blocks}, {self.num_resamples:,} resamples."
+
+    @property
+    def corpus(self) -> CorpusInfo | None:
+        """Of the first run that names it: all are of one text."""
+        return next((figures.run.corpus for figures in self.runs if figures.run.corpus is not None), None)
+
+    @property
+    def corpus_names(self) -> list[str]:
+        """What the runs call their text, each name once; none where no run names it."""
+        return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))
+
+
+def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPLES, seed: int = 0) -> RunComparison:
     """Compare runs on the same tokens, each with each.
 
     Args:
@@ -38,12 +158,13 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
     # Infinities are expected, and what cannot be computed with them is None or NaN in the end.
     with np.errstate(invalid="ignore", over="ignore"):
         sample = _Sample(runs, num_resamples, seed)
-        return Comparison(
+        return RunComparison(
             runs=[sample.run_figures(run) for run in runs],
             pairs=[sample.pair_figures(first, second) for first, second in combinations(runs, 2)],
             num_resamples=num_resamples,
             seed=seed,
             blocks=sample.resamples.blocks,
+            has_intervals=math.isfinite(sample.resamples.factor),
         )
 
 
@@ -53,9 +174,11 @@ class _Sample:
     def __init__(self, runs: Sequence[RunFile], num_resamples: int, seed: int) -> None:
         self._values = {(run.label, name): values for run in runs for name, values in _series(run).items()}
         self._noise_floors = _noise_floors(runs)
+        klds = [run.kld for run in runs if run.kld is not None]
         self.resamples: Resamples = resample(
             np.column_stack(list(self._values.values())),
-            np.column_stack(_watched(runs)),
+            # What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences.
+            np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
             runs[0].window_sizes,
             num_resamples=num_resamples,
             seed=seed,
@@ -80,35 +203,31 @@ class _Sample:
         )
 
     def pair_figures(self, first: RunFile, second: RunFile) -> PairFigures:
-        ln_ratio, kld_difference = self._difference(first, second, "nll"), None
+        ln_ratio = self._difference(first, second, "nll")
+        ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
+        resampled = np.exp(self._means[second.label, "nll"]) - np.exp(self._means[first.label, "nll"])
+        stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
+        kld_difference, kld_verdict = None, None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
             kld_difference = self._difference(first, second, "kld")
+            kld_verdict = _verdict(kld_difference)
+            multiples = [self._over_noise_floor(run) for run in (first, second)]
+            if all(multiple is not None and multiple <= 1 for multiple in multiples):
+                kld_verdict = "no difference shown"
         return PairFigures(
             first=first,
             second=second,
             ln_ppl_ratio=ln_ratio,
             ppl_ratio=_exponential(ln_ratio),
-            ppl_difference=self._ppl_difference(first, second),
+            ppl_difference=self._figure(ppl_second - ppl_first, stderr, resampled),
             kld_difference=kld_difference,
             verdict=_verdict(ln_ratio, LEAST_LN_RATIO),
-            kld_verdict=None if kld_difference is None else self._kld_verdict(kld_difference, first, second),
+            kld_verdict=kld_verdict,
         )
-
-    def _ppl_difference(self, first: RunFile, second: RunFile) -> Figure:
-        ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
-        resampled = np.exp(self._means[second.label, "nll"]) - np.exp(self._means[first.label, "nll"])
-        stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
-        return self._figure(ppl_second - ppl_first, stderr, resampled)
 
     def _over_noise_floor(self, run: RunFile) -> float | None:
         floor = self._noise_floors.get(run.reference_identity)
         return float(run.kld.mean()) / floor if run.kld is not None and floor else None
-
-    def _kld_verdict(self, difference: Figure, first: RunFile, second: RunFile) -> Verdict:
-        multiples = [self._over_noise_floor(run) for run in (first, second)]
-        if all(multiple is not None and multiple <= 1 for multiple in multiples):
-            return "no difference shown"
-        return _verdict(difference)
 
     def _difference(self, first: RunFile, second: RunFile, name: str) -> Figure:
         values = self._values[second.label, name] - self._values[first.label, name]
@@ -124,15 +243,15 @@ class _Sample:
         if (run.label, name) not in self._values:
             return None
         mean = self._mean(run, name)
-        low, high = (None if end is None else min(max(end, 0.0), most) for end in (mean.low, mean.high))
-        return replace(mean, low=low, high=high)
+        ends = (None if end is None else min(max(end, 0.0), most) for end in (mean.low, mean.high))
+        return Figure(mean.value, mean.stderr, *ends)
 
     def _figure(self, value: float, stderr: float, resampled: Floats) -> Figure:
         finite = stderr if math.isfinite(stderr) else None
         return Figure(value, finite, *self.resamples.interval(value, resampled))
 
 
-def ppl_change(comparison: Comparison, run: RunFile) -> Figure | None:
+def ppl_change(comparison: RunComparison, run: RunFile) -> Figure | None:
     """Of the perplexity, as a share of the base's; None for the base itself."""
     base_nlls = comparison.base.nlls if comparison.base_reference is None else comparison.base.reference_nlls
     if base_nlls is None or base_nlls is run.nlls:
@@ -160,13 +279,6 @@ def _noise_floors(runs: Sequence[RunFile]) -> dict[tuple[str, str] | None, float
     return {identity: floor for floor, identity in known}
 
 
-def _watched(runs: Sequence[RunFile]) -> list[Floats]:
-    """What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences."""
-    base, *others = runs
-    klds = [run.kld for run in runs if run.kld is not None]
-    return [base.nlls, *(run.nlls - base.nlls for run in others), *klds]
-
-
 def _exponential(of: Figure) -> Figure:
     return of.through(exp, exp(of.value))
 
@@ -186,3 +298,51 @@ def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
     if difference.high < 0:
         return "better"
     return "worse" if difference.low > 0 else "no difference shown"
+
+
+def check_comparable(runs: Sequence[RunFile]) -> None:
+    """Refuse runs that cannot be paired token by token.
+
+    Raises:
+        RunError: the list is empty, two runs have one label, or one differs from the first in text, tokens or windows.
+    """
+    if not runs:
+        raise RunError("give at least one run to compare")
+    labels = [run.label for run in runs]
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+    for run in runs[1:]:
+        if difference := _run_difference(runs[0], run):
+            raise RunError(f"{runs[0].path} and {run.path} cannot be compared: {difference}")
+
+
+def _run_difference(first: RunFile, second: RunFile) -> str | None:
+    """The first thing that differs, in words."""
+    settings: list[tuple[str, object, object]] = [
+        ("method", first.method, second.method),
+        ("context length", first.context_length, second.context_length),
+        ("stride", first.stride, second.stride),
+        ("number of windows", first.num_windows, second.num_windows),
+        ("number of scored tokens", first.num_scored, second.num_scored),
+    ]
+    if first.kind == second.kind:
+        # A run against a reference knows its text by other marks than one of perplexity.
+        settings.insert(0, ("text (its fingerprint)", first.text_identity, second.text_identity))
+    for name, one, other in settings:
+        if one != other:
+            return f"the {name} is {one} in the first and {other} in the second"
+    if not np.array_equal(first.window_sizes, second.window_sizes):
+        return "their windows have different numbers of tokens"
+    return _token_difference(first, second)
+
+
+def _token_difference(first: RunFile, second: RunFile) -> str | None:
+    differing = np.flatnonzero(first.token_ids != second.token_ids)
+    if not len(differing):
+        return None
+    at = int(differing[0])
+    window = int(np.searchsorted(np.cumsum(first.window_sizes), at, side="right"))
+    return (
+        f"{len(differing):,} of {first.num_scored:,} token ids differ, the first in window {window}: "
+        f"{first.token_ids[at]} and {second.token_ids[at]}; the text or the tokenizer is another"
+    )

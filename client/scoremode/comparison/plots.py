@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, token_plots
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure
+from scoremode.comparison.compare import NEGLIGIBLE_KLD, Figure, RunComparison
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import measured_by
@@ -40,9 +40,14 @@ class Plot:
             return self.drawn(theme)
 
 
-def plots(comparison: Comparison) -> list[Plot]:
+def plots(comparison: RunComparison) -> list[Plot]:
     """Those whose data are there, the most telling first. Long names are shortened, in captions too."""
-    comparison = _with_short_labels(comparison)
+    labels = short_labels([figures.run.label for figures in comparison.runs])
+    runs = [
+        replace(figures, run=replace(figures.run, label=label))
+        for figures, label in zip(comparison.runs, labels, strict=True)
+    ]
+    comparison = replace(comparison, runs=runs)
     diverging = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
     found = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
@@ -54,7 +59,7 @@ def plots(comparison: Comparison) -> list[Plot]:
     return [plot for plot in found if plot is not None]
 
 
-def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
+def write_plots(comparison: RunComparison, folder: str | Path) -> list[Path]:
     """Write every plot as SVG and PNG for light and dark pages, and the captions as `captions.md`; return the files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,15 +77,6 @@ def write_plots(comparison: Comparison, folder: str | Path) -> list[Path]:
     return [folder / name for name in contents]
 
 
-def _with_short_labels(comparison: Comparison) -> Comparison:
-    labels = short_labels([figures.run.label for figures in comparison.runs])
-    runs = [
-        replace(figures, run=replace(figures.run, label=label))
-        for figures, label in zip(comparison.runs, labels, strict=True)
-    ]
-    return replace(comparison, runs=runs)
-
-
 def short_labels(labels: Sequence[str]) -> list[str]:
     """The beginning and the end of long labels, numbered where several would be one."""
     half = MAX_LABEL // 2
@@ -92,7 +88,7 @@ def short_labels(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _perplexity(comparison: Comparison) -> Plot | None:
+def _perplexity(comparison: RunComparison) -> Plot | None:
     size, points = size_plots.points(comparison, lambda figures: figures.perplexity)
     if not points:
         return None
@@ -105,7 +101,7 @@ def _perplexity(comparison: Comparison) -> Plot | None:
     )
 
 
-def _perplexity_ratio(comparison: Comparison) -> Plot | None:
+def _perplexity_ratio(comparison: RunComparison) -> Plot | None:
     """Paired: what a hard text adds to all runs alike is in no interval."""
     # Pairs with the base come first, in the order of the runs, whose labels here are short.
     in_order = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.pairs)]
@@ -122,7 +118,7 @@ def _perplexity_ratio(comparison: Comparison) -> Plot | None:
     )
 
 
-def _mean_kld(comparison: Comparison) -> Plot | None:
+def _mean_kld(comparison: RunComparison) -> Plot | None:
     size, points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
     if not points:
         return None
@@ -139,7 +135,7 @@ def _mean_kld(comparison: Comparison) -> Plot | None:
     )
 
 
-def _kld_distribution(comparison: Comparison, runs: token_plots.Numbered) -> Plot:
+def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
     floor = _drawn_floor(comparison)
     infinite = sum(int(np.isinf(run.kld).sum()) for _, run in runs if run.kld is not None)
     unbounded = f" {infinite:,} infinite values lie beyond the right edge." if infinite else ""
@@ -152,7 +148,7 @@ def _kld_distribution(comparison: Comparison, runs: token_plots.Numbered) -> Plo
     )
 
 
-def _kld_by_confidence(comparison: Comparison, runs: token_plots.Numbered) -> Plot:
+def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) -> Plot:
     return Plot(
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
@@ -163,7 +159,7 @@ def _kld_by_confidence(comparison: Comparison, runs: token_plots.Numbered) -> Pl
     )
 
 
-def _running_difference(comparison: Comparison) -> Plot | None:
+def _running_difference(comparison: RunComparison) -> Plot | None:
     base = comparison.base
     runs = [(index, figures.run) for index, figures in enumerate(comparison.runs) if index]
     if not runs or not all(np.isfinite(run.nlls).all() for run in [base, *(run for _, run in runs)]):
@@ -177,23 +173,20 @@ def _running_difference(comparison: Comparison) -> Plot | None:
     )
 
 
-def noise_floor(comparison: Comparison) -> float | None:
+def noise_floor(comparison: RunComparison) -> float | None:
     """Mean KL divergence of the reference's model from itself, nats, where all runs that know one know the same."""
     floors = {figures.run.noise_floor for figures in comparison.runs} - {None}
     return floors.pop() if len(floors) == 1 else None
 
 
-def _drawn_floor(comparison: Comparison) -> float | None:
+def _drawn_floor(comparison: RunComparison) -> float | None:
     """The noise floor, unless it is so far below all runs that an axis with both would show neither."""
     floor = noise_floor(comparison)
-    lowest = min(
-        (float(run.kld.mean()) for _, run in _runs_with_kld(comparison) if run.kld is not None and _diverges(run)),
-        default=0,
-    )
-    return None if floor is None or MOST_FLOORS * floor < lowest else floor
+    means = (figures.kld.value for figures in comparison.runs if figures.kld and _diverges(figures.run))
+    return None if floor is None or MOST_FLOORS * floor < min(means, default=0) else floor
 
 
-def _runs_with_kld(comparison: Comparison) -> token_plots.Numbered:
+def _runs_with_kld(comparison: RunComparison) -> token_plots.Numbered:
     return [(index, figures.run) for index, figures in enumerate(comparison.runs) if figures.run.kld is not None]
 
 
@@ -202,11 +195,11 @@ def _diverges(run: RunFile) -> bool:
     return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
 
 
-def _without_kld(comparison: Comparison) -> list[RunFile]:
+def _without_kld(comparison: RunComparison) -> list[RunFile]:
     return [run for _, run in _runs_with_kld(comparison) if run.kld is not None and run.kld.mean() < NEGLIGIBLE_KLD]
 
 
-def _without_curve(comparison: Comparison) -> str:
+def _without_curve(comparison: RunComparison) -> str:
     """What the plots of single tokens leave out."""
     zero = _without_kld(comparison)
     infinite = [run for _, run in _runs_with_kld(comparison) if not _diverges(run) and run not in zero]
@@ -231,15 +224,12 @@ def _floor(floor: float | None) -> str:
     return f"The noise floor, the mean of the reference's model against itself, is {floor:.3g} nats."
 
 
-def common_caption(comparison: Comparison) -> str:
+def common_caption(comparison: RunComparison) -> str:
     """What belongs below all plots together: how intervals were computed, and the measurement."""
-    intervals = f"Intervals are 95 %: {comparison.blocks}, {comparison.num_resamples:,} resamples."
-    if comparison.blocks.startswith("no intervals"):
-        intervals = f"{comparison.blocks.capitalize()}."
-    return f"{intervals} {measured(comparison)}"
+    return f"{comparison.intervals_in_words('Intervals are 95 %')} {measured(comparison)}"
 
 
-def measured(comparison: Comparison) -> str:
+def measured(comparison: RunComparison) -> str:
     """Corpus, method, tokens, dtypes, versions, devices and days; a reference does not say where its text is from."""
     run = comparison.base
     corpus = ", ".join(comparison.corpus_names) or f"text {run.text_identity[:12]}"

@@ -4,10 +4,8 @@ import base64
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,13 +15,12 @@ from scoremode._printable import printable
 from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
-from scoremode.comparison.figures import Comparison
-from scoremode.comparison.pairing import compare_command
-from scoremode.comparison.plot_style import LIGHT, as_svg
-from scoremode.comparison.plots import Plot, common_caption, measured, plots
+from scoremode.comparison.compare import RunComparison
+from scoremode.comparison.plot_style import LIGHT, as_element
+from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
-from scoremode.comparison.run_file import RunFile
+from scoremode.comparison.run_file import RunFile, compare_command
 from scoremode.comparison.summary import computed_differently, in_words, summary
 from scoremode.runs.report import weights_in_words
 
@@ -34,17 +31,10 @@ _MAX_NAMED = 8
 """Runs in the title."""
 _VERDICTS = "A run is called so only where its whole 95 % interval lies on one side."
 _KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
-_SVG = "http://www.w3.org/2000/svg"
-_HREF = "{http://www.w3.org/1999/xlink}href"
-_VARIABLES = {
-    **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
-    **{color: f"var(--plot-run-{index})" for index, color in enumerate(LIGHT.runs)},
-}
-_FONT_SIZE = re.compile(r"[\d.]+(?=px)")
 
 
 def write_report(
-    comparison: Comparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
+    comparison: RunComparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
 ) -> None:
     """Write the report.
 
@@ -71,16 +61,17 @@ def write_report(
     Path(path).write_text(html, encoding="utf-8")
 
 
-def _context(comparison: Comparison) -> dict[str, Any]:
+def _context(comparison: RunComparison) -> dict[str, Any]:
     names = ("report.css", "report.js", "report_actions.js")
     style, *scripts = ((_TEMPLATES / name).read_text("utf-8") for name in names)
     script = "".join(scripts)
     columns, rows = run_table(comparison)
     runs = [figures.run for figures in comparison.runs]
+    more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     reference = comparison.base_reference
     return {
-        "title": _title(runs),
+        "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
         "measured": measured(comparison),
         "style": Markup(style),
         "style_hash": _policy_hash(style),
@@ -90,14 +81,20 @@ def _context(comparison: Comparison) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "card": card(comparison),
-        "errors": f"± takes tokens as independent. {_interval_note(comparison)}",
+        "errors": "± takes tokens as independent. "
+        + comparison.intervals_in_words("[ ] is the 95 % interval that does not"),
         "effects": effects(comparison),
         "warnings": warnings,
         "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
         "matrices": pair_matrices(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
-            {"name": plot.name, "caption": plot.caption, "svg": Markup(_inline_svg(plot))} for plot in plots(comparison)
+            {
+                "name": plot.name,
+                "caption": plot.caption,
+                "svg": Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject)),
+            }
+            for plot in plots(comparison)
         ],
         "plots_caption": common_caption(comparison),
         "settings": _settings(comparison),
@@ -107,20 +104,7 @@ def _context(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _title(runs: list[RunFile]) -> str:
-    labels = [run.label for run in runs]
-    return ", ".join(
-        labels if len(labels) <= _MAX_NAMED else [*labels[:_MAX_NAMED], f"{len(labels) - _MAX_NAMED} more"]
-    )
-
-
-def _interval_note(comparison: Comparison) -> str:
-    if comparison.blocks.startswith("no intervals"):
-        return f"{comparison.blocks.capitalize()}."
-    return f"[ ] is the 95 % interval that does not: {comparison.blocks}, {comparison.num_resamples:,} resamples."
-
-
-def _settings(comparison: Comparison) -> list[tuple[str, str]]:
+def _settings(comparison: RunComparison) -> list[tuple[str, str]]:
     run = comparison.base
     references = dict.fromkeys(
         f"{reference.name}: {reference.model}, {weights_in_words(reference)}"
@@ -141,7 +125,7 @@ def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     return [(name, value) for name, value in settings if value]
 
 
-def _command(comparison: Comparison) -> str:
+def _command(comparison: RunComparison) -> str:
     """What makes the comparison again, in the folder of the runs."""
     runs = [figures.run for figures in comparison.runs]
     paths = [run.path.absolute() for run in runs]
@@ -165,21 +149,18 @@ def _run_settings(run: RunFile) -> list[tuple[str, str]]:
     ]
 
 
-def _largest_kld(comparison: Comparison) -> int | None:
+def _largest_kld(comparison: RunComparison) -> int | None:
     """The place of the run with the largest mean KL divergence."""
     means = [-1.0 if figures.kld is None else figures.kld.value for figures in comparison.runs]
     return int(np.argmax(means)) if max(means) >= 0 else None
 
 
-def _text_note(num_kept: int, comparison: Comparison) -> str:
-    num_tokens = comparison.base.num_scored
-    note = "Values are rounded to 16 bits."
+def _text_note(num_kept: int, comparison: RunComparison) -> str:
+    num_tokens, note = comparison.base.num_scored, "Values are rounded to 16 bits."
     if num_kept == num_tokens:
         return note
-    return (
-        f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most; "
-        f"others have their mean. {note}"
-    )
+    kept = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
+    return f"{kept}; others have their mean. {note}"
 
 
 def _policy_hash(source: str) -> str:
@@ -189,38 +170,3 @@ def _policy_hash(source: str) -> str:
 def _script_json(data: dict[str, Any]) -> Markup:
     """JSON that nothing ends or begins a tag in, for inside a `script` element."""
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
-
-
-def _inline_svg(plot: Plot) -> str:
-    """The plot as an `svg` element that scales to its place. Names in it are text, escaped."""
-    root = ElementTree.fromstring(as_svg(plot.draw(LIGHT), text_as_paths=False))
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
-        _take_attributes(element, prefix=f"{plot.name}-")
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-    for name in ("width", "height"):
-        del root.attrib[name]
-    root.attrib |= {"role": "img", "aria-label": plot.subject}
-    return ElementTree.tostring(root, encoding="unicode")
-
-
-def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
-    """Ids that no other plot of the page has, and attributes in place of `style`."""
-    attributes = dict(element.attrib)
-    element.attrib.clear()
-    for name, value in attributes.items():
-        if name == "id":
-            element.set("id", prefix + value)
-        elif name == _HREF:
-            element.set("href", value.replace("#", f"#{prefix}"))
-        elif name != "style":
-            element.set(name, value.replace("url(#", f"url(#{prefix}"))
-    for declaration in filter(None, map(str.strip, attributes.get("style", "").split(";"))):
-        name, value = (part.strip() for part in declaration.split(":", 1))
-        if name == "font":
-            # The family is the page's.
-            name, value = "font-size", _FONT_SIZE.findall(value)[0]
-        element.set(name, _VARIABLES.get(value, value))

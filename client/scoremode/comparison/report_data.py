@@ -6,7 +6,7 @@ where those say as much as anybody reads, of 32 where not.
 
 import base64
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -88,11 +88,12 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     passages = cut_passages(runs[0].window_sizes)
     texts = {token: text for run in runs for token, text in run.token_texts.items()}
     tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
-    vocabulary = _vocabulary(runs, tops.values())
+    of_runs = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
+    ids = [*(array for array in of_runs if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
+    vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))
     everything = _series(runs, passages, np.ones(len(passages), bool), vocabulary)
-    fixed = sum(
-        len(json.dumps(part)) for part in ([texts.get(int(token)) for token in vocabulary], vocabulary.tolist())
-    )
+    shown_texts = [texts.get(int(token)) for token in vocabulary]
+    fixed = len(json.dumps(shown_texts)) + len(json.dumps(vocabulary.tolist()))
     fixed += 16 * len(passages) * (len(everything) + 4)
     fixed += _BYTES_OF_TOPS * sum(len(top.positions) for top in tops.values())
     a_token = sum(
@@ -109,7 +110,6 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     return {
         "passages": {
             "window": pack_integers(passages.window),
-            "last_window": pack_integers(passages.window),
             "first": pack_integers(passages.first),
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
@@ -117,10 +117,7 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
         "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
         "num_kept": int(passages.size[kept].sum()),
         "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[passages.positions(kept)])),
-        "vocabulary": {
-            "ids": pack_integers(vocabulary),
-            "texts": [texts.get(int(token)) for token in vocabulary],
-        },
+        "vocabulary": {"ids": pack_integers(vocabulary), "texts": shown_texts},
         "series": series,
     }
 
@@ -129,7 +126,9 @@ def _series(
     runs: Sequence[RunFile], passages: Passages, kept: NDArray[np.bool_], vocabulary: NDArray[np.int32]
 ) -> list[Series]:
     positions = passages.positions(kept)
-    largest_nll = _largest_nll(runs)
+    nlls = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
+    # The largest finite one: with one scale for all, values that are equal in two series stay equal.
+    largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     references = [run.reference_identity for run in runs]
 
     def series(
@@ -151,8 +150,8 @@ def _series(
             "ranks": None if ranks is None else pack_integers(ranks[positions]),
             "tops": None if tops is None else pack_integers(np.searchsorted(vocabulary, tops[positions])),
             "confidence": None if confidence is None else pack_fixed(confidence[positions], 1),
-            "mean_nll": pack_floats(passages.means(nlls)),
-            "mean_kld": None if kld is None else pack_floats(passages.means(kld)),
+            "mean_nll": _packed(passages.means(nlls), "float32", None),
+            "mean_kld": None if kld is None else _packed(passages.means(kld), "float32", None),
         }
 
     found = [series(run.label, run, run.nlls, run.top_token_ids, run.kld, run.ranks) for run in runs]
@@ -181,30 +180,6 @@ def _packed_tops(tops: TopTokens, kept: NDArray[np.bool_], vocabulary: NDArray[n
     }
 
 
-def _largest_nll(runs: Sequence[RunFile]) -> float:
-    """The largest finite one: with one scale for all, values that are equal in two series stay equal."""
-    arrays = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
-    return max(float(array.max(where=np.isfinite(array), initial=0)) for array in arrays)
-
-
-def _vocabulary(runs: Sequence[RunFile], tops: Iterable[TopTokens]) -> NDArray[np.int32]:
-    """Every token id that occurs, in order."""
-    arrays = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
-    arrays += [top.token_ids[..., :NUM_TOP] for top in tops]
-    return np.unique(np.concatenate([np.unique(array) for array in arrays if array is not None]))
-
-
-def divergence(run: RunFile, base: RunFile) -> Floats:
-    """[n], how far the run is from the reference, or else from the base; the base itself by its NLL."""
-    if run.kld is not None:
-        return run.kld
-    if run is base:
-        return run.nlls
-    # Infinity minus infinity counts as 0.
-    with np.errstate(invalid="ignore"):
-        return np.where(run.nlls == base.nlls, 0, np.abs(run.nlls - base.nlls))
-
-
 def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float) -> NDArray[np.bool_]:
     """[passages], those to keep where only `max_tokens` tokens can be.
 
@@ -215,7 +190,13 @@ def kept_passages(passages: Passages, runs: Sequence[RunFile], max_tokens: float
     listed = np.zeros(len(passages), bool)
     score = np.zeros(len(passages))
     for run in compared:
-        values = np.minimum(divergence(run, runs[0]), np.finfo(np.float32).max)
+        # From the reference, or else from the first run; that itself by its NLL.
+        values = run.nlls if run.kld is None else run.kld
+        if run.kld is None and run is not runs[0]:
+            # Infinity minus infinity counts as 0.
+            with np.errstate(invalid="ignore"):
+                values = np.where(values == runs[0].nlls, 0, np.abs(values - runs[0].nlls))
+        values = np.minimum(values, np.finfo(np.float32).max)
         top = np.argpartition(values, -min(NUM_LISTED, len(values)))[-NUM_LISTED:]
         listed[np.searchsorted(passages.start, top, side="right") - 1] = True
         score += passages.means(values) / (values.mean() or 1)
@@ -242,11 +223,6 @@ def pack_klds(values: NDArray[np.float64]) -> Packed:
     """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
     scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, _LARGEST_HALF), np.inf)
     return _packed(scaled, "float16", 1 / _KLD_SCALE)
-
-
-def pack_floats(values: NDArray[np.float64]) -> Packed:
-    """To the 24 bits of float32."""
-    return _packed(values, "float32", None)
 
 
 def _packed_bytes(packed: Packed) -> float:

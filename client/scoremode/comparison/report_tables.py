@@ -5,8 +5,15 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scoremode.comparison.compare import ppl_change
-from scoremode.comparison.figures import NEGLIGIBLE_KLD, Comparison, Figure, PairFigures, RunFigures, Verdict
+from scoremode.comparison.compare import (
+    NEGLIGIBLE_KLD,
+    OPPOSITE,
+    Figure,
+    PairFigures,
+    RunComparison,
+    Verdict,
+    ppl_change,
+)
 from scoremode.kld import MOST_FLOORS
 
 NOT_KNOWN = "-"
@@ -32,12 +39,6 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    name: str
-    is_number: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Matrix:
     """Every run against every other: a row is of the run that the verdicts are on."""
 
@@ -46,15 +47,10 @@ class Matrix:
     rows: list[list[Cell]]
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
-    label: str
-    parts: list[Cell]
-
-
-def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
-    """A row for each run, without the columns that no run has a figure for."""
+def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
+    """Names of columns, and a row for each run, its label first, without the columns that no run has a figure for."""
     runs = comparison.runs
+    nothing = Figure(0.0, None, None, None)
     to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     cells = {
         "GiB": [plain(figures.run.gib, 3) for figures in runs],
@@ -67,19 +63,14 @@ def run_table(comparison: Comparison) -> tuple[list[Column], list[list[Cell]]]:
         "99% KL": [plain(figures.kld_p99) for figures in runs],
         "99.9% KL": [plain(figures.kld_p999) for figures in runs],
         "max KL": [plain(figures.kld_max) for figures in runs],
-        "RMS Δp": _column([_delta_p(figures) for figures in runs], 100, "%"),
+        # Of a model that does not diverge, 0: the root would show what its divergence does not.
+        "RMS Δp": _column([nothing if each.has_no_divergence else each.delta_p_rms for each in runs], 100, "%"),
         "same top p": _column([figures.same_top_p for figures in runs], 100, "%"),
         "times the floor": [floors(figures.kld_over_noise_floor) for figures in runs],
     }
     used = {name: column for name, column in cells.items() if any(cell.text != NOT_KNOWN for cell in column)}
     labels = [Cell(figures.run.label) for figures in runs]
-    columns = [Column("run", is_number=False), *(Column(name) for name in used)]
-    return columns, [list(row) for row in zip(labels, *used.values(), strict=True)]
-
-
-def _delta_p(figures: RunFigures) -> Figure | None:
-    """Of a model that does not diverge, 0: the root would show what its divergence does not."""
-    return Figure(0.0, None, None, None) if figures.has_no_divergence else figures.delta_p_rms
+    return ["run", *used], [list(row) for row in zip(labels, *used.values(), strict=True)]
 
 
 def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> list[Cell]:
@@ -89,8 +80,8 @@ def _column(figures: list[Figure | None], scale: float = 1, unit: str = "") -> l
     return [with_errors(figure, common, scale=scale, unit=unit) for figure in figures]
 
 
-def effects(comparison: Comparison) -> list[Effect]:
-    """Of each run but the base: what it adds to the perplexity, how far it diverges, and its size."""
+def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
+    """The label of each run but the base, and what it adds to the perplexity, how far it diverges, and its size."""
     pairs = {pair.second.label: pair for pair in comparison.pairs_with_base}
     found = []
     for figures in comparison.runs:
@@ -108,7 +99,7 @@ def effects(comparison: Comparison) -> list[Effect]:
             parts.append(Cell(f"{figures.same_top_p.value:.1%} same top"))
         if pair is not None and figures.run.gib and comparison.base.gib:
             parts.append(Cell(f"{figures.run.gib / comparison.base.gib:.0%} of the size"))
-        found.append(Effect(label, parts))
+        found.append((label, parts))
     return found
 
 
@@ -123,7 +114,7 @@ def _percent_more(ratio: Figure) -> str:
     return f"{number(100 * (ratio.value - 1), digits, sign='+')} %{interval}"
 
 
-def pair_matrices(comparison: Comparison) -> list[Matrix]:
+def pair_matrices(comparison: RunComparison) -> list[Matrix]:
     """Perplexity ratios, and differences of mean KL divergence where there are any; none of one run alone."""
     if not comparison.pairs:
         return []
@@ -138,7 +129,7 @@ def pair_matrices(comparison: Comparison) -> list[Matrix]:
 
 
 def _matrix(
-    comparison: Comparison, labels: list[str], cell: Callable[[PairFigures, bool], Cell]
+    comparison: RunComparison, labels: list[str], cell: Callable[[PairFigures, bool], Cell]
 ) -> tuple[list[str], list[list[Cell]]]:
     cells = {(pair.second.label, pair.first.label): cell(pair, False) for pair in comparison.pairs}
     cells |= {(pair.first.label, pair.second.label): cell(pair, True) for pair in comparison.pairs}
@@ -166,15 +157,11 @@ def _kld_cell(pair: PairFigures, is_inverse: bool) -> Cell:
 
 def _pair_cell(pair: PairFigures, is_inverse: bool, verdict: Verdict, by: str, shown: Cell, amount: str) -> Cell:
     run, other = (pair.first, pair.second) if is_inverse else (pair.second, pair.first)
-    if is_inverse and verdict != "no difference shown":
-        verdict = "worse" if verdict == "better" else "better"
-    of_pair = f"between {run.label} and {other.label}"
-    sentence = (
-        f"No difference is shown {of_pair}" if not _mark(verdict) else f"{run.label} is {verdict} than {other.label}"
-    )
-    return Cell(
-        shown.text, shown.value, mark=_mark(verdict), tip=f"{sentence} by {by}: {' '.join((amount, *shown.errors))}"
-    )
+    verdict = OPPOSITE[verdict] if is_inverse else verdict
+    mark, sentence = _mark(verdict), f"No difference is shown between {run.label} and {other.label}"
+    if mark:
+        sentence = f"{run.label} is {verdict} than {other.label}"
+    return Cell(shown.text, shown.value, mark=mark, tip=f"{sentence} by {by}: {' '.join((amount, *shown.errors))}")
 
 
 def _mark(verdict: Verdict) -> str:

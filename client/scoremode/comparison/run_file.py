@@ -1,15 +1,17 @@
-"""A run as `ppl-client` wrote it: the JSON, and the values of every token next to it."""
+"""Runs as `ppl-client` wrote them, JSON and the values of every token next to it, and labels that tell them apart."""
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -20,7 +22,8 @@ from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION
 from scoremode.windows import Method
-from scoremode.wire.protocol import LOWEST_LOGPROB, CorpusInfo, Reference, ServerInfo
+from scoremode.wire.protocol import LOWEST_LOGPROB, ServerInfo
+from scoremode.wire.references import CorpusInfo, Reference
 
 
 class _Arrays(BaseModel):
@@ -52,13 +55,9 @@ class _PerplexityRecord(_Record):
     settings: _Settings
 
 
-class _KldSettings(BaseModel):
-    as_noise_floor: bool
-
-
 class _KldRecord(_Record):
     reference: Reference
-    settings: _KldSettings
+    as_noise_floor: bool = Field(validation_alias=AliasPath("settings", "as_noise_floor"))
 
 
 _SHAPES: dict[str, type[_PerplexityRecord | _KldRecord]] = {"perplexity": _PerplexityRecord, "kld": _KldRecord}
@@ -205,7 +204,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         client_version=record.client_version,
         finished=record.finished,
         reference=reference,
-        as_noise_floor=isinstance(record, _KldRecord) and record.settings.as_noise_floor,
+        as_noise_floor=isinstance(record, _KldRecord) and record.as_noise_floor,
         corpus=text.corpus,
         method=windows.method,
         context_length=windows.context_length,
@@ -299,3 +298,42 @@ def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:
     lowest logprob for that."""
     nlls: NDArray[np.float64] = np.where(logprobs <= LOWEST_LOGPROB, np.inf, -logprobs.astype(np.float64))
     return nlls
+
+
+def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) -> list[RunFile]:
+    """Read several runs, and tell them apart.
+
+    Args:
+        paths: As for `load_run`.
+        labels: One for each run. When left out, a run bears the model's name if no other has it, else its file's.
+
+    Raises:
+        RunError: a run cannot be read, or there is not one label for each run.
+    """
+    runs = [load_run(path) for path in paths]
+    if labels is None:
+        labels = _labels(runs)
+    if len(labels) != len(runs):
+        raise RunError(f"{len(labels)} labels for {len(runs)} runs")
+    return [replace(run, label=printable(label)) for run, label in zip(runs, labels, strict=True)]
+
+
+def _labels(runs: Sequence[RunFile]) -> list[str]:
+    labels = [model_name(run.model) for run in runs]
+    numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
+    # Each is longer than the one before, and the last is another for every file.
+    for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):
+        counts = Counter(labels)
+        labels = [label if counts[label] == 1 else other for label, other in zip(labels, longer, strict=True)]
+    return labels
+
+
+def compare_command(runs: Sequence[RunFile], files: Sequence[str], *options: str) -> str:
+    """The command that compares the runs in these files again. Labels with a comma are left to be chosen."""
+    labels = [] if any("," in run.label for run in runs) else ["--labels", ",".join(run.label for run in runs)]
+    return printable(shlex.join(["ppl-client", "compare", *files, *labels, *options]))
+
+
+def model_name(model: str) -> str:
+    """The folder's where the model is served under its path."""
+    return Path(model).name if Path(model).is_absolute() else model

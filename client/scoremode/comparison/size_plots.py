@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from scoremode.comparison.figures import Comparison, Figure, RunFigures
+from scoremode.comparison.compare import Figure, RunComparison, RunFigures
 from scoremode.comparison.plot_style import (
     HEIGHT,
     Theme,
@@ -38,24 +38,27 @@ class Point:
     index: int
     """Its place in the comparison, which decides its colour and marker."""
     label: str
-    size: float | None
+    size: float
+    """0 where it is not known."""
     value: float
     low: float
     high: float
 
 
-def points(comparison: Comparison, figure_of: Callable[[RunFigures], Figure | None]) -> tuple[str | None, list[Point]]:
+def points(
+    comparison: RunComparison, figure_of: Callable[[RunFigures], Figure | None]
+) -> tuple[str | None, list[Point]]:
     """What is known of every run's size, as the name of an axis, None where nothing is; and the runs whose figure is
     finite, with low and high as the value itself where it has no interval."""
     runs = [figures.run for figures in comparison.runs]
     axis: str | None = None
-    sizes: list[float | None] = [None] * len(runs)
+    sizes = [0.0] * len(runs)
     for name, known in (
         ("weight files (GiB)", [run.gib for run in runs]),
         ("bits per weight", [run.bits_per_weight for run in runs]),
     ):
         if None not in known:
-            axis, sizes = name, known
+            axis, sizes = name, [size or 0 for size in known]
     return axis, [
         Point(
             index,
@@ -80,12 +83,12 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
         return _draw_by_run(all_points, value, floor, theme)
     drawing, axes = new_axes(theme)
     _set_scale(axes, all_points, floor, "y")
-    _set_size_scale(axes, [point.size or 0 for point in all_points])
+    _set_size_scale(axes, [point.size for point in all_points])
     axes.set_xlabel(size)
     axes.set_ylabel(value)
     axes.margins(y=0.12)
     for point in all_points:
-        _draw_point(axes, point, point.size or 0, theme, size)
+        _draw_point(axes, point, point.size, theme, size)
     if floor:
         axes.axhline(floor, color=theme.quiet, linewidth=1, linestyle=(0, (1, 2)), label="noise floor")
     if all(point.low > 0 for point in all_points) and axes.get_ylim()[0] < 0:
@@ -98,7 +101,7 @@ def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float
     drawing.draw_without_rendering()
     taken = list(_taken(axes, all_points, line, floor))
     for point in all_points:
-        put_label(axes, theme, taken, (point.size or 0, point.value), point.label, theme.run(point.index))
+        put_label(axes, theme, taken, (point.size, point.value), point.label, theme.run(point.index))
     return drawing
 
 
@@ -106,8 +109,8 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> list[t
     """Returns the corners of the line."""
     front = pareto_front(all_points)
     line = [
-        (front[0].size or 0, axes.get_ylim()[1]),
-        *((point.size or 0, point.value) for point in front),
+        (front[0].size, axes.get_ylim()[1]),
+        *((point.size, point.value) for point in front),
         (axes.get_xlim()[1], front[-1].value),
     ]
     axes.plot(
@@ -125,7 +128,7 @@ def _draw_front(axes: Axes, all_points: Sequence[Point], theme: Theme) -> list[t
 def pareto_front(all_points: Sequence[Point]) -> list[Point]:
     """Points that no other beats in size and value both, the smallest first."""
     front: list[Point] = []
-    for point in sorted(all_points, key=lambda point: (point.size or 0, point.value)):
+    for point in sorted(all_points, key=lambda point: (point.size, point.value)):
         if not front or point.value < front[-1].value:
             front.append(point)
     return front
@@ -136,7 +139,7 @@ def _taken(
 ) -> Iterator[Bbox]:
     """Where labels would cover something, in pixels: points with their intervals, the front, the noise floor."""
     for point in all_points:
-        at = point.size or 0
+        at = point.size
         yield line_box(axes, (at, point.low), (at, point.high), half_width=6)
     for one, other in pairwise(front):
         corner = (other[0], one[1])

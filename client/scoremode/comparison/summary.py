@@ -2,19 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from scoremode.comparison.figures import Comparison, RunFigures, Verdict
+from scoremode.comparison.compare import OPPOSITE, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
 from scoremode.wire.protocol import ComputedBy
 
-_OPPOSITE: dict[Verdict, Verdict] = {
-    "better": "worse",
-    "worse": "better",
-    "no difference shown": "no difference shown",
-}
 
-
-def summary(comparison: Comparison) -> list[str]:
+def summary(comparison: RunComparison) -> list[str]:
     """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
     floor, and which GPUs and kernels differ."""
     labels = [figures.run.label for figures in comparison.runs]
@@ -28,7 +22,13 @@ def summary(comparison: Comparison) -> list[str]:
         for pair in comparison.pairs
         if pair.kld_verdict is not None and {pair.first.label, pair.second.label} <= set(compared)
     }
-    with_base = _compared_with_base(comparison)
+    base = comparison.base.label
+    with_base = {
+        (pair.second.label, base): f"{pair.second.label} is {pair.verdict} than {base}: {pair.ppl_ratio.value:.4f} "
+        f"times its perplexity [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]."
+        for pair in comparison.pairs_with_base
+        if pair.verdict != "no difference shown"
+    }
     others = {pair: verdict for pair, verdict in by_nll.items() if pair not in with_base}
     sentences = [*with_base.values(), *_order("perplexity", labels, others)]
     if by_kld:
@@ -43,21 +43,10 @@ def summary(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def _compared_with_base(comparison: Comparison) -> dict[tuple[str, str], str]:
-    """A sentence for every run that is shown to differ from the first, by both labels."""
-    base = comparison.base.label
-    return {
-        (pair.second.label, base): f"{pair.second.label} is {pair.verdict} than {base}: {pair.ppl_ratio.value:.4f} "
-        f"times its perplexity [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]."
-        for pair in comparison.pairs_with_base
-        if pair.verdict != "no difference shown"
-    }
-
-
 def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Verdict]) -> list[str]:
     """Which runs are shown to be worse than which, and each pair of which nothing is shown. A verdict is on the first
     of two."""
-    both_ways = {**verdicts, **{(second, first): _OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
+    both_ways = {**verdicts, **{(second, first): OPPOSITE[verdict] for (first, second), verdict in verdicts.items()}}
     undecided = [
         f"{first} and {second}" for (second, first), verdict in verdicts.items() if verdict == "no difference shown"
     ]

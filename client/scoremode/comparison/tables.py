@@ -3,11 +3,10 @@
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Generic, TypeVar
 
-from scoremode.comparison.compare import ppl_change
-from scoremode.comparison.figures import Comparison, Figure, PairFigures, RunFigures
+from scoremode.comparison.compare import Figure, PairFigures, RunComparison, RunFigures, ppl_change
 from scoremode.comparison.report_tables import Cell, floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
@@ -23,7 +22,7 @@ _CSV_HEADER = (
 )
 
 
-def as_text(comparison: Comparison) -> str:
+def as_text(comparison: RunComparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
     return paragraphs(
         _settings(comparison),
@@ -33,7 +32,7 @@ def as_text(comparison: Comparison) -> str:
     )
 
 
-def as_markdown(comparison: Comparison) -> str:
+def as_markdown(comparison: RunComparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
     return paragraphs(
         markdown_rows(_merged(_run_sections(comparison)), comparison.runs),
@@ -48,7 +47,7 @@ def paragraphs(*parts: Sequence[str]) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
 
 
-def as_csv(comparison: Comparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
+def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
     """One line per figure, in full precision. A pair's `run` is the second, `beside` the first.
 
     Args:
@@ -60,18 +59,15 @@ def as_csv(comparison: Comparison | None, accuracies: Iterable[CsvRow] = ()) -> 
     writer.writeheader()
     if comparison is not None:
         for figures in comparison.runs:
-            server = figures.run.server
-            writer.writerows(_csv_rows(figures.run, "", "weight_bytes", server.weight_bytes))
-            writer.writerows(_csv_rows(figures.run, "", "num_parameters", server.num_parameters))
-            writer.writerows(_csv_rows(figures.run, "", "bits_per_weight", figures.run.bits_per_weight))
-            for name in (field.name for field in fields(figures) if field.name != "run"):
-                writer.writerows(_csv_rows(figures.run, "", name, getattr(figures, name)))
+            run = figures.run
+            sizes = {"weight_bytes": run.server.weight_bytes, "num_parameters": run.server.num_parameters}
+            known = {name: getattr(figures, name) for name in RunFigures.__annotations__ if name != "run"}
+            for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **known}.items():
+                writer.writerows(_csv_rows(run, "", name, value))
         for pair in comparison.pairs:
-            beside = pair.first.label
-            writer.writerows(_csv_rows(pair.second, beside, "ln_ppl_ratio", pair.ln_ppl_ratio, pair.verdict))
-            writer.writerows(_csv_rows(pair.second, beside, "ppl_ratio", pair.ppl_ratio, pair.verdict))
-            writer.writerows(_csv_rows(pair.second, beside, "ppl_difference", pair.ppl_difference))
-            writer.writerows(_csv_rows(pair.second, beside, "kld_difference", pair.kld_difference, pair.kld_verdict))
+            verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
+            for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
+                writer.writerows(_csv_rows(pair.second, pair.first.label, name, getattr(pair, name), verdict))
     writer.writerows(accuracies)
     return file.getvalue()
 
@@ -105,7 +101,7 @@ class TextColumn(Generic[Row]):
     """Whether it is set flush right."""
 
 
-def _settings(comparison: Comparison) -> list[str]:
+def _settings(comparison: RunComparison) -> list[str]:
     run, corpus = comparison.base, comparison.corpus
     return [
         f"{run.num_scored:,} tokens{'' if corpus is None else f' of {corpus.in_words}'}.",
@@ -117,7 +113,7 @@ def _settings(comparison: Comparison) -> list[str]:
     ]
 
 
-def measured_by(comparison: Comparison) -> str:
+def measured_by(comparison: RunComparison) -> str:
     """Versions, GPUs and days of the runs."""
     runs = [figures.run for figures in comparison.runs]
     days = sorted({run.finished[:10] for run in runs if run.finished})
@@ -126,7 +122,7 @@ def measured_by(comparison: Comparison) -> str:
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
+def _run_sections(comparison: RunComparison) -> list[list[TextColumn[RunFigures]]]:
     base = comparison.base.label
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     change = ppl_change(comparison, comparison.base)
@@ -166,7 +162,7 @@ def _run_sections(comparison: Comparison) -> list[list[TextColumn[RunFigures]]]:
     return sections if any(figures.kld is not None for figures in comparison.runs) else sections[:2]
 
 
-def _pair_sections(comparison: Comparison) -> list[list[TextColumn[PairFigures]]]:
+def _pair_sections(comparison: RunComparison) -> list[list[TextColumn[PairFigures]]]:
     if not comparison.pairs:
         return []
     labels: list[TextColumn[PairFigures]] = [

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from numpy.typing import NDArray
 
@@ -35,7 +34,10 @@ _Z_95 = 1.959964
 def draw_kld_distribution(runs: Numbered, floor: float | None, theme: Theme) -> Drawing:
     """The share of tokens whose KL divergence is larger, both axes logarithmic."""
     drawing, axes = new_axes(theme)
-    thresholds = _kld_thresholds(runs)
+    positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
+    low = min((np.quantile(values, _LOWEST_QUANTILE) for values in positive if len(values)), default=1e-6)
+    high = max((values.max() for values in positive if len(values)), default=1.0)
+    thresholds = np.geomspace(low, high * 1.3, _CURVE_POINTS)
     for index, run in runs:
         values = _kld(run)
         shares, zeros = survival(values, thresholds), float((values <= 0).mean())
@@ -58,13 +60,6 @@ def survival(values: Floats, thresholds: Floats) -> Floats:
     """The share of values above each threshold; NaN, which is not drawn, where it is 0."""
     above = len(values) - np.searchsorted(np.sort(values), thresholds, side="right")
     return np.where(above > 0, above / len(values), np.nan)
-
-
-def _kld_thresholds(runs: Numbered) -> Floats:
-    positive = [values[(values > 0) & np.isfinite(values)] for values in (_kld(run) for _, run in runs)]
-    low = min((np.quantile(values, _LOWEST_QUANTILE) for values in positive if len(values)), default=1e-6)
-    high = max((values.max() for values in positive if len(values)), default=1.0)
-    return np.geomspace(low, high * 1.3, _CURVE_POINTS)
 
 
 def _percent(share: float) -> str:
@@ -90,7 +85,10 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
                 label=None if bucket else legend_label(run.label),
             )
             add_tip(container.get_children(), f"{run.label}: {mean:.3g} ± {error:.2g} nats")
-    _set_kld_scale(axes, np.array(means), np.array(errors))
+    if np.nanmin(means) > 0:
+        # Intervals that reach 0 go off a log axis.
+        axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(np.add(means, _Z_95 * np.nan_to_num(errors))))
+        plain_log_axis(axes, "y")
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
     axes.set_xticks(range(len(counts)), _bucket_names(counts))
     axes.tick_params(axis="x", length=0)
@@ -99,13 +97,6 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
     axes.set_ylabel("mean KL divergence (nats)")
     legend(drawing, axes, theme)
     return drawing
-
-
-def _set_kld_scale(axes: Axes, means: Floats, errors: Floats) -> None:
-    """A log axis, unless a mean is 0. Intervals that reach 0 go off the axis."""
-    if np.nanmin(means) > 0:
-        axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(means + _Z_95 * np.nan_to_num(errors)))
-        plain_log_axis(axes, "y")
 
 
 def confidence_means(run: RunFile) -> tuple[Floats, Floats]:

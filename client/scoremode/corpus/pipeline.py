@@ -16,11 +16,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from scoremode._tasks import in_thread, joined
-from scoremode.corpus.columns import added_columns, added_schema, check_columns, documents_of
 from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests, text_bytes
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
-from scoremode.corpus.rows import open_rows
+from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of, open_rows
 from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress
 from scoremode.errors import OutputError, ScoremodeError
 from scoremode.runs.pool import Pool
@@ -70,8 +69,9 @@ class Pipeline:
         """Not yet written."""
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
-        if not resume:
-            self._check_nothing_is_there()
+        for path in () if resume else [folder / file.output_name for file in files]:
+            if path.exists() or journal_of(path).exists():
+                raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
 
     async def run(self) -> CorpusProgress:
         """Score all files.
@@ -89,12 +89,6 @@ class Pipeline:
             for output in self._open:
                 output.abort()
         return self.progress
-
-    def _check_nothing_is_there(self) -> None:
-        for file in self._files:
-            path = self._folder / file.output_name
-            if path.exists() or journal_of(path).exists():
-                raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
 
     async def _read(self) -> None:
         try:
@@ -142,7 +136,9 @@ class Pipeline:
         for first, last in cut_into_requests(documents):
             rows = batch.slice(first, last - first)
             num_bytes = int(rows.nbytes) + sum(map(text_bytes, documents[first:last]))
-            await self._wait_for_room(num_bytes)
+            while self._held and self._held + num_bytes > _HELD_BYTES:
+                self._released.clear()
+                await self._released.wait()
             scoring = asyncio.create_task(self._scorer.score(documents[first:last]))
             self._scoring.add(scoring)
             await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
@@ -150,11 +146,6 @@ class Pipeline:
     async def _hand_over(self, piece: _Piece) -> None:
         self._held += piece.num_bytes
         await self._pieces.put(piece)
-
-    async def _wait_for_room(self, num_bytes: int) -> None:
-        while self._held and self._held + num_bytes > _HELD_BYTES:
-            self._released.clear()
-            await self._released.wait()
 
     async def _write(self) -> None:
         while (piece := await self._pieces.get()) is not None:

@@ -215,18 +215,7 @@ class ScoremodeLM(TemplateLM):
             return list(zip((index for _, own in job for index in own), answers, strict=True))
 
         with tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable_tqdm) as bar:
-
-            def keep_all(answered: list[tuple[int, Answer]]) -> None:
-                for index, answer in answered:
-                    keep(index, answer)
-                bar.update(len(answered))
-                self._commit()
-
-            self._run(jobs, score, keep_all)
-
-    def _commit(self) -> None:
-        if self.cache_hook.dbdict is not None:
-            self.cache_hook.dbdict.commit(blocking=False)
+            self._run(jobs, score, keep, bar)
 
     def _jobs(
         self, groups: list[tuple[tuple[int, ...], list[int]]]
@@ -270,7 +259,7 @@ class ScoremodeLM(TemplateLM):
         texts = [""] * len(requests)
         eos = self.tokenizer.decode(self.eot_token_id)
 
-        async def generate(client: AsyncScoreClient, index: int) -> tuple[int, str]:
+        async def generate(client: AsyncScoreClient, index: int) -> list[tuple[int, str]]:
             context, given = requests[index].args
             options = normalize_gen_kwargs(given, self._max_gen_toks)
             stop = handle_stop_sequences(options.pop("until", None), eos=eos)
@@ -291,29 +280,36 @@ class ScoremodeLM(TemplateLM):
                     **options,
                 )
             )
-            return index, postprocess_generated_text(text, stop, self._think_end_token)
+            return [(index, postprocess_generated_text(text, stop, self._think_end_token))]
+
+        def keep(index: int, text: str) -> None:
+            texts[index] = text
+            self.cache_hook.add_partial("generate_until", requests[index].args, text)
 
         with tqdm(total=len(requests), desc="Generating", unit="request", disable=disable_tqdm) as bar:
-
-            def keep(answer: tuple[int, str]) -> None:
-                index, texts[index] = answer
-                self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
-                self._commit()
-                bar.update()
-
-            self._run(range(len(requests)), generate, keep)
+            self._run(range(len(requests)), generate, keep, bar)
         return texts
 
     def _run(
         self,
         jobs: Iterable[Job],
-        ask: Callable[[AsyncScoreClient, Job], Awaitable[Result]],
-        keep: Callable[[Result], object],
+        ask: Callable[[AsyncScoreClient, Job], Awaitable[list[tuple[int, Result]]]],
+        keep: Callable[[int, Result], object],
+        bar: tqdm,
     ) -> None:
+        """`keep` gets the places of the requests of a job, each with its answer."""
+
+        def keep_all(answered: list[tuple[int, Result]]) -> None:
+            for index, answer in answered:
+                keep(index, answer)
+            bar.update(len(answered))
+            if self.cache_hook.dbdict is not None:
+                self.cache_hook.dbdict.commit(blocking=False)
+
         async def run() -> None:
             async with AsyncScoreClient(self._url, **self._connection) as client:
                 pool = Pool([client], [self._info], self._num_concurrent)
-                await pool.score(jobs, ask, keep)
+                await pool.score(jobs, ask, keep_all)
 
         asyncio.run(run())
 

@@ -17,7 +17,7 @@ from scoremode.errors import CorpusError, MissingPackageError
 from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.presets import Preset
-from scoremode.wire.protocol import CorpusInfo
+from scoremode.wire.references import CorpusInfo
 
 ROW_SEPARATOR = "\n\n"
 DEFAULT_SPLIT = "test"

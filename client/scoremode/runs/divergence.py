@@ -1,23 +1,32 @@
 """KL divergence from a reference, on one or several servers: what `ppl-client kld` runs, as a library."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import ResponseError, ServersDifferError
+from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import KldPositions, statistics
+from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
-from scoremode.runs.token_texts import DivergentToken, divergent_tokens, texts_of_occurring
+from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
-from scoremode.wire.protocol import KldStatistics, Reference, ServerInfo, TopLogprobArrays
+from scoremode.wire.protocol import ServerInfo, TopLogprobArrays
+from scoremode.wire.references import DivergentPosition, KldStatistics, Reference
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""
+NUM_TOKENS_BEFORE = 16
+
+_log = logging.getLogger(__name__)
 
 
 class _Line(BaseModel):
@@ -83,6 +92,33 @@ class KldPlan:
         return window
 
 
+@dataclass(frozen=True, slots=True)
+class DivergentToken:
+    """A position with one of the largest KL divergences. Texts are None where the server did not give them."""
+
+    index: int
+    """Among the positions of all windows, in order, from 0."""
+    window: int
+    """Index of its window in the reference."""
+    kld: float | None
+    """Nats; None for infinity."""
+    token_id: int
+    reference_probability: float
+    """Of the text's token."""
+    probability: float
+    reference_top_token_id: int
+    """The top token of the reference."""
+    reference_confidence: float
+    """The reference's probability of it."""
+    top_token_id: int
+    """The top token of the served model."""
+    text_before: str | None
+    """Of the targets before it, sixteen at most."""
+    token: str | None
+    reference_top_token: str | None
+    top_token: str | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KldMeasurement:
     """A served model compared with a reference, over all its windows."""
@@ -145,19 +181,19 @@ async def measure_kld(
             cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
-    reference = await _common_reference(pool.clients, name)
+    references = [await client.reference(name) for client in pool.clients]
+    for client, other in zip(pool.clients, references, strict=True):
+        if differing := differences(_identity(other), _identity(references[0])):
+            address = pool.clients[0].address
+            raise ServersDifferError(f"{client.address} has another reference {name!r} than {address}: {differing}")
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
-    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, reference, num_top)
+    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top)
     run = await measure(plan, pool, start_journal, on_progress)
     return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
 
 
 async def measure_noise_floor(
-    client: AsyncScoreClient,
-    name: str,
-    *,
-    return_token_texts: bool = False,
-    on_progress: OnProgress | None = None,
+    client: AsyncScoreClient, name: str, *, return_token_texts: bool = False, on_progress: OnProgress | None = None
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
@@ -179,17 +215,6 @@ async def measure_noise_floor(
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
     return await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
-
-
-async def _common_reference(clients: Sequence[AsyncScoreClient], name: str) -> Reference:
-    """The reference, which must be the same on all servers."""
-    references = [await client.reference(name) for client in clients]
-    for client, reference in zip(clients, references, strict=True):
-        if differing := differences(_identity(reference), _identity(references[0])):
-            raise ServersDifferError(
-                f"{client.address} has another reference {name!r} than {clients[0].address}: {differing}"
-            )
-    return references[0]
 
 
 async def _measurement(
@@ -237,3 +262,66 @@ async def _measurement(
 
 def _identity(reference: Reference) -> Mapping[str, object]:
     return reference.model_dump(include=_IDENTITY)
+
+
+async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:
+    """Look up the text of every token id that occurs in some arrays, by the tokenizer of a server.
+
+    A server that fails, or is older than the route, costs the texts, not the run: the log says so, and there are none.
+    """
+    occurring = np.unique(np.concatenate([np.asarray(ids) for ids in token_ids])).tolist()
+    try:
+        return await client.token_texts(occurring)
+    except ScoremodeError as error:
+        _log.warning("the run is kept without the texts of its tokens: %s", error)
+        return {}
+
+
+async def divergent_tokens(
+    client: AsyncScoreClient,
+    most_divergent: Sequence[DivergentPosition],
+    positions: KldPositions,
+    window_sizes: Sequence[int],
+    method: Method,
+) -> list[DivergentToken]:
+    """Look up the texts of positions, by the tokenizer of a server.
+
+    A server that fails costs the texts, not the comparison: the log says so.
+    """
+    if method in EXHAUSTIVE_METHODS:
+        # Targets follow one another through the whole text, with the other methods within a window.
+        starts = np.zeros(len(positions), np.intp)
+    else:
+        starts = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes)
+    places = [entry["index"] for entry in most_divergent]
+    before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
+    shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
+    tokens = [[int(ids[at]) for ids in shown] for at in places]
+    texts: dict[tuple[int, ...], str] = {(): ""}
+    try:
+        # One by one, over one connection: they are few and short.
+        for sequence in {*before, *((token,) for of_place in tokens for token in of_place)} - {()}:
+            texts[sequence] = await client.detokenize(sequence)
+    except ScoremodeError as error:
+        _log.warning("the most divergent tokens are shown without their text: %s", error)
+        texts = {}
+    return [
+        DivergentToken(
+            index=at,
+            window=entry["window"],
+            kld=entry["kld"],
+            token_id=token,
+            reference_probability=exp(float(positions.reference_logprobs[at])),
+            probability=exp(float(positions.logprobs[at])),
+            reference_top_token_id=reference_top,
+            reference_confidence=float(positions.reference_confidence[at]),
+            top_token_id=top,
+            text_before=texts.get(before_it),
+            token=texts.get((token,)),
+            reference_top_token=texts.get((reference_top,)),
+            top_token=texts.get((top,)),
+        )
+        for entry, at, before_it, (token, reference_top, top) in zip(
+            most_divergent, places, before, tokens, strict=True
+        )
+    ]

@@ -10,10 +10,10 @@ from typing import Unpack
 from scoremode.client import AsyncScoreClient
 from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
 from scoremode.runs.corpora import Corpus
+from scoremode.runs.divergence import texts_of_occurring
 from scoremode.runs.plan import Plan, WindowNlls, make_plan
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, StartJournal, measure
-from scoremode.runs.token_texts import texts_of_occurring
 from scoremode.windows import WindowSettings
 
 

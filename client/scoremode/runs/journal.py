@@ -10,11 +10,12 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict, TypeAdapter
 from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
@@ -28,10 +29,7 @@ _KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 2}
 _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 
 
-class _Seconds(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    seconds: float
+_SECONDS = TypeAdapter(float, config=ConfigDict(strict=True))
 
 
 class WindowResult(Protocol):
@@ -142,11 +140,11 @@ class Journal(AppendedFile, Generic[Result]):
     def _read_window(self, number: int, text: bytes) -> None:
         try:
             line = json.loads(text)
-            seconds = _Seconds.model_validate(line).seconds
-            window = self._plan.from_line({name: value for name, value in line.items() if name != "seconds"})
+            seconds = _SECONDS.validate_python(line.pop("seconds", None))
+            window = self._plan.from_line(line)
             if window.index in self.windows:
                 raise ValueError("a window twice")
-        except (ValueError, ResponseError) as error:
+        except (ValueError, TypeError, AttributeError, ResponseError) as error:
             raise OutputError(f"{self.path} is damaged at line {number}; delete it to start afresh") from error
         self.windows[window.index] = window
         self.seconds = max(self.seconds, seconds)
@@ -213,17 +211,13 @@ def open_locked(path: Path) -> FileIO:
 
     Delete such a file before it is closed.
     """
-    while not _is_at(path, file := _open_locked(path)):
+    while True:
+        file = _open_locked(path)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
         # Its owner deleted it after it was opened and before it was locked.
         file.close()
-    return file
-
-
-def _is_at(path: Path, file: FileIO) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def _open_locked(path: Path) -> FileIO:

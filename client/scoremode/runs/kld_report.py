@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from scoremode._printable import printable, two_columns
 from scoremode.kld import POSITION_DTYPES, times_the_floor
 from scoremode.results import TOP_DTYPES
-from scoremode.runs.divergence import KldMeasurement
+from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
-from scoremode.runs.token_texts import DivergentToken
-from scoremode.wire.protocol import ConfidenceBucket, KldStatistics, Reference
+from scoremode.wire.references import ConfidenceBucket, Reference
 
 _QUANTILES = {
     "Maximum": "max",
@@ -64,12 +63,37 @@ def recording_as_text(recording: Recording) -> str:
 
 def as_text(measurement: KldMeasurement) -> str:
     """What was compared, llama.cpp's three tables, and what they lack."""
-    figures = measurement.statistics
+    figures, clustered = measurement.statistics, "stderr_clustered"
+    kld, delta_p = figures["kld"], figures["delta_p"]
     tables = [
-        _perplexity_table(figures),
-        _kld_table(figures),
-        _token_probability_table(figures),
-        _clustered_table(figures),
+        [
+            "====== Perplexity statistics ======",
+            f"Mean PPL(Q)                   : {_pair(figures, 'ppl_q')}",
+            f"Mean PPL(base)                : {_pair(figures, 'ppl_base')}",
+            f"Cor(ln(PPL(Q)), ln(PPL(base))): {_percent(figures['ln_ppl_correlation'], 6, 2)}%",
+            f"Mean ln(PPL(Q)/PPL(base))     : {_pair(figures, 'ln_ppl_ratio')}",
+            f"Mean PPL(Q)/PPL(base)         : {_pair(figures, 'ppl_ratio')}",
+            f"Mean PPL(Q)-PPL(base)         : {_pair(figures, 'ppl_difference')}",
+        ],
+        [
+            "====== KL divergence statistics ======",
+            f"Mean    KLD: {_pair(kld, 'mean', 'stderr')}",
+            *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in _quantiles(kld)),
+        ],
+        [
+            "====== Token probability statistics ======",
+            f"Mean    Δp: {_percent_pair(delta_p, 'mean', 'stderr')}",
+            *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in _quantiles(delta_p)),
+            f"RMS Δp    : {_percent_pair(delta_p, 'rms')}",
+            f"Same top p: {_percent_pair(figures, 'same_top_p')}",
+        ],
+        [
+            "====== Errors clustered by window ======",
+            f"Mean    KLD              : {_pair(kld, 'mean', clustered)}",
+            f"Mean ln(PPL(Q)/PPL(base)): {_pair(figures, 'ln_ppl_ratio', f'ln_ppl_ratio_{clustered}')}",
+            f"Mean    Δp               : {_percent_pair(delta_p, 'mean', clustered)}",
+            f"Same top p               : {_percent_pair(figures, 'same_top_p', f'same_top_p_{clustered}')}",
+        ],
         _bucket_table(figures["confidence_buckets"]),
         _summary(measurement),
         _divergent_table(measurement.most_divergent),
@@ -133,52 +157,9 @@ def _weights(reference: Reference) -> str:
     return f"{weights_in_words(reference)}{revision}"
 
 
-def _perplexity_table(figures: KldStatistics) -> list[str]:
-    return [
-        "====== Perplexity statistics ======",
-        f"Mean PPL(Q)                   : {_pair(figures, 'ppl_q')}",
-        f"Mean PPL(base)                : {_pair(figures, 'ppl_base')}",
-        f"Cor(ln(PPL(Q)), ln(PPL(base))): {_percent(figures['ln_ppl_correlation'], 6, 2)}%",
-        f"Mean ln(PPL(Q)/PPL(base))     : {_pair(figures, 'ln_ppl_ratio')}",
-        f"Mean PPL(Q)/PPL(base)         : {_pair(figures, 'ppl_ratio')}",
-        f"Mean PPL(Q)-PPL(base)         : {_pair(figures, 'ppl_difference')}",
-    ]
-
-
-def _kld_table(figures: KldStatistics) -> list[str]:
-    kld = figures["kld"]
-    return [
-        "====== KL divergence statistics ======",
-        f"Mean    KLD: {_pair(kld, 'mean', 'stderr')}",
-        *(f"{label} KLD: {_number(value, 10, 6)}" for label, value in _quantiles(kld)),
-    ]
-
-
-def _token_probability_table(figures: KldStatistics) -> list[str]:
-    delta_p = figures["delta_p"]
-    return [
-        "====== Token probability statistics ======",
-        f"Mean    Δp: {_percent_pair(delta_p, 'mean', 'stderr')}",
-        *(f"{label} Δp: {_percent(value, 6, 3)}%" for label, value in _quantiles(delta_p)),
-        f"RMS Δp    : {_percent_pair(delta_p, 'rms')}",
-        f"Same top p: {_percent_pair(figures, 'same_top_p')}",
-    ]
-
-
 def _quantiles(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
     """With llama.cpp's labels; it has two more for Δp."""
     return [(label, figures[name]) for label, name in _QUANTILES.items() if name in figures]
-
-
-def _clustered_table(figures: KldStatistics) -> list[str]:
-    kld, delta_p, clustered = figures["kld"], figures["delta_p"], "stderr_clustered"
-    return [
-        "====== Errors clustered by window ======",
-        f"Mean    KLD              : {_pair(kld, 'mean', clustered)}",
-        f"Mean ln(PPL(Q)/PPL(base)): {_pair(figures, 'ln_ppl_ratio', f'ln_ppl_ratio_{clustered}')}",
-        f"Mean    Δp               : {_percent_pair(delta_p, 'mean', clustered)}",
-        f"Same top p               : {_percent_pair(figures, 'same_top_p', f'same_top_p_{clustered}')}",
-    ]
 
 
 def _bucket_table(buckets: list[ConfidenceBucket]) -> list[str]:

@@ -40,8 +40,10 @@ class Output:
         has_journal = self._journal_path.exists()
         if has_journal and not resume:
             self._clear_journal()
-        if not force and not (has_journal and resume):
-            self._check_absent()
+        for each in () if force or (has_journal and resume) else (self.path, self._arrays_path):
+            # A script may have made an empty file, to have a name of its own.
+            if each.exists() and each.stat().st_size:
+                raise OutputError(f"{each} is there already: --force replaces it")
         if resume and not has_journal:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
@@ -84,12 +86,6 @@ class Output:
             TemporaryFile(dir=self.path.parent).close()
         except OSError as error:
             raise OutputError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def _check_absent(self) -> None:
-        for path in (self.path, self._arrays_path):
-            # A script may have made an empty file, to have a name of its own.
-            if path.exists() and path.stat().st_size:
-                raise OutputError(f"{path} is there already: --force replaces it")
 
     def _clear_journal(self) -> None:
         """Delete a journal that nothing hangs on: without a window, or of a run that was killed after its output."""

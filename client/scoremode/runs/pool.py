@@ -128,7 +128,10 @@ class Pool:
             concurrency = server.concurrency
             try:
                 result = await send(server.client, job)
-                await self._check_still_the_same(server)
+                if (num_failures := server.client.retries.num_failures) != server.failures_seen:
+                    # A server that was down may have come back with another model.
+                    self._check_identity(await server.client.info(), server.client.address)
+                    server.failures_seen = num_failures
                 return result
             except (TransportError, ServerError, RateLimitError) as error:
                 self._slow_down_or_drop(server, concurrency, error)
@@ -141,7 +144,11 @@ class Pool:
         if server not in self._servers:
             return
         if concurrency == 1 or not isinstance(error, ServerError) or error.status_code != TIMED_OUT:
-            self._drop(server, error)
+            if len(self._servers) == 1:
+                raise error
+            self._servers.remove(server)
+            _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
+            self._set_retries()
         elif concurrency == server.concurrency:
             # The first of those that were sent together: the others say nothing of fewer in flight.
             server.concurrency //= 2
@@ -149,23 +156,10 @@ class Pool:
             text = "%s: %d requests in flight from now on instead of %d: %s"
             _log.warning(text, server.client.address, server.concurrency, concurrency, error)
 
-    def _drop(self, server: _Server, error: ScoremodeError) -> None:
-        if len(self._servers) == 1:
-            raise error
-        self._servers.remove(server)
-        _log.warning("%s is dropped, its windows go to the other servers: %s", server.client.address, error)
-        self._set_retries()
-
     def _set_retries(self) -> None:
         for server in self._servers:
             server.client.retries.grace = GRACE if len(self._servers) > 1 else None
             server.client.retries.raises_timeouts = server.concurrency > 1
-
-    async def _check_still_the_same(self, server: _Server) -> None:
-        """A server that was down may have come back with another model."""
-        if (num_failures := server.client.retries.num_failures) != server.failures_seen:
-            self._check_identity(await server.client.info(), server.client.address)
-            server.failures_seen = num_failures
 
     def _check_identity(self, info: ServerInfo, address: str) -> None:
         if differing := differences(identity(info), identity(self.info)):

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from scoremode.windows import Method, WindowSettings
-from scoremode.wire.protocol import CorpusInfo
+from scoremode.wire.references import CorpusInfo
 
 Preset = Literal["llama.cpp", "exl3", "gptq", "lm-eval", "hf"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)

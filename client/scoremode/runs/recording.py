@@ -10,7 +10,8 @@ from scoremode.errors import NotFoundError, RateLimitError, ServerError, Transpo
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.run import OnProgress, Progress
 from scoremode.windows import WindowSettings
-from scoremode.wire.protocol import PerplexityWindow, Reference
+from scoremode.wire.protocol import PerplexityWindow
+from scoremode.wire.references import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,7 @@ async def record_reference(
         num_before = num_new
         try:
             reference = await client.record_reference(
-                name,
-                **corpus.prompt,
-                corpus=corpus.info,
-                return_ranks=on_window is not None,
-                on_window=take,
-                **windows,
+                name, **corpus.prompt, corpus=corpus.info, return_ranks=on_window is not None, on_window=take, **windows
             )
         except (TransportError, ServerError, RateLimitError):
             # The client's patience is for one failure; a server that has recorded more since then has a new one.

@@ -14,7 +14,8 @@ from scoremode._printable import two_columns
 from scoremode._version import __version__
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.presets import comparable_with
-from scoremode.wire.protocol import Reference, ServerInfo
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import Reference
 
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scoremode._printable import printable
 from scoremode.comparison import RunFile, compare, load_run
-from scoremode.comparison.pairing import check_comparable
+from scoremode.comparison.compare import check_comparable
 from scoremode.comparison.plots import write_plots
 from scoremode.comparison.report import write_report
 from scoremode.comparison.tables import as_text

@@ -77,10 +77,13 @@ async def model_server(
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:
         arguments = [*_found(command, folder), model, "--host", "127.0.0.1", "--port", str(port), *flags]
+        # Where util-linux is there, the kernel ends the server of a sweep that is killed.
+        if setpriv := shutil.which("setpriv"):
+            arguments = [setpriv, "--pdeathsig", "TERM", "--", *arguments]
         with log.open("wb") as output:
             # A session of its own: Ctrl-C is for the sweep, which stops the server.
             process = await asyncio.create_subprocess_exec(
-                *_ended_with_this_process(arguments),
+                *arguments,
                 cwd=folder,
                 env={**os.environ, **environment},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -112,12 +115,6 @@ def _found(command: Sequence[str], folder: Path) -> list[str]:
             f"GPU): {command}"
         )
     return [found, *rest]
-
-
-def _ended_with_this_process(arguments: list[str]) -> list[str]:
-    """Where util-linux is there, the kernel ends the server of a sweep that is killed."""
-    setpriv = shutil.which("setpriv")
-    return arguments if setpriv is None else [setpriv, "--pdeathsig", "TERM", "--", *arguments]
 
 
 @contextmanager

@@ -67,7 +67,7 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
     sweep = _Sweep(plan, folder, plan.text.load(folder), api_key=api_key, quiet=quiet)
     for entry in plan.models:
         try:
-            await sweep.measure(entry)
+            await (sweep.measure_served(entry) if entry.url is None else sweep.measure_running(entry, entry.url))
         except (ScoremodeError, WindowError, OSError) as error:
             sweep.result.failures[entry.name] = str(error)
             _log.error("%s: failed: %s", entry.name, error)
@@ -94,11 +94,7 @@ class _Sweep:
         except OSError as error:
             raise OutputError(f"cannot make {self._references}: {error.strerror}") from error
 
-    async def measure(self, entry: ModelEntry) -> None:
-        """See that there is the run of a model."""
-        await (self._measure_served(entry) if entry.url is None else self._measure_running(entry, entry.url))
-
-    async def _measure_served(self, entry: ModelEntry) -> None:
+    async def measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, kept.served_marks(self._plan, entry, self._folder))
         if self._is_kept(entry, marks, self._reference) and not (self._is_first(entry) and self._lacks_reference()):
             self._keep(entry)
@@ -123,7 +119,7 @@ class _Sweep:
             await server.while_it_runs(self._measure(entry, client, marks))
         _log.info("%s: server stopped", entry.name)
 
-    async def _measure_running(self, entry: ModelEntry, url: str) -> None:
+    async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with self._client(url, entry.model) as client:
             marks = self._marks(entry, kept.running_marks(await client.info(), entry))
             if self._is_kept(entry, marks, await self._reference_at(client, entry)):

@@ -172,14 +172,11 @@ class Attempts:
             self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
         else:
             wait = asked_wait
-        self._retries.begin_waiting(self, wait, f"{self._patience(limit)}: {error}", busy=busy)
-        return wait
-
-    def _patience(self, limit: float | None) -> str:
+        patience = f"{self._retries.max_retries} times" if limit is None else f"{limit:g} s"
         if self._num_internal_errors or self._num_timeouts:
-            most = RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS
-            return f"{most} times at most"
-        return f"{self._retries.max_retries} times at most" if limit is None else f"{limit:g} s at most"
+            patience = f"{RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS} times"
+        self._retries.begin_waiting(self, wait, f"{patience} at most: {error}", busy=busy)
+        return wait
 
 
 def _retry_after(header: str | None) -> float | None:

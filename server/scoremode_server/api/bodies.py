@@ -12,7 +12,8 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
-from scoremode.wire.protocol import PerplexityRequest, ReferenceRequest, ScoreRequest, TokensRequest
+from scoremode.wire.protocol import PerplexityRequest, ScoreRequest, TokensRequest
+from scoremode.wire.references import ReferenceRequest
 from scoremode_server import json_fields
 from scoremode_server.api.requests import scoremode_state
 from scoremode_server.completions.requests import read_completion_request, read_generate_request

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.wire.protocol import KldRequest, KldResponse, KldStatistics, NoiseFloor
+from scoremode.wire.references import KldRequest, KldResponse, KldStatistics, NoiseFloor
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ScoremodeRoute
 from scoremode_server.api.event_stream import EVENT_RESPONSES, respond

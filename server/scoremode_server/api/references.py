@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
-from scoremode.wire.protocol import Reference, ReferenceDeleted, ReferenceList, ReferenceRequest
+from scoremode.wire.references import Reference, ReferenceDeleted, ReferenceList, ReferenceRequest
 from scoremode_server.api.disconnects import until_disconnect
 from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
 from scoremode_server.api.event_stream import EVENT_RESPONSES, respond

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from scoremode.windows import Window
-from scoremode.wire.protocol import REFERENCE_NAME
+from scoremode.wire.references import REFERENCE_NAME
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import Manifest, ManifestError
 from scoremode_server.references.tensor_files import BrokenFileError, partial_path, read_tensors, write_tensors

@@ -8,7 +8,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scoremode.windows import Method
-from scoremode.wire.protocol import ComputedBy, CorpusInfo, Figure, NoiseFloor, is_old_fingerprint
+from scoremode.wire.protocol import ComputedBy, Figure, is_old_fingerprint
+from scoremode.wire.references import CorpusInfo, NoiseFloor
 
 FORMAT_VERSION = 2
 """Increased when an older server would misread a reference."""

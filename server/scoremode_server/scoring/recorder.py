@@ -15,7 +15,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.wire.protocol import CorpusInfo, is_old_fingerprint
+from scoremode.wire.protocol import is_old_fingerprint
+from scoremode.wire.references import CorpusInfo
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText

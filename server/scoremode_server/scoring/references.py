@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scoremode.wire.protocol import Reference
+from scoremode.wire.references import Reference
 from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
 from scoremode_server.references.directory import (
     NoReferenceError,

@@ -1,6 +1,8 @@
-"""Ratios of pairs beside intervals worked out by hand."""
+"""Benchmarks: ratios of pairs against intervals worked out by hand, and the one schema of their results."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 from paired import paired_ratio
@@ -32,3 +34,20 @@ def test_pairs_are_needed_on_both_sides():
         paired_ratio([], [])
     with pytest.raises(ValueError, match="shorter"):
         paired_ratio([1, 2], [1])
+
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "bench" / "results").glob("*.json"))
+FIELDS = {"what", "hardware", "versions", "command", "commit", "date", "rows"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_results_have_one_schema_and_a_link(file):
+    results = json.loads(file.read_text())
+    assert set(results) == {"subject", "measurements"}
+    for measurement in results["measurements"]:
+        assert set(measurement) - {"notes"} == FIELDS
+        assert all(measurement[field] for field in FIELDS)
+        if measurement["commit"] == "as in each row":
+            assert all("commit" in row for row in measurement["rows"])
+    assert any(f"](../bench/results/{file.name})" in page.read_text() for page in (ROOT / "docs").glob("*.md"))

@@ -27,10 +27,10 @@ from scoremode.runs.pool import DEFAULT_CONCURRENCY
 from scoremode.windows import cut_windows, resolve_stride
 
 BOS, MAX_MODEL_LEN, VOCAB_SIZE = 256, 64, 257
-VERSIONS = {"scoremode_version": "9.9.9", "vllm_version": "0.32.0"}
-MODEL = {**VERSIONS, "model": "bytes", "dtype": "float32", "quantization": None, "vocab_size": VOCAB_SIZE}
-LIMITS = {"max_model_len": MAX_MODEL_LEN, "max_top_logprobs": 20}
-INFO = {"object": "score.info", **MODEL, **LIMITS, "bos_token_id": BOS, "eos_token_id": None, "adds_bos": True}
+MODEL = {"model": "bytes", "dtype": "float32", "quantization": None, "vocab_size": VOCAB_SIZE}
+MODEL |= {"scoremode_version": "9.9.9", "vllm_version": "0.32.0"}
+INFO = {"object": "score.info", **MODEL, "bos_token_id": BOS, "eos_token_id": None, "adds_bos": True}
+INFO |= {"max_model_len": MAX_MODEL_LEN, "max_top_logprobs": 20}
 FINGERPRINT = "fingerprint of bytes"
 USAGE = {"prompt_tokens": 0, "cached_tokens": 0, "total_tokens": 0}
 Handler = Callable[[httpx.Request], httpx.Response | None]
@@ -207,7 +207,7 @@ class StoredReference:
 
 @dataclass(eq=False)
 class FakeServer:
-    """Answers as a Scoremode server does, with made-up figures at `/v1/perplexity`, and keeps the requests."""
+    """Answers as a Scoremode server does, and keeps the requests."""
 
     references: dict[str, StoredReference] = field(default_factory=dict)
     noise: float = 0.0
@@ -227,7 +227,6 @@ class FakeServer:
     """Windows."""
     num_scored: int = 0
     """Sequences."""
-    num_tokenized: int = 0
 
     def __post_init__(self) -> None:
         self.info = {**INFO, "fingerprint": f"noise {self.noise}" if self.noise else FINGERPRINT, **self.info}
@@ -243,11 +242,7 @@ class FakeServer:
             case "POST", "/v1/score":
                 self.score_requests.append(body)
                 return self.score(body)
-            case "POST", "/v1/perplexity":
-                window = window_event(0, 1, [2.0] * 10, total_scored=10, perplexity=7.5)
-                return httpx.Response(200, content=events(window, result_event()))
             case "POST", "/tokenize":
-                self.num_tokenized += 1
                 tokens = [BOS] * body["add_special_tokens"] + list(body["prompt"].encode())
                 return error(400, "broken") if body["prompt"] in self.refused else ok({"tokens": tokens})
             case "POST", "/detokenize":

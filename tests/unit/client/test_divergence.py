@@ -1,4 +1,4 @@
-"""Comparisons with a reference as a library makes them, against divergences that are worked out anew here."""
+"""Recordings and comparisons as a library makes them, against divergences that are worked out anew here."""
 
 import json
 from contextlib import ExitStack, closing
@@ -6,15 +6,9 @@ from contextlib import ExitStack, closing
 import httpx
 import numpy as np
 import pytest
-from fake_server import FakeServer, changed, client_of, compare, copy_of, encoded, error, token_text
+from fake_server import CutShort, FakeServer, changed, client_of, compare, events, token_text
 
-from scoremode import (
-    OutputError,
-    ResponseError,
-    ServersDifferError,
-    TransportError,
-    results,
-)
+from scoremode import BadRequestError, OutputError, ResponseError, ServersDifferError, TransportError, results
 from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
@@ -70,11 +64,9 @@ async def test_every_position_of_every_window_is_there_in_order(method):
     assert measurement.statistics["kld"]["mean"] == pytest.approx(expected.kld.astype(float).mean(), rel=1e-12)
     assert steps[-1].mean == pytest.approx(measurement.statistics["kld"]["mean"])
     assert [step.windows_done for step in steps] == list(range(1, len(measurement.window_sizes) + 1))
-    assert steps[-1].num_scored == len(expected)
     assert sorted(server.compared) == list(range(len(steps)))
     assert (measurement.server.quantization, measurement.reference.quantization) == ("fp8", None)
     assert (measurement.concurrency, measurement.as_noise_floor) == (3, False)
-    assert measurement.positions_per_second == pytest.approx(len(expected) / measurement.seconds)
 
 
 async def test_later_comparisons_are_multiples_of_the_noise_floor(references, server):
@@ -93,21 +85,15 @@ async def test_later_comparisons_are_multiples_of_the_noise_floor(references, se
     assert later.kld_over_noise_floor == pytest.approx(later.statistics["kld"]["mean"] / 0.001)
 
 
-async def test_a_noise_floor_needs_all_windows(references):
-    def without_first_window(request):
-        response = FakeServer(references)(request)
-        if request.url.path != "/v1/kld":
-            return response
-        return httpx.Response(200, content=response.content.split(b"\n\n", 1)[1])
-
-    with pytest.raises(ResponseError, match="lacks 1 windows"):
-        await measure_noise_floor(client_of(without_first_window), "base")
-
-
 async def test_servers_with_different_references_do_not_share_a_run(server):
     with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:
         await measure(server, FakeServer(await recorded(length=4), noise=NOISE))
     assert "num_windows is 10 instead of 5" in str(caught.value)
+
+
+def replaced_from_now_on():
+    created = iter([1, 2])
+    return lambda answer: answer.update(created=next(created))
 
 
 @pytest.mark.parametrize(
@@ -117,19 +103,12 @@ async def test_servers_with_different_references_do_not_share_a_run(server):
         ("/v1/kld", lambda answer: answer["data"].clear(), ResponseError, "did not compare the window"),
         ("/v1/kld", lambda answer: answer.update(fingerprint="x"), ServersDifferError, "its fingerprint is 'x'"),
         ("/v1/references/base", lambda answer: answer.update(num_scored=36), ResponseError, "35 positions for the 36"),
+        ("/v1/references/base", replaced_from_now_on(), ResponseError, "replaced while it was compared.*: created is"),
     ],
 )
 async def test_answers_that_do_not_fit_the_windows_end_the_run(server, path, change, kind, message):
     with pytest.raises(kind, match=message):
         await measure(changed(server, path, change), concurrency=1)
-
-
-async def test_a_reference_replaced_during_the_run_ends_it(server):
-    def replaced(answer):
-        answer["created"] += bool(server.compared)
-
-    with pytest.raises(ResponseError, match="replaced while it was compared with: created is"):
-        await measure(changed(server, "/v1/references/base", replaced))
 
 
 async def measure_with_journal(server, path, **settings):
@@ -140,16 +119,6 @@ async def measure_with_journal(server, path, **settings):
         return await measure(server, start_journal=start, **settings)
 
 
-@pytest.fixture
-async def journal_file(references, tmp_path):
-    """The journal of a run whose server compared three windows and went away."""
-    path = tmp_path / "run.json.journal"
-    with pytest.raises(TransportError):
-        await measure_with_journal(FakeServer(references, noise=NOISE, allowed=3), path, concurrency=1)
-    assert path.read_bytes().count(b"\n") == 4, "a header and three windows"
-    return path
-
-
 async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(references, server, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MAX_TOP_POSITIONS", 9)
     path, settings = tmp_path / "run.json.journal", {"top_logprobs": 5, "return_token_texts": True}
@@ -158,6 +127,12 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ref
     with pytest.raises(OutputError, match="top_logprobs is 5 instead of 2"):
         await measure_with_journal(server, path, top_logprobs=2)
     before, steps = path.read_bytes(), []
+    *whole, last = before.splitlines(keepends=True)
+    for change in ({"index": 9}, {"index": 0, "num_scored": 6}, {"positions": {}}, {"positions": {"kld": "?"}}):
+        path.write_bytes(b"".join(whole) + json.dumps({**json.loads(last), **change}).encode() + b"\n")
+        with pytest.raises(OutputError, match="damaged at line 4"):
+            await measure_with_journal(server, path, **settings)
+    path.write_bytes(before)
     measurement = await measure_with_journal(server, path, on_progress=steps.append, **settings)
     assert sorted(server.compared) == [3, 4]
     assert path.read_bytes().startswith(before)
@@ -173,38 +148,12 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ref
     assert [path for _, path, _ in server.requests].count("/v1/tokens") == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda window: window.pop("reference_top_logprobs"),
-        lambda window: window["top_logprobs"].update(shape=[5, 7]),
-        lambda window: window["top_logprobs"].update(logprobs=encoded(np.full(35, np.nan), "<f4")),
-    ],
-)
-async def test_top_tokens_are_as_many_as_a_server_gives_and_fit(references, server, change):
+async def test_top_tokens_are_as_many_as_a_server_gives_and_fit(references, server):
     few = FakeServer(references, noise=NOISE, info={"max_top_logprobs": 2})
     assert (await measure(few, top_logprobs=5)).top_tokens.token_ids.shape == (35, 2, 2)
+    without = changed(server, "/v1/kld", lambda answer: answer["data"][0].pop("reference_top_logprobs"))
     with pytest.raises(ResponseError, match="top tokens do not fit the windows"):
-        await measure(changed(server, "/v1/kld", lambda answer: change(answer["data"][0])), top_logprobs=5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"index": 9}, {"index": 0, "num_scored": 6}, {"positions": {}}, {"positions": {"kld": "?"}}],
-    ids=["too far", "not as many", "no arrays", "not base64"],
-)
-async def test_a_damaged_line_of_the_journal_is_named(server, journal_file, change):
-    *whole, last = journal_file.read_bytes().splitlines(keepends=True)
-    journal_file.write_bytes(b"".join(whole) + json.dumps({**json.loads(last), **change}).encode() + b"\n")
-    with pytest.raises(OutputError, match="damaged at line 4"):
-        await measure_with_journal(server, journal_file)
-
-
-async def test_a_journal_of_another_reference_or_model_is_refused(references, journal_file):
-    with pytest.raises(OutputError, match=r"server.fingerprint is 'noise 0.5' instead of 'noise 0.25'"):
-        await measure_with_journal(FakeServer(references, noise=0.25), journal_file)
-    with pytest.raises(OutputError, match=r"reference.num_windows is 5 instead of 10"):
-        await measure_with_journal(FakeServer(await recorded(length=4), noise=NOISE), journal_file)
+        await measure(without, top_logprobs=5)
 
 
 async def test_the_most_divergent_tokens_have_their_texts(references, server):
@@ -228,10 +177,49 @@ async def test_the_text_before_a_token_crosses_windows_of_consecutive_targets():
         assert token.text_before == TEXT[max(0, token.index - 16) : token.index]
 
 
-async def test_a_server_that_does_not_detokenize_costs_the_texts_only(server, caplog):
-    def mute(request):
-        return copy_of(error(404, "Not Found")) if request.url.path == "/detokenize" else server(request)
+TEXT = "The quick brown fox jumps over the lazy dog"
+CORPUS = Corpus("fox", TEXT, "made up", 1)
+NUM_WINDOWS = 5
 
-    measurement = await measure(mute)
-    assert {token.token for token in measurement.most_divergent} == {None}
-    assert "shown without their text: Not Found" in caplog.text
+
+async def record(server, **settings):
+    async with client_of(server) as client:
+        settings = {"method": "disjoint", "context_length": 8, **settings}
+        return await record_reference(client, CORPUS, "base", **settings)
+
+
+async def test_a_recording_is_resumed_while_each_request_records_something():
+    server, steps = FakeServer(allowed=2), []
+    recording = await record(server, on_progress=steps.append)
+    assert recording.reference.complete
+    progress = [(step.windows_done, step.num_windows, step.num_scored, step.num_resumed) for step in steps]
+    assert progress == [(done, NUM_WINDOWS, 7 * done, 0) for done in range(1, NUM_WINDOWS + 1)]
+    assert steps[-1].perplexity == pytest.approx(recording.reference.perplexity)
+    bodies = [body for method, path, body in server.requests if (method, path) == ("POST", "/v1/references")]
+    assert bodies == [bodies[0]] * 3, "the same request, for two, two and one"
+
+
+async def test_an_error_within_the_stream_is_retried_if_it_may_pass():
+    def failing(request):
+        response = server(request)
+        if not isinstance(response, CutShort):
+            return response
+        return httpx.Response(200, content=response.start + events({"error": {"message": "it died", "code": code}}))
+
+    server, code = FakeServer(allowed=2), 503
+    assert (await record(failing)).reference.complete
+    server, code = FakeServer(allowed=2), 400
+    with pytest.raises(BadRequestError, match="it died"):
+        await record(failing)
+
+
+async def test_windows_of_an_earlier_session_are_counted_and_not_recorded_again():
+    references, steps = {}, []
+    with pytest.raises(TransportError, match="connection lost"):
+        await record(FakeServer(references, allowed=0))
+    references["base"].recorded |= {0, 1, 2}
+    recording = await record(FakeServer(references), on_progress=steps.append)
+    assert [(step.windows_done, step.num_scored, step.num_resumed) for step in steps] == [(4, 28, 21), (5, 35, 21)]
+    assert (recording.num_resumed, recording.num_recorded) == (3, 2)
+    again = await record(FakeServer(references), on_progress=steps.append)
+    assert (len(steps), again.num_recorded, again.num_resumed) == (2, 0, NUM_WINDOWS)

@@ -3,14 +3,7 @@
 import math
 
 import pytest
-from fake_server import (
-    BOS,
-    answer,
-    changed,
-    client_of,
-    encoded,
-    logprob,
-)
+from fake_server import BOS, answer, changed, client_of, encoded, logprob
 
 from scoremode import ResponseError
 from scoremode.metrics import TextMetrics

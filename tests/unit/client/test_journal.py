@@ -1,4 +1,4 @@
-"""The journal of a run: what is in it, what is taken from it again, and what is refused."""
+"""The journal of a run and the file of its result: lost servers, torn lines, full disks, links, and what is refused."""
 
 import dataclasses
 import fcntl
@@ -7,9 +7,10 @@ from contextlib import closing
 from io import FileIO
 
 import pytest
-from fake_server import INFO
+from fake_server import INFO, FakeServer, serve
 
 from scoremode import OutputError, ServerInfo
+from scoremode.cli import main
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.journal import Journal, count_windows, open_journal, open_locked
 from scoremode.runs.output import Output
@@ -108,18 +109,11 @@ def test_a_torn_last_line_or_header_is_cut_off(path):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (
-            dataclasses.replace(PLAN, context_length=8, stride=8),
-            "context_length is 4 instead of 8, stride is 4 instead of 8",
-        ),
+        (dataclasses.replace(PLAN, context_length=8, stride=8), "is 4 instead of 8, stride is 4 instead of 8"),
         (dataclasses.replace(PLAN, tokens=[7, *range(1, 13)]), "tokens_sha256 is "),
-        (dataclasses.replace(PLAN, corpus=Corpus("text", "other text", "made up", 1)), "sha256 is "),
         (dataclasses.replace(PLAN, return_ranks=True), "return_ranks is False instead of True"),
-        (plan_of(quantization="fp8"), "server.quantization is None instead of 'fp8'"),
         (plan_of(fingerprint="v2-2"), "server.fingerprint is 'v2-1' instead of 'v2-2'"),
-        (plan_of(revision="b"), "server.revision is None instead of 'b'"),
     ],
-    ids=str,
 )
 def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, message):
     before = write(path)
@@ -129,48 +123,9 @@ def test_a_journal_of_another_run_is_refused_with_the_differences(path, plan, me
     assert path.read_bytes() == before
 
 
-def test_a_journal_of_another_gpu_resumes_with_a_warning(path, caplog):
-    a100, h200 = ({"device": device, "kernels": ["k"]} for device in ("A100", "H200"))
-    write(path, plan=plan_of(computed_by=a100))
-    assert len(resumed(path, plan_of(computed_by=a100))) == 3
-    assert not caplog.records
-    assert len(resumed(path, plan_of(computed_by=h200))) == 3
-    (warning,) = caplog.records
-    assert "device is 'A100' instead of 'H200'" in warning.getMessage()
-
-
-def test_a_journal_with_an_old_fingerprint_resumes_with_a_warning(path, caplog):
-    write(path, plan=plan_of(fingerprint="0" * 32))
-    # A field that servers did not have then.
-    path.write_text(path.read_text().replace('"server.revision": null, ', ""))
-    assert len(resumed(path, plan_of(revision="a" * 40))) == 3
-    (warning,) = caplog.records
-    assert "fingerprints did not see" in warning.getMessage()
-
-
-def test_ranks_are_kept_if_requested(path):
-    plan, window = dataclasses.replace(PLAN, return_ranks=True), dataclasses.replace(WINDOWS[0], ranks=[1, 151_936, 2])
-    write(path, [window], plan)
-    assert resumed(path, plan) == {1: window}
-    write(other := path.with_name("other.journal"), WINDOWS[:1], plan)
-    with pytest.raises(OutputError, match="damaged at line 2"):
-        open_journal(other, plan)
-
-
 @pytest.mark.parametrize(
     "line",
-    [
-        b"{",
-        b"[1]",
-        {"index": 9},
-        {"index": -1},
-        {"nlls": [1.0, 0.0]},
-        {"num_scored": 2, "nlls": [1.0, 0.0]},
-        {"index": 1},
-        {"ranks": [1, 2, 3]},
-        {"seconds": None},
-    ],
-    ids=["not JSON", "not a window", "too far", "negative", "too few", "not the window's", "twice", "ranks", "no time"],
+    [b"{", b"[1]", {"index": 9}, {"nlls": [1.0, 0.0]}, {"index": 1}, {"ranks": [1, 2, 3]}, {"seconds": None}],
 )
 def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     if isinstance(line, dict):
@@ -183,7 +138,7 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"object": "score"}\n', b'["a"]\n', b"\xff\xfe\n"])
+@pytest.mark.parametrize("content", [b"my notes", b'{"object": "score"}\n', b'["a"]\n', b"\xff\xfe\n"])
 def test_another_file_of_that_name_is_left_alone(path, content):
     path.write_bytes(content)
     for attempt in (lambda: open_journal(path, PLAN), lambda: count_windows(path)):
@@ -237,3 +192,122 @@ def test_nothing_is_written_after_a_failed_write(path):
     journal._file.close()
     assert len(path.read_bytes()) == len(before) + 40
     assert list(resumed(path)) == [1]
+
+
+def test_other_gpus_and_old_fingerprints_resume_with_a_warning(path, caplog):
+    a100, h200 = ({"computed_by": {"device": device, "kernels": ["k"]}} for device in ("A100", "H200"))
+    write(path, plan=plan_of(fingerprint="0" * 32, **a100))
+    # A field that servers did not have then.
+    path.write_text(path.read_text().replace('"server.revision": null, ', ""))
+    assert len(resumed(path, plan_of(revision="a" * 40, **h200))) == 3
+    of_fingerprint, of_gpu = (record.getMessage() for record in caplog.records)
+    assert "fingerprints did not see" in of_fingerprint
+    assert "device is 'A100' instead of 'H200'" in of_gpu
+
+
+# No window of it is like another.
+TEXT = "The quick brown fox jumps over the lazy dog. Sphinx of black quartz, judge my vow!"
+OPTIONS = ["--text", TEXT, "--context-length", "8", "--stride", "4", "--quiet"]
+NUM_WINDOWS = 20
+
+
+@pytest.fixture
+def output(tmp_path):
+    return tmp_path / "result.json"
+
+
+def run(output, *more, server=None) -> int:
+    """The exit status of a run to the end, or until its server drops connections."""
+    with serve(server or FakeServer()) as url:
+        return main(["--url", url, *OPTIONS, "--output", str(output), *more])
+
+
+def figures(output):
+    """What must not depend on how the run went."""
+    record = json.loads(output.read_text())
+    for name in ("finished", "urls", "seconds", "tokens_per_second"):
+        del record[name]
+    del record["settings"]["concurrency"]
+    return record
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The record of a run that nothing happened to."""
+    output = tmp_path_factory.mktemp("unbroken") / "result.json"
+    assert run(output) == 0
+    return figures(output)
+
+
+@pytest.fixture
+def journal_file(output, capsys):
+    """The journal of a run that lost its server after five windows."""
+    assert run(output, "--retry-for", "0", "--concurrency", "1", server=FakeServer(allowed=5)) == 1
+    capsys.readouterr()
+    return output.with_name("result.json.journal")
+
+
+def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file, unbroken, capsys):
+    first = journal_file.read_bytes()
+    assert first.count(b"\n") == 6, "a header and five windows"
+    assert run(output, "--resume", "--retry-for", "0", "--concurrency", "1", server=FakeServer(allowed=6)) == 1
+    both = journal_file.read_bytes()
+    assert both.startswith(first), "what is done stays byte for byte"
+    assert both.count(b"\n") == 12
+    assert not output.exists()
+    *whole, last, torn = both.splitlines(keepends=True)
+    last = json.dumps({**json.loads(last), "seconds": 3600.0}).encode() + b"\n"
+    journal_file.write_bytes(b"".join([*whole, last, torn[:-30]]))
+    capsys.readouterr()
+    server = FakeServer()
+    assert run(output, "--resume", server=server) == 0
+    assert f"{journal_file}: it has 10 of {NUM_WINDOWS} windows" in capsys.readouterr().err
+    assert server.num_scored == NUM_WINDOWS - 10, "the torn line's window again"
+    assert figures(output) == unbroken
+    assert json.loads(output.read_text())["seconds"] > 3600, "of all sessions"
+    assert not journal_file.exists(), "the output has all"
+
+
+@pytest.mark.parametrize("more", ["--force", "--resume"])
+def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unbroken, more, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda self: self._file.close())
+        assert run(output, "--resume") == 0
+    assert journal_file.exists()
+    assert run(output, more) == 0
+    assert not journal_file.exists()
+    assert figures(output) == unbroken
+
+
+def test_a_journal_is_kept_if_the_output_cannot_be_written(output, journal_file, unbroken, monkeypatch, capsys):
+    output.write_text("an earlier result")
+
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", no_space)
+        assert run(output, "--resume") == 1
+    printed = capsys.readouterr()
+    last_line = printed.err.splitlines()[-1]
+    assert f"cannot write {output.with_suffix('.safetensors')}: No space left on device" in last_line
+    assert f"{journal_file} has {NUM_WINDOWS} of {NUM_WINDOWS} windows: the same command with --resume" in last_line
+    assert "perplexity" in printed.out, "the number is shown all the same"
+    assert output.read_text() == "an earlier result"
+    assert sorted(path.name for path in output.parent.iterdir()) == [output.name, journal_file.name]
+    assert run(output) == 1, "the earlier result is not this run's"
+    assert run(output, "--resume") == 0
+    assert figures(output) == unbroken
+
+
+@pytest.mark.parametrize("name", ["result.json", "result.safetensors"])
+def test_a_finished_output_is_replaced_by_force_alone(output, unbroken, name, capsys):
+    (finished := output.with_name(name)).write_text("finished")
+    server = FakeServer()
+    for more in ([], ["--resume"]):
+        assert run(output, *more, server=server) == 1
+        assert f"{finished} is there already: --force replaces it" in capsys.readouterr().err
+    assert (server.requests, finished.read_text()) == ([], "finished")
+    (link := output.with_name("latest.json")).symlink_to(output)
+    assert run(link, "--force") == 0
+    assert (link.is_symlink(), figures(output)) == (True, unbroken)

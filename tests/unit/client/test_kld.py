@@ -101,14 +101,6 @@ def test_errors_are_clustered_by_window(made_up):
         assert figures[f"{name}_clustered"] == pytest.approx(figures[name], rel=1e-12)
 
 
-def test_one_window_has_no_clustered_error_and_one_position_none():
-    figures = statistics(positions(5), [5])
-    assert (figures["kld"]["stderr_clustered"], figures["kld"]["stderr"] is None) == (None, False)
-    figures = statistics(positions(1), [1])
-    assert [figures["kld"]["stderr"], figures["same_top_p_stderr"], figures["ppl_q_stderr"]] == [None] * 3
-    assert figures["kld"]["median"] == figures["kld"]["p99"] == figures["kld"]["mean"]
-
-
 def test_errors_are_exact_next_to_large_means():
     # mean(x²) - mean(x)² of float64 would be 0 or worse here.
     far = positions(1000, logprobs=np.full(1000, -9000.0), reference_logprobs=np.full(1000, -9000.0) + 2**-10)
@@ -124,6 +116,9 @@ def test_a_model_does_not_diverge_from_itself():
     assert (figures["same_top_p"], figures["same_top_p_stderr"], figures["delta_p"]["rms"]) == (1, 0, 0)
     assert (figures["top_1_percent_share"], figures["delta_p"]["rms_stderr"]) == (None, None), "0 / 0"
     assert figures["most_divergent"] == []
+    figures = statistics(positions(1), [1])
+    undefined = (figures["kld"]["stderr"], figures["kld"]["stderr_clustered"], figures["ppl_q_stderr"])
+    assert undefined == (None, None, None), "of one position"
 
 
 def test_infinite_divergences_are_counted_and_spare_other_figures():

@@ -1,16 +1,20 @@
-"""Windows spread over several servers: how many at once, and what happens when one of them fails."""
+"""Windows spread over several servers: how many at once, and what happens when one fails or answers 504."""
 
 import asyncio
+import json
+from asyncio import sleep
 from collections import Counter
 
 import httpx
 import pytest
-from fake_server import FakeServer, Outcomes, client_of, error, ok, score_response
+from fake_server import FakeServer, Outcomes, client_of, copy_of, error, ok, score_response
 
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
+from scoremode.corpus.documents import Document, DocumentScorer
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.pool import GRACE, MAX_CONCURRENCY, Pool
+from scoremode.runs.recording import record_reference
 
 CORPUS = Corpus("fox", "The quick brown fox jumps over the lazy dog, and on it goes. " * 4, "made up", 1)
 SETTINGS = {"context_length": 8, "stride": 4}
@@ -29,7 +33,7 @@ class Server:
         return self.fake.num_scored
 
     async def __call__(self, request):
-        await asyncio.sleep(0)
+        await sleep(0)
         is_scoring = request.url.path == "/v1/score" and request.method == "POST"
         return (self.failing if is_scoring and self.fails(self.num_scored) else self.fake)(request)
 
@@ -106,38 +110,13 @@ async def test_servers_that_differ_do_not_share_a_run():
     assert [server.num_scored for server in servers] == [0, 0]
 
 
-async def test_servers_of_other_gpus_share_a_run_with_a_warning(expected, caplog):
-    infos = [{"computed_by": {"device": device}} for device in ("A100", "H200")]
-    assert (await run(*(Server(name, info=info) for name, info in zip("ab", infos, strict=True)))).windows == expected
-    (warning,) = caplog.records
-    assert "device is 'H200' instead of 'A100'" in warning.getMessage()
-
-
 async def test_as_many_windows_are_in_flight_as_the_server_runs_or_as_asked():
     for reported, asked, in_flight in ((None, None, 8), (4, None, 4), (256, None, MAX_CONCURRENCY), (4, 12, 12)):
         async with client_of(Server(info={"max_num_seqs": reported})) as client:
             assert (await Pool.connect([client], asked)).concurrency == in_flight
 
 
-async def test_there_are_as_many_requests_and_tasks_as_windows_in_flight():
-    in_flight = most_in_flight = most_tasks = 0
-
-    class Counting(Server):
-        async def __call__(self, request):
-            nonlocal in_flight, most_in_flight, most_tasks
-            in_flight += 1
-            most_in_flight, most_tasks = max(most_in_flight, in_flight), max(most_tasks, len(asyncio.all_tasks()))
-            response = await super().__call__(request)
-            in_flight -= 1
-            return response
-
-    evaluation = await run(Counting(), context_length=4, stride=1, concurrency=2)
-    assert len(evaluation.windows) > 200
-    assert most_in_flight == 2
-    assert most_tasks <= 4, "two that score, the run, and the test"
-
-
-async def test_a_server_that_restarts_must_have_the_same_model(expected):
+async def test_a_server_that_restarts_must_have_the_same_model(waits, expected):
     def restarting():
         failures = iter([True])
         return Server(fails=lambda num_scored: num_scored == 5 and next(failures, False))
@@ -173,18 +152,83 @@ async def test_single_requests_respect_each_servers_limit_and_survive_its_loss()
     assert [client.address for client in pool.clients] == ["http://b"]
 
 
-async def test_the_request_that_waited_longest_is_sent_next():
-    answered = []
+TIMED_OUT = error(504, "the request was not scored within 5 s (--request-timeout)", type="GatewayTimeoutError")
+WHAT_TO_CHANGE = r"--request-timeout.*make the windows smaller \(--context-length\)"
 
-    async def ask(client, job):
-        await asyncio.sleep(0)
-        answered.append(job)
 
-    async def ask_twice():
-        await pool.ask("first", ask)
-        # At once: the request that was waiting has not run since.
-        await pool.ask("newcomer", ask)
+class Overloaded(Server):
+    """Answers all requests that are in flight together with 504, if there are more than it scores in time."""
 
-    pool = await Pool.connect([client_of(Server())], 1)
-    await asyncio.gather(ask_twice(), pool.ask("second", ask), pool.ask("third", ask))
-    assert answered == ["first", "second", "third", "newcomer"]
+    def __init__(self, at_once):
+        super().__init__()
+        self.at_once, self.in_flight, self.late = at_once, set(), set()
+        self.num_timeouts = self.most_in_time = 0
+
+    async def __call__(self, request):
+        if request.method == "GET" or request.url.path not in ("/v1/score", "/v1/references"):
+            return self.fake(request)
+        self.in_flight.add(request)
+        if len(self.in_flight) > self.at_once:
+            self.late |= self.in_flight
+        num_together = len(self.in_flight)
+        # Until all that are sent together are in flight.
+        for _ in range(99):
+            await sleep(0)
+            num_together = max(num_together, len(self.in_flight))
+        self.in_flight.remove(request)
+        if request in self.late:
+            self.num_timeouts += 1
+            return copy_of(TIMED_OUT)
+        self.most_in_time = max(self.most_in_time, num_together)
+        return self.fake(request)
+
+
+@pytest.mark.parametrize(("at_once", "num_timeouts", "in_flight"), [(12, 32 + 16, 8), (1, 32 + 16 + 8 + 4 + 2, 1)])
+async def test_half_as_many_are_sent_until_they_are_answered_in_time(
+    waits, clock, expected, at_once, num_timeouts, in_flight
+):
+    server = Overloaded(at_once)
+    assert (await run(server, retries={"retry_for": 600}, concurrency=32)).windows == expected
+    assert (server.num_timeouts, server.most_in_time, waits) == (num_timeouts, in_flight, [])
+    num_looks = [path for method, path, _ in server.fake.requests if method == "GET"].count("/v1/score")
+    assert num_looks > 1, "a server that a proxy answered for may be another now"
+
+
+async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock):
+    server = Overloaded(0)
+    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
+        await run(server, retries={"retry_for": 600}, concurrency=32)
+    assert (server.num_timeouts, len(waits)) == (32 + 16 + 8 + 4 + 2 + 3, 2)
+    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
+        await record_reference(client_of(server, retry_for=600), CORPUS, "base", **SETTINGS)
+
+
+@pytest.mark.parametrize("texts", [[f"document {index}" for index in range(16)], ["x" * 16 * 63]])
+async def test_a_request_of_several_that_is_late_alone_is_halved(waits, clock, texts):
+    """Until two are not too many, and with what follows as well."""
+    fake, sizes = FakeServer(), []
+
+    def slow(request):
+        body = json.loads(request.content or "{}")
+        is_scoring = bool(body) and request.url.path == "/v1/score"
+        sizes.append(len(body.get("continuations") or body["prompt"]) if is_scoring else 0)
+        return copy_of(TIMED_OUT) if sizes[-1] > most else fake(request)
+
+    async def score():
+        pool = await Pool.connect([client_of(slow, retry_for=600)], 4)
+        with pool.taking_over():
+            scorer = DocumentScorer(pool)
+            documents = [Document(text, len(text)) for text in texts]
+            return [[result.nll for result in await scorer.score(documents)] for _ in range(2)]
+
+    most = 16
+    expected = await score()
+    sizes.clear()
+    most = 2
+    assert await score() == expected
+    # Four and then two in flight; alone each size has three attempts.
+    assert [size for size in sizes if size > 2] == [16] * 5 + [8] * 3 + [4] * 3
+    assert max(sizes[-8:]) == 2
+    most = 0
+    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
+        await score()

@@ -8,7 +8,7 @@ import pytest
 from fake_server import INFO, CutShort, Outcomes, error, events, result_event, window_event
 
 from scoremode import APIStatusError, NotFoundError, RateLimitError, ScoreClient, ServerError, TransportError
-from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS, Attempts, Retries
+from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)
 DOWN = httpx.ConnectError("refused")
@@ -57,16 +57,11 @@ def test_lasting_failures_and_very_busy_servers_are_not_retried(call, waits, clo
 def test_after_max_retries_the_last_failure_is_raised(call, waits, failure, kind):
     server = Outcomes(failure)
     with pytest.raises(kind, match=r"busy|refused"):
-        call(server, "info", client={"max_retries": 2})
-    assert len(server.requests) == 3
-
-
-def test_waits_double_up_to_a_limit_and_are_jittered(call, waits):
-    with pytest.raises(ServerError):
-        call(Outcomes(error(503, "down")), "info", client={"max_retries": 7})
+        call(server, "info", client={"max_retries": 7})
+    assert len(server.requests) == 8
     for wait, longest in zip(waits, [0.5, 1, 2, 4, 8, LONGEST_BACKOFF, LONGEST_BACKOFF], strict=True):
         assert longest / 2 <= wait <= longest
-    assert len(set(waits)) == len(waits)
+    assert len(set(waits)) == len(waits), "by chance"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +72,6 @@ def test_waits_double_up_to_a_limit_and_are_jittered(call, waits):
         ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
         ("soon", 0.25, 0.5),
     ],
-    ids=["seconds", "a date", "a date in the past", "neither"],
 )
 def test_retry_after_decides_the_wait(call, waits, clock, value, shortest, longest):
     call(Outcomes(asks_to_wait(value), OK), "info", client={"retry_for": 100_000})
@@ -132,13 +126,6 @@ def test_an_internal_error_is_retried_a_few_times(call, waits, clock):
     assert sum(waits) > 5, "vLLM looks every 5 seconds whether its engine is dead"
 
 
-def test_a_wait_beyond_retry_for_is_refused(call, waits, clock):
-    busy = asks_to_wait("90")
-    with pytest.raises(RateLimitError):
-        call(Outcomes(busy, busy, OK), "info", client=PATIENT)
-    assert waits == [90.0], "another 90 seconds would be too much"
-
-
 @pytest.fixture
 def lines(caplog):
     caplog.set_level("INFO", logger="scoremode")
@@ -152,31 +139,3 @@ def test_the_log_shows_when_waiting_begins_and_ends(call, waits, clock, lines):
     assert end.startswith("http://fake:8000 answers again after ")
     call(Outcomes(DOWN, OK), "info", client=PATIENT)
     assert len(lines()) == 2, "a short wait is not logged"
-
-
-class Waiting:
-    """Two requests of one client, each of which fails and ends when a test has it do so."""
-
-    def __init__(self):
-        retries = Retries("http://fake", 0, 100)
-        self.first, self.second = (Attempts(retries).__enter__() for _ in range(2))
-
-    def fail(self, *requests, status=503):
-        response = error(status, "down")
-        response.request = httpx.Request("GET", "http://fake/v1/score")
-        for attempts in requests:
-            attempts.wait_after_status(response)
-
-
-@pytest.mark.parametrize(("status", "outages"), [(503, 2), (429, 1)], ids=["a second outage", "still busy"])
-def test_each_outage_is_logged_once_for_all_requests(lines, status, outages):
-    client = Waiting()
-    client.fail(*[client.first, client.second] * 2, status=status)
-    assert len(lines()) == 1
-    client.first.__exit__(None)
-    client.fail(client.second, status=status)
-    client.second.__exit__(None)
-    assert [line.split()[0] for line in lines()] == ["waiting", "http://fake"] * outages
-    client.fail(client.first, client.first)
-    client.first.__exit__(ServerError)
-    assert len(lines()) == 2 * outages + 1, "an abandoned request is not an answer"

@@ -1,10 +1,14 @@
-"""Windows against hand-worked examples and against the published algorithms, written anew here."""
+"""Windows and perplexity: hand-worked examples, and the published algorithms, written anew here."""
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.utils import get_rolling_token_windows
 
-from scoremode.windows import METHODS, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
+from scoremode.metrics import Perplexity, count_words, perplexity, text_metrics
+from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 
 BOS = 999
 
@@ -40,22 +44,9 @@ def hugging_face_loop(num_tokens: int, max_length: int, stride: int) -> list[tup
 
 
 def lm_eval_rolling(num_tokens: int, max_sequence: int, prefix: int) -> list[tuple[list[int], int]]:
-    """lm-evaluation-harness, get_rolling_token_windows with context_len=1, then make_disjoint_window."""
-    tokens = list(range(num_tokens))
-    if not tokens:
-        return []
-    first_length = min(max_sequence, num_tokens)
-    pairs = [([prefix, *tokens[: first_length - 1]], tokens[:first_length])]
-    predicted = first_length
-    while predicted < num_tokens:
-        window_length = min(num_tokens - predicted, max_sequence)
-        window_end = predicted + window_length
-        context = tokens[window_end - max_sequence - 1 : window_end - 1]
-        pairs.append((context, tokens[window_end - window_length : window_end]))
-        predicted += window_length
-    # Fed to the model: context, of which the last len(continuation) positions predict the continuation.
+    """Fed to lm-eval's model: a context, of which the last len(continuation) positions predict the continuation."""
     asked = []
-    for context, continuation in pairs:
+    for context, continuation in get_rolling_token_windows(list(range(num_tokens)), prefix, max_sequence, 1):
         offset = len(context) - len(continuation)
         asked += [(context[: offset + i + 1], target) for i, target in enumerate(continuation)]
     return asked
@@ -74,14 +65,6 @@ def test_rolling_is_lm_evals(num_tokens, context_length):
     assert conditioned_targets(windows, num_tokens) == lm_eval_rolling(num_tokens, context_length, BOS)
 
 
-@given(lengths, contexts)
-def test_no_window_is_longer_than_its_method_says(num_tokens, context_length):
-    for method in METHODS:
-        windows = cut_windows(num_tokens, method, context_length, prefix_token_id=BOS, bos_token_id=BOS)
-        longest = context_length + (method == "rolling")
-        assert all(1 < len(window.token_ids(range(num_tokens))) <= longest for window in windows)
-
-
 def test_sliding_by_hand():
     # Ten tokens, four at a time, two onward: the first window scores 1, 2, 3, every later one its last two.
     assert cut_windows(10, "sliding", 4, 2) == [Window(0, 4, 1), Window(2, 6, 4), Window(4, 8, 6), Window(6, 10, 8)]
@@ -90,15 +73,12 @@ def test_sliding_by_hand():
 
 
 def test_overlapping_scores_all_targets_of_full_windows():
+    assert cut_windows(9, "disjoint", 4) == [Window(0, 4, 1), Window(4, 8, 5)]
     # Starts 0, 2, 4 are below 10 - 4; a window at 6 would end with the text and is not taken.
     assert cut_windows(10, "overlapping", 4, 2) == [Window(0, 4, 1), Window(2, 6, 3), Window(4, 8, 5)]
     # The counts of scripts compatible with EXL3.
     windows = cut_windows(2048 + 72 * 512 + 1, "overlapping", 2048, 512)
     assert (len(windows), sum(window.num_scored for window in windows)) == (73, 149_431)
-
-
-def test_disjoint_windows_do_not_overlap():
-    assert cut_windows(9, "disjoint", 4) == [Window(0, 4, 1), Window(4, 8, 5)]
 
 
 def test_llama_cpp_scores_the_second_half_of_whole_chunks():
@@ -148,3 +128,40 @@ def test_the_default_stride_of_overlapping_windows_is_a_quarter():
     assert resolve_stride("sliding", 2048, None) == 512
     assert resolve_stride("overlapping", 3, None) == 1
     assert resolve_stride("disjoint", 2048, None) == 2048
+
+
+def test_perplexity_and_its_error_by_hand():
+    # NLLs 1, 2, 3: mean 2, sample deviation 1, standard error 1/sqrt(3); the perplexity's is e^2 times that.
+    result = perplexity([1.0, 2.0, 3.0])
+    assert (result.num_scored, result.nll_sum, result.nll_mean) == (3, 6.0, 2.0)
+    assert result.nll_stderr == pytest.approx(0.5773502691896258)
+    assert result.perplexity == pytest.approx(7.38905609893065)
+    assert result.perplexity_stderr == pytest.approx(4.2660735237846)
+    assert perplexity([1e16, 1.0, 1.0]).nll_sum == 1e16 + 2, "no small NLL is lost"
+    fair_die = perplexity([math.log(6)] * 4)
+    assert (fair_die.perplexity, fair_die.nll_stderr) == (pytest.approx(6, rel=1e-15), pytest.approx(0, abs=1e-12))
+
+
+def test_one_token_has_no_error_and_may_have_an_infinite_perplexity():
+    result = perplexity([9999.0])
+    assert (result.nll_stderr, result.perplexity_stderr, result.perplexity) == (None, None, math.inf)
+    for nlls, message in (([], "no tokens"), ([1.0, math.nan], "NaN")):
+        with pytest.raises(ValueError, match=message):
+            perplexity(nlls)
+
+
+def test_words_are_counted_as_lm_eval_does():
+    texts = {"one two  three": 3, " one ": 3, "one\n\ntwo\tthree": 3, "": 1}
+    assert {text: count_words(text) for text in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("method", "text_nll"),
+    [("sliding", 30.0), ("rolling", 30.0), ("overlapping", 40.0), ("disjoint", 40.0), ("llama.cpp", 40.0)],
+)
+def test_a_texts_nll_is_the_sum_or_else_its_tokens_times_the_mean(method, text_nll):
+    result = Perplexity(15, 30.0, 2.0, None, math.exp(2), None)
+    metrics = text_metrics(result, method, num_tokens=20, num_bytes=100, num_words=10)
+    assert metrics.bits_per_byte == pytest.approx(text_nll / 69.31471805599453)
+    assert metrics.word_perplexity == pytest.approx(math.exp(text_nll / 10))
+    assert text_metrics(result, method, num_tokens=1, num_bytes=0, num_words=1).bits_per_byte is None

@@ -93,9 +93,8 @@ function makePassages(arrays) {
   let [start, before] = [0, 0];
   return Array.from(arrays.size, (size, index) => {
     const kept = arrays.kept[index] === 1;
-    const [window, lastWindow] = [arrays.window[index], arrays.last_window[index]];
-    const first = arrays.first[index];
-    const passage = { index, size, kept, window, lastWindow, first, start: kept ? start : -1, before };
+    const [window, first] = [arrays.window[index], arrays.first[index]];
+    const passage = { index, size, kept, window, first, start: kept ? start : -1, before };
     if (kept) start += size;
     before += size;
     return passage;
@@ -107,9 +106,8 @@ const numTokens = passages.reduce((sum, passage) => sum + passage.size, 0);
 const isCut = keptPassages.length < passages.length;
 const passageOfToken = keptPassages.flatMap((passage) => Array(passage.size).fill(passage));
 
-function windowsOf({ window, lastWindow }) {
-  const [first, last] = [window + 1, lastWindow + 1].map((number) => number.toLocaleString("en"));
-  return first === last ? `window ${first}` : `windows ${first} to ${last}`;
+function windowsOf({ window }) {
+  return `window ${(window + 1).toLocaleString("en")}`;
 }
 
 function textOf(place) {

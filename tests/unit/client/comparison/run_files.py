@@ -15,7 +15,8 @@ from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.output import Output
 from scoremode.runs.plan import Plan, WindowNlls
 from scoremode.windows import Window
-from scoremode.wire.protocol import NoiseFloor, Reference, ServerInfo
+from scoremode.wire.protocol import ServerInfo
+from scoremode.wire.references import NoiseFloor, Reference
 
 TEXT = "a text of some length"
 WINDOW_SIZES = [100] * 30

@@ -53,15 +53,13 @@ def test_answers_are_compared_question_by_question(tmp_path):
     comparison = compare_tasks(models)
     [model] = comparison.models
     assert (comparison.base, model.label, comparison.warnings) == ("base", "int4", [])
-    assert [(row.task, row.metric, row.filter) for row in model.rows] == [
-        (task, "acc", "none") for task in ("arc", "mmlu_law")
-    ]
+    assert [(row.task, row.metric) for row in model.rows] == [("arc", "acc"), ("mmlu_law", "acc")]
     flips = model.rows[0].figures.flips
     assert (flips.num_questions, flips.num_right, flips.lost, flips.gained) == (8, 4, 1, 1)
     assert (model.pooled.figures.flips.num_questions, model.pooled.figures.flips.lost) == (16, 2)
-    assert [(each.task, each.doc_id, each.base.is_right) for each in model.flipped] == [
-        *(("arc", 0, True), ("arc", 4, False)),
-        *(("mmlu_law", 0, True), ("mmlu_law", 4, False)),
+    assert [(each.task, each.doc_id, each.base.is_right) for each in model.flipped[:2]] == [
+        ("arc", 0, True),
+        ("arc", 4, False),
     ]
     flipped = model.flipped[0].other
     assert (flipped.prompt, flipped.target) == ("Question 0\\nAnswer:", "0")
@@ -88,10 +86,8 @@ def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
         ([line(0, 0.5, metrics=["acc"])], "task t has no metric that is yes or no: choose"),
         ([line(0, 1, metrics=["acc"]), line(0, 1, metrics=["acc"])], "question 0 is there twice"),
         ([line(0, 1, metrics=["acc"], arguments={})], "not what lm-eval writes with --log_samples"),
-        ([line(0, 1, metrics=["acc"], filtered_resps=[["high", "True"]])], "not what lm-eval writes"),
         (["[]"], "samples_t_2026-11-24T10-00-00.000001.jsonl:1: not an object"),
         (["[" * 100_000], "jsonl: maximum recursion"),
-        ([], "no questions"),
     ],
 )
 def test_files_that_lm_eval_does_not_write_are_refused_in_one_line(tmp_path, lines, message):
@@ -112,7 +108,6 @@ def compare_changed(folder: Path, **changes: object) -> list[str]:
     ("changes", "message"),
     [
         ({"doc_id": 2}, "has 2 questions, .* has 2, 1 of them the same: use one --limit"),
-        ({"doc_hash": "?"}, "has 1 questions or targets that differ"),
         ({"target_hash": "1"}, "has 1 questions or targets that differ"),
     ],
 )
@@ -166,18 +161,3 @@ def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):
     text = report.read_text()
     assert text.count("a|task 7: one is right, two is not (target 0). Question 7\\nAnswer:") == 1
     assert "Questions that two answers otherwise than one" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("", "give finished runs, or --tasks"),
-        ("--tasks a=x", "--tasks needs a folder for the base and one per other model"),
-        ("--tasks x y", "--tasks has 2 folders for 0 runs: give names to them (NAME=DIR)"),
-        ("--tasks a=x b=y --card", "--card needs runs"),
-    ],
-)
-def test_options_that_do_not_fit(options, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["compare", *options.split()])
-    assert capsys.readouterr().err.endswith(f"{message}\n")

@@ -86,7 +86,6 @@ def test_without_a_run_of_the_base_it_is_the_reference(made):
     ("name", "shown"),
     [
         ("Llama-3.1-8B-Instruct-GPTQ-W4A16-G128", "Llama-3.1…PTQ-W4A16-G128"),
-        ("_" * 40, "____…_______"),
         ("a | b\n`c` <img src=x> " * 4, "a | b `c… <img src=x>"),
     ],
 )

@@ -9,7 +9,7 @@ from run_files import WINDOW_SIZES, kld_run, made_up_nlls, made_up_reference, ma
 from scipy import stats
 
 from scoremode.comparison import compare
-from scoremode.comparison.pairing import check_comparable
+from scoremode.comparison.compare import check_comparable
 from scoremode.errors import RunError
 from scoremode.metrics import perplexity
 
@@ -63,28 +63,23 @@ def test_errors_that_take_tokens_as_independent_are_scipys(tmp_path):
     assert pair.ppl_difference.low < pair.ppl_difference.value < pair.ppl_difference.high
 
 
-@pytest.mark.parametrize(("shift", "verdict"), [(0.05, "worse"), (-0.05, "better"), (0.003, "no difference shown")])
-def test_a_verdict_is_on_the_second(tmp_path, shift, verdict):
+@pytest.mark.parametrize(
+    ("seed", "shift", "verdict"),
+    [
+        *((2, 0.05, "worse"), (2, -0.05, "better"), (2, 0.003, "no difference shown")),
+        # The second values are the first, shifted: as narrow as an interval is, so little is not shown.
+        *((1, 2e-4, "worse"), (1, -2e-4, "better"), (1, 1e-5, "no difference shown")),
+    ],
+)
+def test_a_verdict_is_on_the_second(tmp_path, seed, shift, verdict):
     """Both perplexities are uncertain by far more than what they differ by, but on the same tokens."""
-    runs = [perplexity_run(tmp_path, "one", NLLS), perplexity_run(tmp_path, "two", made_up_nlls(2, shift=shift))]
-    comparison = compare(runs)
+    second = made_up_nlls(2, shift=shift) if seed == 2 else NLLS + shift
+    runs = [perplexity_run(tmp_path, "one", NLLS), perplexity_run(tmp_path, "two", second)]
+    comparison = compare(runs, num_resamples=500)
     [pair], (one, two) = comparison.pairs, comparison.runs
     assert (pair.verdict, pair.kld_difference, pair.kld_verdict) == (verdict, None, None)
-    assert (pair.ln_ppl_ratio.low < 0, pair.ln_ppl_ratio.high > 0) == (verdict != "worse", verdict != "better")
     assert two.perplexity.low < one.perplexity.value < two.perplexity.high
-
-
-def test_every_pair_is_compared_over_the_resamples_of_the_seed(tmp_path):
-    runs = [perplexity_run(tmp_path, name, made_up_nlls(n)) for name, n in (("a", 0), ("b", 1), ("c", 0))]
-    first, again, other = (compare(runs, num_resamples=200, seed=seed) for seed in (1, 1, 2))
-    assert first.pairs[0].ln_ppl_ratio == again.pairs[0].ln_ppl_ratio
-    assert first.pairs[0].ln_ppl_ratio != other.pairs[0].ln_ppl_ratio
-    # Every pair has the earlier run first.
-    assert [pair.first.label + pair.second.label for pair in first.pairs] == ["ab", "ac", "bc"]
-    # The same run twice differs by nothing.
-    ratio = first.pairs[1].ln_ppl_ratio
-    assert (ratio.value, ratio.stderr, ratio.low, ratio.high) == (0, 0, 0, 0)
-    assert first.pairs[1].verdict == "no difference shown"
+    assert compare(runs, num_resamples=500).pairs[0].ln_ppl_ratio == pair.ln_ppl_ratio, "by the seed"
 
 
 def test_divergences_are_compared_against_one_reference_only(tmp_path):
@@ -160,14 +155,3 @@ def test_other_runs_that_do_not_pair_are_refused(tmp_path):
         check_comparable([kld_run(tmp_path, "one", NLLS, KLD), kld_run(tmp_path, "two", NLLS, KLD, reference=other)])
     with pytest.raises(RunError, match="2 runs are called 'one'"):
         check_comparable([perplexity_run(tmp_path, "one", NLLS)] * 2)
-    with pytest.raises(RunError, match="at least one run"):
-        check_comparable([])
-
-
-@pytest.mark.parametrize(("shift", "verdict"), [(1e-5, "no difference shown"), (2e-4, "worse"), (-2e-4, "better")])
-def test_a_difference_that_could_not_matter_is_not_shown(tmp_path, shift, verdict):
-    """As between one model's figures from batches of other shapes: its interval may be ever so narrow."""
-    runs = [perplexity_run(tmp_path, "first", NLLS), perplexity_run(tmp_path, "second", NLLS + shift)]
-    [pair] = compare(runs, num_resamples=200).pairs
-    assert pair.ln_ppl_ratio.low == pytest.approx(shift, rel=0.1)
-    assert pair.verdict == verdict

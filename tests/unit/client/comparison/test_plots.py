@@ -15,14 +15,9 @@ from scoremode.comparison.size_plots import Point
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
 NUM_TOKENS = 5000
-ALL = [
-    "perplexity-ratio",
-    "kl-divergence",
-    "kl-divergence-distribution",
-    "kl-divergence-by-confidence",
-    "running-difference",
-]
-PERPLEXITY, KLD, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE = ALL
+KLD, DISTRIBUTION, BY_CONFIDENCE = (f"kl-divergence{end}" for end in ("", "-distribution", "-by-confidence"))
+PERPLEXITY, DIFFERENCE = "perplexity-ratio", "running-difference"
+ALL = [PERPLEXITY, KLD, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +32,8 @@ def changed(comparison, change):
 
 def without(comparison, *names):
     """A comparison of runs whose servers did not tell these facts."""
-
-    def change(run):
-        return replace(run, server=run.server.model_copy(update=dict.fromkeys(names)))
-
-    return changed(comparison, change)
+    unknown = dict.fromkeys(names)
+    return changed(comparison, lambda run: replace(run, server=run.server.model_copy(update=unknown)))
 
 
 def drawn(comparison, name, theme=LIGHT):
@@ -200,15 +192,11 @@ def test_what_has_no_place_on_a_log_axis_is_in_the_caption(comparison, place, fa
     assert len(markers(drawn(odd, KLD)[1])) == 5
 
 
-def test_long_names_are_shortened_and_stay_distinct():
-    long = [f"/models/{'a' * 60}/{end}" for end in ("one", "two")]
-    names = short_labels([*long, *(f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"), "short"])
-    assert (names[0][-4:], names[4], len(set(names))) == ("/one", "short", 5)
-    assert max(map(len, names)) <= 44
-
-
-def test_a_name_with_dollars_and_underscores_is_drawn_as_it_is(comparison):
-    figure, _ = drawn(changed(comparison, lambda run: replace(run, label=f"_a$b_{run.label}$")), DIFFERENCE)
+def test_names_are_shortened_and_drawn_as_they_are(comparison):
+    """Text between two `$` is no formula, and one that begins with an underscore is in the legend."""
+    figure, _ = drawn(changed(comparison, lambda run: replace(run, label=f"_a$b_{'c' * 60}{run.label}$")), DIFFERENCE)
     figure.draw_without_rendering()
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
-    assert names == [f"_a$b_{model.name}$" for model in MODELS[1:]]
+    assert [name[:5] for name in names] == ["_a$b_"] * 5
+    assert (len(set(names)), max(map(len, names))) == (5, 40)
+    assert short_labels([f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"])[1].endswith(" (2)")

@@ -37,31 +37,23 @@ def perplexity_file(tmp_path):
     return write_perplexity_run(tmp_path / "run.json", NLLS)
 
 
-def test_a_run_of_perplexity_is_read_back(perplexity_file):
+def test_runs_are_read_back_as_they_were_written(perplexity_file, tmp_path):
     run = load_run(perplexity_file)
-    assert (run.kind, run.label, run.model, run.nlls.dtype) == ("perplexity", "bytes", "bytes", np.float64)
+    assert (run.kind, run.label, run.nlls.dtype, run.token_texts) == ("perplexity", "bytes", np.float64, {})
     assert (run.nlls.tolist(), run.token_ids.tolist()) == (NLLS.tolist(), made_up_tokens().tolist())
-    assert run.window_sizes.tolist() == WINDOW_SIZES
-    assert (run.method, run.context_length, run.stride) == ("sliding", 128, 100)
     assert (run.num_windows, run.num_scored, run.num_tokens, run.num_bytes) == (30, 3000, 3001, 12004)
     assert (run.corpus.name, run.text_identity) == ("text", Corpus("text", TEXT, "", 1).fingerprint)
-    assert (run.server.dtype, run.server.quantization) == ("float32", None)
-    assert run.versions == "scoremode 9.9.9, vLLM 0.32.0"
-    assert {run.kld is None, run.same_top is None, run.reference is None, run.noise_floor is None} == {True}
-    assert run.token_texts == {}
-
-
-def test_a_run_against_a_reference_is_read_back(tmp_path):
-    run = kld_run(tmp_path, "mine", NLLS, KLD, reference=made_up_reference(noise_floor=0.01))
-    assert (run.kind, run.label) == ("kld", "mine")
-    assert run.kld.tolist() == KLD.astype(np.float64).tolist()
-    assert run.reference_nlls.tolist() == made_up_nlls(0).tolist()
-    assert run.same_top.tolist() == (KLD < 0.1).tolist()
-    assert run.reference_confidence.tolist() == [0.5] * 3000
-    assert (run.method, run.context_length, run.stride, run.num_bytes) == ("sliding", 128, 100, 12004)
-    assert (run.reference.name, run.noise_floor, run.as_noise_floor) == ("base", 0.01, False)
-    assert (run.text_identity, run.corpus) == ("of the text", None)
-    assert run.reference_identity == ("of the model", "of the text")
+    assert (run.kld, run.same_top, run.reference, run.noise_floor) == (None,) * 4
+    of_kld = kld_run(tmp_path, "mine", NLLS, KLD, reference=made_up_reference(noise_floor=0.01))
+    assert (of_kld.kind, of_kld.label, of_kld.num_bytes) == ("kld", "mine", 12004)
+    assert of_kld.kld.tolist() == KLD.astype(np.float64).tolist()
+    assert of_kld.reference_nlls.tolist() == made_up_nlls(0).tolist()
+    assert of_kld.same_top.tolist() == (KLD < 0.1).tolist()
+    assert (of_kld.reference.name, of_kld.noise_floor, of_kld.as_noise_floor) == ("base", 0.01, False)
+    assert of_kld.reference_identity == ("of the model", "of the text")
+    for each in (run, of_kld):
+        assert each.window_sizes.tolist() == WINDOW_SIZES
+        assert (each.method, each.context_length, each.stride) == ("sliding", 128, 100)
 
 
 def test_both_files_may_be_renamed_together(perplexity_file):
@@ -101,7 +93,6 @@ def with_tops(path, **changes):
 
 EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
-FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,6 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
     [
         (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
-        (lambda path: changed(path, num_bytes=10**400), "{path} is not JSON: Python int too large"),
         (lambda path: path.write_text("[" * 100_000), "{path} is not JSON: maximum recursion"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
@@ -117,17 +107,14 @@ FLOAT8 = b'{"kld":{"dtype":"F8_E4M3","shape":[100],"data_offsets":[0,100]}}'
         (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
         (lambda path: with_content(path, b"\xff" * 100), "run.safetensors: SafetensorError"),
-        (lambda path: with_content(path, bytes([64, *bytes(7)]) + FLOAT8 + bytes(100)), "run.safetensors: KeyError"),
         (with_arrays_of_another_run, "run.safetensors, are missing next to it or of another run"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
         (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
         (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
         (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
-        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES[:, None]), "{path}: its window_sizes are not a list"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
         (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
-        (lambda path: with_tops(path, logprobs=np.float32([np.nan])), "{path}: top_tokens.logprobs has NaN"),
     ],
 )
 def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
@@ -152,14 +139,9 @@ def test_labels_are_the_shortest_names_that_differ(tmp_path, monkeypatch, models
         Path(path).parent.mkdir(exist_ok=True)
         write_perplexity_run(Path(path), NLLS, model=model)
     assert [run.label for run in load_runs([*models])] == labels
-
-
-def test_a_file_twice_is_numbered_and_labels_may_be_given(perplexity_file):
-    paths = [perplexity_file] * 2
-    assert [run.label for run in load_runs(paths)] == [f"{perplexity_file} (1)", f"{perplexity_file} (2)"]
-    assert [run.label for run in load_runs(paths, ["one", "two"])] == ["one", "two"]
+    assert [run.label for run in load_runs([path] * 2)] == [f"{path} (1)", f"{path} (2)"]
     with pytest.raises(RunError, match="1 labels for 2 runs"):
-        load_runs(paths, ["one"])
+        load_runs([path] * 2, ["one"])
 
 
 def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(tmp_path, capsys):

@@ -10,6 +10,7 @@ from fake_server import FakeServer, client_of, nlls
 
 from scoremode import CorpusError, OutputError, TransportError, score_corpus
 from scoremode.corpus import documents, output_file, pipeline
+from scoremode.corpus.filters import check_filter, parse_filter
 
 FIGURES = ["num_tokens", "nll", "perplexity", "bits_per_byte"]
 # Most fit the context of 63 tokens; one of them is a little longer, and one much.
@@ -71,7 +72,6 @@ async def test_each_row_has_its_figures_and_the_order_is_kept(parquet, output, m
         assert row["token_ids"] == list(row["text"].encode())
         assert [-logprob for logprob in row["token_logprobs"]] == nlls(row["text"])
     assert (done.num_documents, done.num_kept, done.num_tokens) == (60, 60, sum(map(len, TEXTS)))
-    assert [*contents(output)] == ["rows.parquet"]
     written = pq.ParquetFile(output / "rows.parquet").metadata
     sizes = [written.row_group(index).num_rows for index in range(written.num_row_groups)]
     assert all(20 <= size < 40 for size in sizes[:-1]), "the rows of a request stay together"
@@ -84,9 +84,7 @@ async def test_documents_without_text_have_no_figures_and_are_counted(tmp_path, 
     write_parquet(tmp_path / "in" / "b.parquet", broken)
     done = await run([tmp_path / "in"], output)
     for name in ("a", "b"):
-        figures = pq.read_table(output / f"{name}.parquet", columns=FIGURES).to_pylist()
-        assert [row["nll"] for row in figures] == [sum(nlls("good")), None, None, sum(nlls("fine"))]
-        assert figures[1] == dict.fromkeys(FIGURES)
+        assert column(output / f"{name}.parquet") == [sum(nlls("good")), None, None, sum(nlls("fine"))]
     assert (done.num_unscored, done.first_error) == (4, "the text is null")
 
 
@@ -123,36 +121,28 @@ async def test_a_folder_is_read_at_any_depth_and_files_may_be_empty(tmp_path, ou
     assert pq.read_table(output / "none.parquet").column_names == ["text", *FIGURES]
 
 
-async def test_a_filter_drops_rows_and_those_without_figures(tmp_path, output):
+async def test_figures_of_two_models_are_added_to_the_rows_that_a_filter_keeps(output, tmp_path):
     path = write_parquet(tmp_path / "rows.parquet", [*TEXTS, None], language=["en", "de"] * 30 + ["en"])
-    done = await run([path], output, filter="nll < 100 and language == 'en'")
+    done = await run([path], output, column_prefix="a_", filter="a_nll < 100 and language == 'en'")
     expected = [text for text, nll in zip(TEXTS[::2], NLLS[::2], strict=True) if nll < 100]
-    assert 0 < len(expected) < 30
-    assert column(output / "rows.parquet", "text") == expected
     assert (done.num_documents, done.num_kept) == (61, len(expected))
-
-
-async def test_figures_of_two_models_are_added_to_one_file(parquet, output, tmp_path):
-    await run([parquet], output, column_prefix="a_")
     await run([output / "rows.parquet"], tmp_path / "both", column_prefix="b_", filter="a_nll - b_nll == 0")
     written = pq.read_table(tmp_path / "both" / "rows.parquet")
     assert written.column_names[-8:] == [prefix + name for prefix in ("a_", "b_") for name in FIGURES]
-    assert written.num_rows == 60
+    assert written.column("text").to_pylist() == expected
     assert {b"scoremode.a_", b"scoremode.b_"} <= set(written.schema.metadata)
 
 
-@pytest.mark.parametrize("allowed", [0, 9, 20, 66])
+@pytest.mark.parametrize("allowed", [0, 20])
 async def test_a_resumed_run_has_the_same_result(tmp_path, output, parquet, allowed):
     inputs = [write_parquet(tmp_path / "in" / "first.parquet", TEXTS[:10]), parquet]
     await run(inputs, tmp_path / "whole", per_token=True)
     await interrupted(inputs, output, allowed, per_token=True)
-    left = {name: content for name, content in contents(output).items() if not name.startswith(".")}
+    left = {name: (output / name).stat().st_mtime_ns for name in contents(output) if not name.startswith(".")}
     assert [*left] == ["first.parquet"] * (allowed >= 10)
-    stamps = {name: (output / name).stat().st_mtime_ns for name in left}
     again = FakeServer()
     done = await run(inputs, output, again, per_token=True, resume=True)
-    assert {name: contents(output)[name] for name in left} == left
-    assert {name: (output / name).stat().st_mtime_ns for name in left} == stamps
+    assert {name: (output / name).stat().st_mtime_ns for name in left} == left
     for name in ("first.parquet", "rows.parquet"):
         assert pq.read_table(output / name).equals(pq.read_table(tmp_path / "whole" / name))
     assert sorted(contents(output)) == ["first.parquet", "rows.parquet"]
@@ -176,59 +166,45 @@ async def test_a_journal_with_a_torn_end_is_resumed_before_it(parquet, output, t
 
 
 @pytest.mark.parametrize("finished", [True, False])
-@pytest.mark.parametrize(
-    ("settings", "info", "named"),
-    [
-        ({"per_token": True}, {}, "per_token is False instead of True"),
-        ({"filter": "nll < 2"}, {}, "filter is None instead of 'nll < 2'"),
-        ({"context_length": 32}, {}, "context_length is 63 instead of 32"),
-        ({}, {"fingerprint": "other"}, "server.fingerprint is 'fingerprint of bytes' instead of 'other'"),
-    ],
-)
-async def test_a_run_of_other_settings_is_not_resumed(parquet, output, settings, info, named, finished):
+async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, output, finished):
     await (run([parquet], output) if finished else interrupted([parquet], output))
     before = contents(output)
-    with pytest.raises(OutputError, match=named):
-        await run([parquet], output, FakeServer(info=info), resume=True, **settings)
+    with pytest.raises(OutputError, match="per_token is False instead of True"):
+        await run([parquet], output, resume=True, per_token=True)
+    with pytest.raises(OutputError, match=r"server\.fingerprint is 'fingerprint of bytes' instead of 'other'"):
+        await run([parquet], output, FakeServer(info={"fingerprint": "other"}), resume=True)
+    with pytest.raises(OutputError, match="--resume"):
+        await run([parquet], output)
     assert contents(output) == before
-
-
-async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, output):
-    await interrupted([parquet], output)
+    if finished:
+        return
     write_parquet(parquet, list(reversed(TEXTS)), row=range(len(TEXTS)))
     with pytest.raises(OutputError, match="input_sha256 is"):
         await run([parquet], output, resume=True)
-    with pytest.raises(OutputError, match="--resume"):
-        await run([parquet], output)
     (output / ".rows.parquet.journal").replace(output / "rows.parquet")
-    with pytest.raises(OutputError, match="--resume"):
-        await run([parquet], output)
     with pytest.raises(OutputError, match="not of ppl-client corpus"):
         await run([parquet], output, resume=True)
 
 
 @pytest.mark.parametrize(("pieces", "num_bytes"), [(4, 1 << 30), (1000, 5000)], ids=["pieces", "bytes"])
 async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch, pieces, num_bytes):
-    """While the first answer is outstanding, eight pieces of hundreds are read here, or 5,000 bytes."""
+    """While the first answer is outstanding, eight pieces of fifty are read here, or 5,000 bytes."""
     monkeypatch.setattr(pipeline, "_PIECES_PER_PLACE", pieces)
     monkeypatch.setattr(pipeline, "_HELD_BYTES", num_bytes)
-    texts = [f"document {index}, none of them long" for index in range(3000)]
+    texts = [f"document {index}, none of them long" for index in range(500)]
     server, seen_meanwhile = FakeServer(), []
 
     async def slow(request):
         if request.method == "POST" and not server.score_requests and not seen_meanwhile:
             seen_meanwhile.append(0)
             # All others are answered at once.
-            for _ in range(2000):
+            for _ in range(300):
                 await pipeline.in_thread(int)
-                if len(server.score_requests) > 100:
-                    break
             seen_meanwhile.append(len(server.score_requests))
         return server(request)
 
     await run([write_parquet(tmp_path / "long.parquet", texts)], output, slow, concurrency=2)
-    assert seen_meanwhile[1] <= 2 * 4 + 1
-    assert len(server.score_requests) > 200
+    assert seen_meanwhile[1] <= 2 * 4 + 1 < 40 < len(server.score_requests)
     assert column(output / "long.parquet", "text") == texts
 
 
@@ -238,10 +214,8 @@ async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch, pi
         ({}, {"text_column": "body"}, "no column 'body' .* there are: text"),
         ({"texts": range(60)}, {}, "column 'text' of .* is int64, not text"),
         ({}, {"filter": "missing < 2"}, "--filter does not fit"),
-        ({}, {"filter": "nll <"}, "--filter 'nll <' is not a condition"),
         ({"perplexity": [1.0] * 60}, {}, r"has a column 'perplexity' already.*--column-prefix"),
     ],
-    ids=["no column", "no text", "filter on nothing", "no filter", "added name"],
 )
 async def test_columns_and_filters_are_checked_before_scoring(tmp_path, output, columns, settings, complaint):
     server = FakeServer()
@@ -283,3 +257,52 @@ async def test_a_damaged_file_does_not_cost_the_one_before_it(parquet, output):
     broken.write_bytes(whole)
     done = await run([parquet, broken], output, resume=True)
     assert (done.files_done, done.num_finished_before) == (2, 1)
+
+
+TABLE = pa.table(
+    {
+        "row": [0, 1, 2, 3],
+        "bits_per_byte": [0.5, 1.2, 3.0, None],
+        "num_tokens": [1, 7, 10, None],
+        "language": ["en", "de", None, "en"],
+        "meta": [{"score": 1}, {"score": 2}, {"score": 3}, {"score": 4}],
+        "my column": [True, False, True, True],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("condition", "rows"),
+    [
+        ("bits_per_byte <= 1.2", [0, 1]),
+        ("1 < bits_per_byte <= 3", [1, 2]),
+        ("not bits_per_byte < 1.2", [1, 2]),
+        ("bits_per_byte is not None and row > 0", [1, 2]),
+        ('language == "en" or row == 2', [0, 2, 3]),
+        ('language in ["de", "fr"]', [1]),
+        ("meta.score >= 3", [2, 3]),
+        ('column("my column")', [0, 2, 3]),
+        ('not column("my column")', [1]),
+        ("num_tokens / 2 > 3", [1, 2]),
+        ("num_tokens * 2 - row == 18", [2]),
+        ("-row < -2", [3]),
+        ("len(language) != 3 and row + 1 > 1", [1, 3]),
+    ],
+)
+def test_rows_that_a_condition_keeps(condition, rows):
+    expression = parse_filter(condition)
+    check_filter(expression, TABLE.schema)
+    assert TABLE.filter(expression).column("row").to_pylist() == rows
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("", "row <", "None", "row; row", "row is 3", "row ** 2 > 1", "language in other", "row.__class__"),
+        *("missing > 1", "language > 3", "row + 1"),
+        *("open('x')", "__import__('os').system('true')", "(lambda: 1)()", "[row for row in row]"),
+    ],
+)
+def test_other_conditions_are_refused(condition):
+    with pytest.raises(CorpusError, match=r"--filter"):
+        check_filter(parse_filter(condition), TABLE.schema)

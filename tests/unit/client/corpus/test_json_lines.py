@@ -65,7 +65,7 @@ def test_lines_may_be_long_or_empty_and_the_last_without_an_end(tmp_path):
         ('{"text": "x", "id": 12345678901234567.0}', "too large to be kept"),
     ],
 )
-@pytest.mark.parametrize("place", [1, 21], ids=["second line", "line 22"])
+@pytest.mark.parametrize("place", [1, 21])
 def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, named, place):
     lines = [f'{{"text": "a", "id": {index}}}' for index in range(30)]
     lines[place] = line
@@ -77,14 +77,12 @@ def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, na
     assert min(numbers) <= place + 1 <= max(numbers) <= min(numbers) + 3
 
 
-def test_a_line_that_a_file_unpacks_to_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "LONGEST_LINE_BYTES", 1 << 20)
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"x" * (3 << 20)))
-    with pytest.raises(CorpusError, match="line 1 has more than 1 MiB"):
-        read(tmp_path / "rows.jsonl.gz")
-
-
-def test_a_damaged_archive_is_named(tmp_path):
-    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 100)[:-20])
+def test_a_damaged_archive_and_a_line_without_an_end_are_named(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 100)[:-20])
     with pytest.raises(CorpusError, match=r"rows\.jsonl\.gz"):
-        read(tmp_path / "rows.jsonl.gz")
+        read(path)
+    monkeypatch.setattr(rows, "LONGEST_LINE_BYTES", 1 << 20)
+    path.write_bytes(gzip.compress(b"x" * (3 << 20)))
+    with pytest.raises(CorpusError, match="line 1 has more than 1 MiB"):
+        read(path)

@@ -63,6 +63,10 @@ def test_a_server_is_used_again_when_it_answers(make):
             with serve(FakeServer(), port) as leaving:
                 score = make(leaving, staying)
             assert figures(score(pa.table({"text": TEXTS}))) == FIGURES
+            with serve(another := FakeServer(info={"dtype": "bfloat16"}), port):
+                assert figures(score(HELLO)) == OF_HELLO
+            assert another.requests
+            assert not another.score_requests, "it came back with another model"
             with serve(other, port):
                 assert [figures(score(HELLO)) for _ in range(4)] == [OF_HELLO] * 4
             assert other.num_scored > 0
@@ -71,18 +75,6 @@ def test_a_server_is_used_again_when_it_answers(make):
             assert (nll, "no answer from" in message) == (None, True)
         with serve(FakeServer(), port):
             assert figures(score(HELLO)) == OF_HELLO
-
-
-def test_a_server_that_comes_back_with_another_model_is_not_used(make):
-    another = FakeServer(info={"dtype": "bfloat16"})
-    with reserved_port() as port, serve(FakeServer()) as staying:
-        with serve(FakeServer(), port) as leaving:
-            score = make(leaving, staying)
-        assert figures(score(HELLO)) == OF_HELLO
-        with serve(another, port):
-            assert figures(score(HELLO)) == OF_HELLO
-    assert another.requests
-    assert not another.score_requests
 
 
 def test_wrong_servers_and_columns_are_refused_at_once(make):

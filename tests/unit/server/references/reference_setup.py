@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from scoremode.windows import Window
-from scoremode.wire.protocol import NoiseFloor
+from scoremode.wire.references import NoiseFloor
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference, StoredText
 from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
 

@@ -1,0 +1,297 @@
+"""The wire types of references, of KL divergences from them, and of their statistics: see `wire.protocol`."""
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from typing_extensions import TypedDict
+
+from scoremode.windows import Method
+from scoremode.wire.protocol import (
+    MAX_TOP_LOGPROBS,
+    ComputedBy,
+    Figure,
+    PerplexityRequest,
+    Request,
+    TopLogprob,
+    TopLogprobArrays,
+    Usage,
+)
+
+REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+"""Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
+
+ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
+
+
+_Word = Annotated[str, StringConstraints(max_length=1024)]
+
+
+class CorpusInfo(BaseModel):
+    """Where a text is from, according to the client."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: _Word
+    config: _Word | None = None
+    """Configuration of a dataset; this and the next are None for other texts, and from an older client."""
+    split: _Word | None = None
+    num_rows: int | None = None
+    """That the text was joined from."""
+    sha256: Annotated[str, StringConstraints(max_length=64)]
+    """Of the text in UTF-8."""
+    preset: _Word | None = None
+    """The tool by whose rules the text was joined and is cut into windows (`ppl-client --preset`)."""
+
+    @property
+    def in_words(self) -> str:
+        """The dataset and the beginning of the hash."""
+        rows = None if self.num_rows in (None, 1) else f"{self.num_rows:,} rows"
+        dataset = " ".join(filter(None, (self.name, self.config, self.split)))
+        return ", ".join(filter(None, (dataset, rows, f"sha256 {self.sha256[:12]}")))
+
+
+class ReferenceRequest(PerplexityRequest):
+    """Body of `POST /v1/references`: a text as in `/v1/perplexity`, and the name to record the served model under."""
+
+    name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
+    corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
+    return_ranks: bool = Field(
+        False, description="With `stream`, each window's event has the logprobs and ranks of its targets."
+    )
+
+
+class NoiseFloor(BaseModel):
+    """KL divergence of a model from itself, in nats: what other batches and other kernels make of the same weights."""
+
+    mean: float
+    p99: float
+    max: float
+    num_scored: int
+    created: int
+
+
+class Reference(BaseModel):
+    """A reference: a model's distributions over the tokens of a text, kept as hidden states."""
+
+    object: Literal["reference"] = "reference"
+    name: str
+    created: int
+    complete: bool
+    """Whether every window is recorded."""
+    model: str
+    revision: str | None
+    dtype: str
+    quantization: str | None
+    scoremode_version: str
+    vllm_version: str
+    vocab_size: int
+    fingerprint: str
+    """Of the contents of the model's config and weights, dtype and quantization."""
+    computed_by: ComputedBy | None = None
+    """What recorded it; None of a reference that an older server began."""
+    text_fingerprint: str
+    """Of the token ids, the method and the windows."""
+    corpus: CorpusInfo | None = None
+    """Where the text is from; None where the client that recorded it did not say."""
+    method: Method
+    context_length: int
+    stride: int
+    num_tokens: int
+    num_windows: int
+    num_recorded: int
+    """Windows that are on disk."""
+    num_scored: int
+    """Targets of all windows."""
+    num_bytes: int | None
+    """UTF-8 bytes of the text; None where token ids were given."""
+    num_words: int | None
+    disk_bytes: int
+    perplexity: Figure | None
+    """Of all windows, as `/v1/perplexity` has it; None until they are recorded."""
+    perplexity_stderr: float | None
+    nll_mean: float | None
+    """Nats per token."""
+    noise_floor: NoiseFloor | None = None
+
+
+class ReferenceList(BaseModel):
+    """Response of `GET /v1/references`."""
+
+    object: Literal["list"] = "list"
+    data: list[Reference]
+
+
+class ReferenceDeleted(BaseModel):
+    """Response of `DELETE /v1/references/{name}`."""
+
+    object: Literal["reference.deleted"] = "reference.deleted"
+    name: str
+    deleted: Literal[True] = True
+
+
+class KldRequest(Request):
+    """Body of `POST /v1/kld`: the windows of a reference through the served model."""
+
+    reference: ReferenceName = Field(description="Name of a complete reference.")
+    windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
+        None, description="The first window and the one after the last, from 0; all when left out."
+    )
+    top_logprobs: int = Field(
+        0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens of both models at every position."
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="`base64`: arrays as little-endian float32 and int32."
+    )
+    as_noise_floor: bool = Field(
+        False,
+        description="Keep the result with the reference as its noise floor; all windows, the reference's own model.",
+    )
+    stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
+
+
+class KldWindow(TypedDict):
+    """One window: arrays over its targets, in nats where they are logprobs or divergences; `p` is the reference's
+    distribution, `q` the served model's. An entry of `data`, and a streamed event."""
+
+    object: Literal["kld.window"]
+    index: int
+    num_scored: int
+    token_ids: list[int] | str
+    kld: list[float | None] | str
+    """KL(p || q); null (base64: infinity) where q gives no probability to a token that p has."""
+    reverse_kld: list[float | None] | str
+    """KL(q || p)."""
+    acceptance: list[float] | str
+    """The sum of min(p, q): how often speculative decoding accepts what one drafts for the other."""
+    logprobs: list[float] | str
+    """ln q(token)."""
+    reference_logprobs: list[float] | str
+    """ln p(token)."""
+    ranks: list[int] | str
+    """Of the token in q, 1 for the most likely."""
+    reference_ranks: list[int] | str
+    top_token_ids: list[int] | str
+    """The top token of q."""
+    reference_top_token_ids: list[int] | str
+    reference_confidence: list[float] | str
+    """p of the top token of p."""
+    top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
+    """The k most likely tokens of q."""
+    reference_top_logprobs: NotRequired[list[list[TopLogprob]] | TopLogprobArrays]
+
+
+class KldFigures(TypedDict):
+    """How KL(p || q), in nats, is distributed over the positions."""
+
+    mean: float | None
+    stderr: float | None
+    """Standard error of the mean, with positions as independent; None for one position."""
+    stderr_clustered: float | None
+    """Standard error of the mean, with windows as independent; None for one window."""
+    median: float | None
+    max: float | None
+    min: float | None
+    p999: float | None
+    """The 99.9 % quantile; the others likewise, p01 being that of 0.1 %."""
+    p99: float | None
+    p95: float | None
+    p90: float | None
+    p10: float | None
+    p5: float | None
+    p1: float | None
+    p01: float | None
+
+
+class DeltaPFigures(KldFigures):
+    """How q(token) - p(token), a difference of probabilities, is distributed over the positions."""
+
+    p75: float | None
+    p25: float | None
+    rms: float | None
+    """Root of the mean square."""
+    rms_stderr: float | None
+
+
+class ConfidenceBucket(TypedDict):
+    """The positions where p of p's top token is in [lower, upper); the last bucket has its upper end."""
+
+    lower: float
+    upper: float
+    count: int
+    share: float
+    """Of all positions."""
+    mean_kld: float | None
+    same_top_p: float | None
+
+
+class DivergentPosition(TypedDict):
+    """One of the positions with the largest KL(p || q)."""
+
+    index: int
+    """Among the positions of all windows, in order, from 0."""
+    window: int
+    """Index of its window in the reference."""
+    kld: float | None
+
+
+class KldStatistics(TypedDict):
+    """Statistics of the positions of some windows: null where a figure is infinite or undefined.
+
+    `q` is the served model, `base` the reference. docs/kld.md has the formulas.
+    """
+
+    num_scored: int
+    num_windows: int
+    nll_q: float | None
+    """Mean, in nats."""
+    nll_q_stderr: float | None
+    nll_base: float | None
+    nll_base_stderr: float | None
+    ppl_q: float | None
+    ppl_q_stderr: float | None
+    ppl_base: float | None
+    ppl_base_stderr: float | None
+    ln_ppl_correlation: float | None
+    ln_ppl_ratio: float | None
+    ln_ppl_ratio_stderr: float | None
+    ln_ppl_ratio_stderr_clustered: float | None
+    ppl_ratio: float | None
+    ppl_ratio_stderr: float | None
+    ppl_difference: float | None
+    ppl_difference_stderr: float | None
+    kld: KldFigures
+    num_infinite_kld: int
+    """Positions where q gives no probability to a token that p has; one makes the mean infinite."""
+    top_1_percent_share: float | None
+    """Of the sum of all KL(p || q), what the largest hundredth makes."""
+    reverse_kld_mean: float | None
+    """Of KL(q || p), in nats."""
+    num_infinite_reverse_kld: int
+    acceptance_mean: float | None
+    delta_p: DeltaPFigures
+    same_top_p: float
+    """Share of the positions where both have the same top token."""
+    same_top_p_stderr: float | None
+    same_top_p_stderr_clustered: float | None
+    confidence_buckets: list[ConfidenceBucket]
+    most_divergent: list[DivergentPosition]
+    """At most twenty that are more than 0, the largest first."""
+
+
+class KldResponse(TypedDict):
+    """Response of `POST /v1/kld`, and the last event of a stream, which has no `data`."""
+
+    id: str
+    object: Literal["kld"]
+    created: int
+    model: str
+    reference: str
+    fingerprint: str
+    """Of the served model, as a reference has it."""
+    windows: list[int]
+    """[first, last)."""
+    num_scored: int
+    statistics: KldStatistics
+    """Of the positions of these windows."""
+    data: NotRequired[list[KldWindow]]
+    usage: Usage
