@@ -5,6 +5,7 @@ import gc
 import hmac
 import importlib.metadata
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.wire.protocol import ServerInfo
-from scoremode_server.completions.generate import ScoringGenerate
-from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
@@ -25,13 +25,11 @@ from scoremode_server.prefix_cache.run import RowsRequest, run_engine
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.comparer import Comparer
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.model_identity import model_identity
-from scoremode_server.scoring.model_size import num_parameters, weight_bytes
+from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.recorder import Recorder
 from scoremode_server.scoring.references import References
-from scoremode_server.scoring.scorer import Scorer, check_engine
+from scoremode_server.scoring.scorer import Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.computed_by import what_computes
@@ -64,9 +62,8 @@ class ReferenceParts:
         cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
-        stored, files = References(root, model), WorkerFiles(client, engine.admission)
-        parts = (stored, client, engine, turns, files)
-        return cls(stored, Recorder(*parts), Comparer(*parts))
+        stored, others = References(root, model, "name"), (client, engine, turns, WorkerFiles(client, engine.admission))
+        return cls(stored, Recorder(stored, *others), Comparer(stored.for_param("reference"), *others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +84,10 @@ class ScoremodeState:
     owner_key: bytes | None
     """A secret of this process, if the server has API keys."""
 
-    def owner(self, authorization: str) -> str:
-        """The owner of a request with this header. Without API keys all requests have one owner."""
-        return "" if self.owner_key is None else hmac.new(self.owner_key, authorization.encode(), "sha256").hexdigest()
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
+        key = headers.get("Authorization", "").encode()
+        return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
 
 
 async def make_state(

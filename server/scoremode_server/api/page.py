@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.requests import ScoremodeRoute
 from scoremode_server.errors import NotServedError
 from scoremode_server.settings import serves_page
 

@@ -25,8 +25,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from scoremode_server.api import completions
-from scoremode_server.completions.generate import ScoringGenerate
-from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.plugin import ScoremodeEndpoints
@@ -34,10 +33,8 @@ from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import Scorer
-from scoremode_server.scoring.token_strings import TokenStrings
-from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.scorer import Scorer, Turns
+from scoremode_server.scoring.tokenizer import Tokenizer, TokenStrings
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 from scoremode_server.vllm_patches.served_models import ServedModels
 from tests.unit.server.api.reference_engine import ReferenceEngine

@@ -8,8 +8,7 @@ import pytest
 from fastapi import FastAPI, WebSocket
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
-from scoremode_server.api.authentication import OPEN_PATHS, Authentication, configured_keys
-from scoremode_server.api.middleware import RequestIds
+from scoremode_server.api.middleware import OPEN_PATHS, Authentication, RequestIds, configured_keys
 from tests.unit.server.api.light_app import ask
 
 ODD_PATHS = (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scoremode_server.api.statuses import STATUSES
+from scoremode_server.api.requests import STATUSES
 from scoremode_server.errors import RequestError
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import client_of, light_app

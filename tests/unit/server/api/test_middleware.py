@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI, Request
 
-from scoremode_server.api.authentication import OPEN_PATHS
-from scoremode_server.api.middleware import RequestIds
+from scoremode_server.api.middleware import OPEN_PATHS, RequestIds
 from tests.unit.server.api.light_app import ask
 from write_openapi import app_without_engine
 

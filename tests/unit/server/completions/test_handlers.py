@@ -11,7 +11,7 @@ from vllm.entrypoints.scale_out.token_in_token_out import api_router
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from scoremode_server.api.completions import GENERATE, serves_generate
-from scoremode_server.completions import response_parts
+from scoremode_server.completions import handler
 from scoremode_server.prefix_cache.admission import EngineSize
 from tests.bad_inputs import COMPLETIONS, LONG_NAME
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app
@@ -27,7 +27,7 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
         at_once = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
-        monkeypatch.setattr(response_parts, "WRITTEN_AT_ONCE", 0)
+        monkeypatch.setattr(handler, "WRITTEN_AT_ONCE", 0)
         in_parts = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
     assert in_parts | {"created": 0} == at_once | {"created": 0}
     assert "error" not in at_once

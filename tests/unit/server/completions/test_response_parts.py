@@ -4,9 +4,9 @@ import asyncio
 
 import orjson
 
-from scoremode_server.completions import response_parts
-from scoremode_server.completions.response_parts import GAP, filled, in_turns
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.completions import handler
+from scoremode_server.completions.handler import GAP, filled, in_turns
+from scoremode_server.scoring.scorer import Turns
 
 
 def test_gaps_are_filled_in_order_each_when_it_is_reached():
@@ -25,7 +25,7 @@ def test_gaps_are_filled_in_order_each_when_it_is_reached():
 
 
 async def test_other_tasks_run_between_two_large_parts(monkeypatch):
-    monkeypatch.setattr(response_parts, "HELD_SECONDS", -1)
+    monkeypatch.setattr(handler, "HELD_SECONDS", -1)
     events = []
 
     async def other() -> None:
@@ -41,5 +41,5 @@ async def test_other_tasks_run_between_two_large_parts(monkeypatch):
     assert b"".join(sent) == b"ab"
     assert events == ["other", b"a", "other", b"", "other", b"b"]
     # Small parts are sent as one.
-    monkeypatch.setattr(response_parts, "HELD_SECONDS", 60)
+    monkeypatch.setattr(handler, "HELD_SECONDS", 60)
     assert [part async for part in in_turns([b"a", b"b", b"c"], Turns())] == [b"abc"]

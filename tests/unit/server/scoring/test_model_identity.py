@@ -15,9 +15,15 @@ from vllm.lora.request import LoRARequest
 
 from scoremode.wire.protocol import is_old_fingerprint
 from scoremode_server.references.manifest import ModelIdentity
-from scoremode_server.scoring import model_identity as module
-from scoremode_server.scoring.file_samples import BLOCK_BYTES, MAX_TENSORS, WHOLE_BYTES, digest_of
-from scoremode_server.scoring.model_identity import model_identity, with_adapter
+from scoremode_server.scoring import model_files as module
+from scoremode_server.scoring.model_files import (
+    BLOCK_BYTES,
+    MAX_TENSORS,
+    WHOLE_BYTES,
+    digest_of,
+    model_identity,
+    with_adapter,
+)
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 TENSOR_BYTES = 300_000

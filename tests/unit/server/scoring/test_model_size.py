@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig
 from vllm.config import LoadConfig, ModelConfig
 
-from scoremode_server.scoring.model_size import num_parameters, weight_bytes
+from scoremode_server.scoring.model_files import num_parameters, weight_bytes
 from tests.models import int8_model, random_gemma, random_llama
 
 
