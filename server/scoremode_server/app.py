@@ -5,6 +5,7 @@ import gc
 import hmac
 import importlib.metadata
 import secrets
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.worker_files import WorkerFiles
-from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
+from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.computed_by import what_computes
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
 from scoremode_server.vllm_patches.row_spec import RowSpec
@@ -90,9 +91,7 @@ class ScoremodeState:
         return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
 
 
-async def make_state(
-    client: EngineClient, state: State, settings: ServerSettings, *, has_api_keys: bool
-) -> ScoremodeState:
+async def make_state(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> ScoremodeState:
     """Assemble the parts around an engine and vLLM's own app state.
 
     Raises:
@@ -132,7 +131,7 @@ async def make_state(
     )
 
 
-def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
+def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
     """How much an engine of this configuration is given at once."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
@@ -149,11 +148,7 @@ def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
 
 
 async def _server_info(
-    client: EngineClient,
-    limits: Limits,
-    tokenizer: Tokenizer,
-    models: ServedModels,
-    identity: ModelIdentity,
+    client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels, identity: ModelIdentity
 ) -> ServerInfo:
     model = client.model_config
     return ServerInfo(
@@ -167,11 +162,7 @@ async def _server_info(
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
-        dtype=identity.dtype,
-        quantization=identity.quantization,
-        fingerprint=identity.fingerprint,
-        revision=identity.revision,
-        computed_by=identity.computed_by,
+        **identity.model_dump(include={"dtype", "quantization", "fingerprint", "revision", "computed_by"}),
         weight_bytes=await asyncio.to_thread(weight_bytes, model, client.vllm_config.load_config),
         num_parameters=await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
     )

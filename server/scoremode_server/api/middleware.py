@@ -1,7 +1,6 @@
 """Middleware around all of vLLM's own: request ids (`X-Request-Id`), and the API key, required on every route except
 those in `OPEN_PATHS`. vLLM itself guards some path prefixes only."""
 
-import hashlib
 import secrets
 from argparse import Namespace
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from scoremode_server.api import page
 
@@ -42,32 +42,23 @@ def configured_keys(args: Namespace) -> list[str]:
     return [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
 
 
-class Authentication:
-    """Middleware that answers requests without a valid `Authorization: Bearer KEY` with 401.
+class Authentication(AuthenticationMiddleware):
+    """vLLM's middleware, which compares keys in constant time, on all other paths. Requests without a valid
+    `Authorization: Bearer KEY` get 401.
 
     Browsers' preflight requests (OPTIONS) have no key and pass. The 401 has CORS headers, for `--allowed-origins` and
     `--allow-credentials`, so that a page can read it.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str], allowed_origins: Iterable[str] = (), allow_credentials: bool = False
+        self, app: ASGIApp, keys: list[str], allowed_origins: Iterable[str] = (), allow_credentials: bool = False
     ) -> None:
-        self._app = app
-        self._digests = [_digest(key) for key in keys]
+        super().__init__(app, keys)
         self._refuse = CORSMiddleware(_refuse, allow_origins=list(allowed_origins), allow_credentials=allow_credentials)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_open(scope) or self._has_key(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-        else:
-            await self._refuse(scope, receive, send)
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
-        digest = _digest(key)
-        # Every key is compared, in constant time, so that the time reveals nothing about a key.
-        found = [secrets.compare_digest(digest, valid) for valid in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        has_key = _is_open(scope) or self.verify_token(Headers(scope=scope))
+        await (self.app if has_key else self._refuse)(scope, receive, send)
 
 
 def _is_open(scope: Scope) -> bool:
@@ -76,10 +67,6 @@ def _is_open(scope: Scope) -> bool:
     # Open paths begin with a slash, so the rest is what Starlette routes on.
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/") in OPEN_PATHS
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
