@@ -110,6 +110,13 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
             "the request has 90000 sequences",
         ),
         ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
+        (
+            "an answer too large",
+            {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250},
+            "prompt",
+            "the answer would have 20080000 logprobs with top tokens and candidates, and may have at most 8388608",
+            *(False, 413),
+        ),
     ],
     (PERPLEXITY,): [
         ("no text", {}, "prompt", "give either prompt, one text, or texts, several"),

@@ -8,16 +8,20 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import httpx
 import pytest
 
 import lm_eval_tasks
-from tests.e2e.gate import gated
 from tests.e2e.test_lm_eval import NUM_QUESTIONS, TASK
 from tests.shared_servers import API_KEY
+from tests.unit.client.fake_server import serve
 
 LETTERS = [" A", " B", " C", " D"]
 TEMPLATE = (
@@ -90,6 +94,27 @@ def test_another_tokenizer_than_the_servers_is_refused(server, smollm2):
         ScoremodeLM(server, tokenizer=str(smollm2))
     with pytest.raises(ValueError, match="max_length: 2048 exceeds the server's limit of 2047"):
         ScoremodeLM(server, max_length=2048)
+
+
+@contextmanager
+def gated(server: str, route: str, num_answers: int) -> Iterator[str]:
+    """A real server at an address where requests to the route, after so many, have no answer until the end, so that a
+    client can be killed before it is done."""
+    asked, over = count(1), Event()
+
+    def relay(request: httpx.Request) -> httpx.Response | None:
+        if request.url.path == route and next(asked) > num_answers:
+            over.wait()
+            return None
+        headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
+        answer = http.request(request.method, request.url.path, content=request.content, headers=headers)
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    with httpx.Client(base_url=server, timeout=300) as http, serve(relay) as url:
+        try:
+            yield url
+        finally:
+            over.set()
 
 
 def test_a_killed_run_resumes_from_its_cache(server, tmp_path):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -117,6 +117,11 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=transport, base_url="http://light", timeout=60) as client:
         yield client
     assert is_idle(app)
+
+
+def client_of_model(root: Path, noise: float = 0.0, **identity: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """A client of a server that has just started, with references in a folder; see `ReferenceEngine`."""
+    return client_of(light_app(ReferenceEngine(root, noise, **identity)))
 
 
 async def ask(app: Any, path: str, *, method: str = "GET", root_path: str = "", headers: Any = ()) -> httpx.Response:

@@ -9,8 +9,7 @@ import pytest
 from scoremode_server.api.requests import STATUSES
 from scoremode_server.errors import RequestError
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
-from tests.unit.server.api.light_app import client_of, light_app
-from tests.unit.server.api.reference_engine import ReferenceEngine
+from tests.unit.server.api.light_app import client_of, client_of_model, light_app
 
 GOOD = {"prompt": [5, 6, 7]}
 BODY = json.dumps(GOOD).encode()
@@ -20,7 +19,7 @@ BODY = json.dumps(GOOD).encode()
     "bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS if not row.needs_engine]
 )
 async def test_bad_input_names_its_field_and_the_server_still_answers(bad):
-    async with client_of(light_app(ReferenceEngine(Path("no-references")))) as http:
+    async with client_of_model(Path("no-references")) as http:
         response = await http.post(bad.route, content=bad.content, headers=bad.headers)
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["param"]) == (bad.status, bad.status, bad.param)
