@@ -93,14 +93,18 @@ class ScoremodeRoute(APIRoute):
     body do not pass through FastAPI, whose models would look at each value again."""
 
     def get_route_handler(self) -> RouteHandler:
-        handle: RouteHandler = super().get_route_handler()
+        handle = super().get_route_handler()
         if self.body_field is not None:
             model: Any = self.body_field.field_info.annotation
             readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
                 CompletionRequest: read_completion_request,
                 GenerateRequest: read_generate_request,
             }
-            handle = partial(self._read_and_answer, readers.get(model) or partial(_read_model, model))
+            read = readers.get(model) or partial(_read_model, model)
+
+            async def handle(request: Request) -> Response:
+                response: Response = await self.endpoint(await _read_request(request, read), request)
+                return response
 
         async def handle_with_errors(request: Request) -> Response:
             try:
@@ -122,10 +126,6 @@ class ScoremodeRoute(APIRoute):
             return JSONResponse(error_content(failure), status_code=status_of(failure), headers=headers)
 
         return handle_with_errors
-
-    async def _read_and_answer(self, read: Callable[[bytes], BaseModel], request: Request) -> Response:
-        response: Response = await self.endpoint(await _read_request(request, read), request)
-        return response
 
 
 def until_disconnect(

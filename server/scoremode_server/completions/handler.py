@@ -27,7 +27,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions import logprobs_json
-from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style, Written
+from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.prompt_texts import PromptTexts
 from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.prefix_cache.admission import Accept
@@ -35,6 +35,7 @@ from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
+from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
@@ -207,7 +208,7 @@ class ScoringCompletions:
             for _ in result.output.outputs:
                 of_sampled = next(sampled)
                 if style.num_top is not None:
-                    yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)
+                    yield logprobs_json.openai_logprobs(next(copies) if in_openai else (), of_sampled)
                 yield logprobs_json.prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
@@ -219,18 +220,18 @@ class ScoringCompletions:
 
 
 class ScoringGenerate:
-    """Answers requests for which `is_scoring_generation` is true."""
+    """Answers requests for which `is_scoring_generation` is true.
+
+    Attributes:
+        has_texts: whether answers have the texts of tokens, which `--tokens-only` leaves out.
+    """
 
     def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
+        self.has_texts = bool(stock.has_tokenizer)
         self._stock = stock
         self._engine = engine
         self._writer = writer
         self._turns = Turns(at_once=1)
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether answers have the texts of tokens, which `--tokens-only` leaves out."""
-        return bool(self._stock.has_tokenizer)
 
     async def generate(
         self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
@@ -286,28 +287,12 @@ class _EngineThatScores:
         yield _without_rows(self.result)
 
 
-def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> Iterator[bytes]:
-    """OpenAI's logprobs, after an empty part per piece of the prompt's, between which other tasks may run."""
-    parts: list[OpenAI] = []
-    for piece in of_prompt:
-        if piece.openai is not None:
-            parts.append(piece.openai)
-        yield b""
-    yield logprobs_json.openai_logprobs(parts + of_sampled)
-
-
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
     """The prompts of a request that has them as token ids and may want them echoed as text; else none."""
-    prompts: Any = request.prompt
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []
-    match prompts:
-        case [int(), *_]:
-            return [prompts]
-        case [list(), *_]:
-            return list(prompts)
-        case _:
-            return []
+    prompts: list[Any] = as_prompts(request.prompt or "")
+    return prompts if isinstance(prompts[0], list) else []
 
 
 def _without_rows(result: EngineResult, prompt: str | None = None) -> RequestOutput:

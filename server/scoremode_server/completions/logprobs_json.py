@@ -115,9 +115,7 @@ class TokenPieces:
         if _UNKNOWN in kinds.tobytes():
             self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
             kinds = self._kinds[token_ids]
-        places: list[int] = []
-        if _WITHIN_CHARACTER in kinds.tobytes():
-            places = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
+        places: list[int] = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
         return places
 
     def _add(self, token_ids: list[int]) -> None:
@@ -246,10 +244,17 @@ class LogprobsWriter:
         )
 
 
-def openai_logprobs(parts: Sequence[OpenAI]) -> bytes:
-    """OpenAI's `logprobs`, of the prompt and of what was sampled after it."""
+def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -> Iterator[bytes]:
+    """OpenAI's `logprobs` of the prompt and of what was sampled after it, after an empty part per piece, between which
+    other tasks may run."""
+    parts: list[OpenAI] = []
+    for piece in pieces:
+        assert piece.openai is not None
+        parts.append(piece.openai)
+        yield b""
+    parts += sampled
     lengths = np.concatenate([part.lengths for part in parts])
-    return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
+    yield b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
         orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY),
         b",".join([part.logprobs for part in parts]),
         b",".join([part.names for part in parts]),
