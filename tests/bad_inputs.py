@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import httpx
+
 SCORE = "/v1/score"
 PERPLEXITY = "/v1/perplexity"
 COMPLETIONS = "/v1/completions"
@@ -38,6 +40,14 @@ class BadInput(NamedTuple):
     @property
     def content(self) -> bytes:
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+
+    def check(self, response: httpx.Response) -> None:
+        """Check that a response refuses this request, and names its field."""
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (self.status, self.status, self.param)
+        assert error["message"].startswith(self.message)
+        assert len(error["message"]) < 1000
+        assert set(error) == {"message", "type", "param", "code"}
 
 
 def scoring(**fields: Any) -> dict[str, Any]:
