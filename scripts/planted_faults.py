@@ -152,7 +152,7 @@ SERVER_FAULTS = {
     "api/middleware.py < api/test_middleware.py": [
         ('path.rstrip("/") in OPEN_PATHS', "path.startswith(tuple(OPEN_PATHS))")
     ],
-    "api/requests.py < api/test_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
+    "api/requests.py < api/test_refused_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
     "api/references.py < api/test_kld_route.py api": [
         ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)")
     ],
