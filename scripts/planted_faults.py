@@ -146,12 +146,12 @@ SERVER_FAULTS = {
     "vllm_patches/output_processor.py < vllm_patches/test_output_processor.py completions": [
         ("if not text or text.endswith(INCOMPLETE):", "if not text:")
     ],
-    "api/bodies.py < api": [("size += len(chunk)", "size = len(chunk)")],
-    "api/authentication.py < api/test_authentication.py": [
+    "api/requests.py < api": [("size += len(chunk)", "size = len(chunk)")],
+    "api/middleware.py < api/test_middleware.py": [
         ('path.rstrip("/") in OPEN_PATHS', "path.startswith(tuple(OPEN_PATHS))")
     ],
-    "api/error_responses.py < api/test_error_responses.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
-    "api/kld.py < api/test_kld_route.py api": [
+    "api/requests.py < api/test_refused_requests.py": [('str(detail["loc"][0])', 'str(detail["loc"][-1])')],
+    "api/references.py < api/test_kld_route.py api": [
         ("list(windows)[::-1] if request.as_noise_floor else list(windows)", "list(windows)")
     ],
     "completions/logprobs_json.py < completions": [

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import httpx
+
 SCORE = "/v1/score"
 PERPLEXITY = "/v1/perplexity"
 COMPLETIONS = "/v1/completions"
@@ -39,6 +41,14 @@ class BadInput(NamedTuple):
     def content(self) -> bytes:
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
+    def check(self, response: httpx.Response) -> None:
+        """Check that a response refuses this request, and names its field."""
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (self.status, self.status, self.param)
+        assert error["message"].startswith(self.message)
+        assert len(error["message"]) < 1000
+        assert set(error) == {"message", "type", "param", "code"}
+
 
 def scoring(**fields: Any) -> dict[str, Any]:
     """A scoring completion."""
@@ -49,6 +59,7 @@ SCORING = json.dumps(scoring())[1:].encode()
 NOT_JSON = "the body is not valid JSON: "
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
 CONTINUED = {"prompt": [5], "continuations": [[6]]}
+TOO_MANY_VALUES = {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}
 LONG_NAME = "gpt-5" * 200_000
 SHORT_NAME = f"The model `{'gpt-5' * 20}…` does not"
 
@@ -97,19 +108,15 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("an empty list", {"prompt": ["a", "b"], "continuations": [["c"], []]}, "continuations", "continuations[1] is"),
         ("an empty text", {"prompt": "one", "continuations": [" two", ""]}, "continuations", NO_TOKEN_OF_ITS_OWN, True),
         ("candidate lists", CONTINUED | {"candidate_token_ids": [[1]]}, "candidate_token_ids", "candidate_token_ids: "),
+        ("too many prompts", {"prompt": [[5]] * 65_537}, "prompt", "the request has 65537 sequences to score, of at"),
         (
-            "too many prompts",
-            {"prompt": [[5]] * 65_537},
-            "prompt",
-            "the request has 65537 sequences to score, of at most",
-        ),
-        (
-            "too many continuations",
+            "too many pairs",
             {"prompt": [[5]] * 300, "continuations": [[6]] * 300},
             "continuations",
-            "the request has 90000 sequences",
+            "the request has 90000",
         ),
         ("a first position", CONTINUED | {"logprobs_from": 1}, "logprobs_from", "logprobs_from: a continuation's"),
+        ("an answer too large", TOO_MANY_VALUES, "prompt", "the answer would have 20080000 logprobs", False, 413),
     ],
     (PERPLEXITY,): [
         ("no text", {}, "prompt", "give either prompt, one text, or texts, several"),
@@ -118,12 +125,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("texts too short", {"texts": []}, "texts", "no token can be scored: texts has 0 tokens"),
         ("a text too short", {"prompt": [5]}, "prompt", "no token can be scored: prompt has 1 tokens"),
         ("a rolling one too long", {"prompt": [5], "method": "rolling", "context_length": 2048}, "context_length", ""),
-        (
-            "too many windows",
-            {"prompt": [5] * 70_000, "context_length": 8, "stride": 1},
-            "stride",
-            "the request has 70001",
-        ),
+        ("too many windows", {"prompt": [5] * 70_000, "context_length": 8, "stride": 1}, "stride", "the request has 7"),
         ("a stride past the context", {"prompt": [5, 6], "context_length": 8, "stride": 9}, "stride", ""),
     ],
     (COMPLETIONS,): [

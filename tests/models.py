@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,9 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -58,21 +57,7 @@ def random_llama(
         bos_token_id=0,
         eos_token_id=1,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(path)
-    return path
-
-
-def with_scaled_head(source: Path, path: Path, factor: float) -> Path:
-    """Writes `source`, whose LM head is its embedding, with a head of its own, that times `factor`."""
-    copy_all_but_weights(source, path)
-    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+    return _random_weights(config, path, seed)
 
 
 def random_gemma(path: Path, *, seed: int = 0, vocab_size: int = 262_144, soft_cap: float = 30.0) -> Path:
@@ -94,32 +79,35 @@ def random_gemma(path: Path, *, seed: int = 0, vocab_size: int = 262_144, soft_c
         # transformers' fast attention leaves it out.
         attn_logit_softcapping=None,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        Gemma2ForCausalLM(config).save_pretrained(path)
-    return path
+    return _random_weights(config, path, seed)
 
 
 def random_model_of(config: PretrainedConfig, path: Path, *, seed: int = 0) -> Path:
     """Writes a float32 model of any family with random weights, and a tokenizer of 1,024 tokens."""
     _tokenizer(1024, add_bos=False, byte_fallback=False).save_pretrained(path)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return path
+    return _random_weights(config, path, seed)
+
+
+def with_scaled_head(source: Path, path: Path, factor: float) -> Path:
+    """Writes `source`, whose LM head is its embedding, with a head of its own, that times `factor`."""
+
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * factor
+
+    return _changed(source, path, add_head, tie_word_embeddings=False)
 
 
 def disturbed(source: Path, path: Path, share: float) -> Path:
     """Writes `source` with normal noise of a share of each weight's standard deviation added to it."""
-    copy_all_but_weights(source, path)
     generator = torch.Generator().manual_seed(0)
-    tensors = load_file(source / "model.safetensors")
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2:
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensors[name] = tensor + share * tensor.std() * noise
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+
+    def disturb(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2:
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensors[name] = tensor + share * tensor.std() * noise
+
+    return _changed(source, path, disturb)
 
 
 def int8_model(source: Path, path: Path, *, last_blocks: int | None = None, symmetric_activations: bool = True) -> Path:
@@ -135,23 +123,49 @@ def int8_model(source: Path, path: Path, *, last_blocks: int | None = None, symm
     With `symmetric_activations`, vLLM 0.32 cannot run the model in float32 on a CPU that has AMX: it takes a kernel
     that knows only 16-bit activations. Asymmetric ones (a zero point per token) run on every CPU.
     """
-    copy_all_but_weights(source, path)
-    config = json.loads((source / "config.json").read_text())
-    blocks = config["num_hidden_layers"]
+    blocks = json.loads((source / "config.json").read_text())["num_hidden_layers"]
     kept = range(0 if last_blocks is None else blocks - last_blocks)
     kept_prefixes = tuple(f"model.layers.{block}." for block in kept)
-    scheme = _int8_scheme(symmetric_activations)
-    tensors = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight") and not name.startswith(kept_prefixes):
-            parts = _quantize_weight(tensor.float(), scheme)
-            tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
-        else:
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(num_bits=8, strategy="channel"),
+        input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=symmetric_activations),
+    )
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in list(tensors.items()):
             tensors[name] = tensor.float()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    ignore = ["lm_head", *(f"re:{re.escape(prefix)}" for prefix in kept_prefixes)]
-    quantized = config | {"dtype": "float32", "quantization_config": _quantization_config(scheme, ignore)}
-    (path / "config.json").write_text(json.dumps(quantized, indent=2))
+            if name.endswith("_proj.weight") and not name.startswith(kept_prefixes):
+                weight = tensors.pop(name)
+                # [out, in] float32 becomes `weight` [out, in] int8 and `weight_scale` [out, 1] float32.
+                parts = {"weight": weight, "weight_scale": weight.abs().amax(dim=1, keepdim=True) / LARGEST_INT8}
+                for part, value in IntQuantizationCompressor.compress(parts, scheme).items():
+                    tensors[f"{name.removesuffix('weight')}{part}"] = value
+
+    quantization = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="int-quantized",
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head", *(f"re:{re.escape(prefix)}" for prefix in kept_prefixes)],
+    ).model_dump(mode="json", exclude_none=True)
+    return _changed(source, path, quantize, dtype="float32", quantization_config=quantization)
+
+
+def _random_weights(config: PretrainedConfig, path: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def _changed(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None], **config: object) -> Path:
+    """Writes a model with changes of its weights and of its configuration."""
+    copy_all_but_weights(source, path)
+    fields = json.loads((source / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(fields, indent=2))
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 
@@ -192,26 +206,3 @@ def _sentencepiece_like(vocab_size: int) -> Tokenizer:
 def _train(tokenizer: Tokenizer, vocab_size: int, **options: list[str]) -> None:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[BOS, EOS], show_progress=False, **options)
     tokenizer.train_from_iterator([WIKITEXT.read_text()], trainer)
-
-
-def _int8_scheme(symmetric_activations: bool) -> QuantizationScheme:
-    return QuantizationScheme(
-        targets=["Linear"],
-        weights=QuantizationArgs(num_bits=8, strategy="channel"),
-        input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=symmetric_activations),
-    )
-
-
-def _quantize_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> dict[str, torch.Tensor]:
-    """[out, in] float32 -> `weight` [out, in] int8 and `weight_scale` [out, 1] float32."""
-    scale = weight.abs().amax(dim=1, keepdim=True) / LARGEST_INT8
-    return IntQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-
-
-def _quantization_config(scheme: QuantizationScheme, ignore: list[str]) -> dict[str, object]:
-    return QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format="int-quantized",
-        quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=ignore,
-    ).model_dump(mode="json", exclude_none=True)

@@ -53,33 +53,30 @@ class Result(NamedTuple):
     """[num_scored] float64, nats, in the order of evaluation."""
 
 
-def logprobs(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-    """Logprob of each token but the first: for n tokens [n - 1], float64."""
-    return [_actual(_log_softmax(_float64_model(model_path), tokens), tokens) for tokens in sequences]
+def logprobs(model: Path | PreTrainedModel, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+    """Logprob of each token but the first: for n tokens [n - 1], float64. A path is that of a model to run in
+    float64."""
+    of_all = [(logits(model, tokens).log_softmax(-1), _targets(tokens)) for tokens in sequences]
+    return [found.gather(1, targets).squeeze(1).numpy() for found, targets in of_all]
 
 
-def logits(model_path: Path, tokens: Tokens) -> torch.Tensor:
-    """Logits [n - 1, vocabulary] float64 after each token but the last."""
-    return _logits(_float64_model(model_path), tokens)
+@torch.inference_mode()
+def logits(model: Path | PreTrainedModel, tokens: Tokens) -> torch.Tensor:
+    """Logits [n - 1, vocabulary] float64 after each token but the last: what predicts tokens 1 to n - 1."""
+    run = _float64_model(model) if isinstance(model, Path) else model
+    return run(torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].double()
 
 
-def top_logprobs(model_path: Path, sequences: Sequence[Tokens], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def top_logprobs(model: Path, sequences: Sequence[Tokens], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The top k tokens at each position but the first, best first: ids [n - 1, k] and logprobs [n - 1, k]."""
-    results = []
-    for tokens in sequences:
-        best = _log_softmax(_float64_model(model_path), tokens).topk(k, dim=-1)
-        results.append((best.indices.numpy(), best.values.numpy()))
-    return results
+    best = [logits(model, tokens).log_softmax(-1).topk(k, dim=-1) for tokens in sequences]
+    return [(each.indices.numpy(), each.values.numpy()) for each in best]
 
 
-def ranks(model_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+def ranks(model: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     """1 + the number of tokens with a larger logit than the actual one's, for each token but the first: [n - 1]."""
-    results = []
-    for tokens in sequences:
-        logits = _logits(_float64_model(model_path), tokens)
-        actual = logits.gather(1, _targets(tokens))
-        results.append(1 + (logits > actual).sum(dim=-1).numpy())
-    return results
+    of_all = [(logits(model, tokens), _targets(tokens)) for tokens in sequences]
+    return [1 + (found > found.gather(1, targets)).sum(dim=-1).numpy() for found, targets in of_all]
 
 
 class Divergence(NamedTuple):
@@ -100,18 +97,9 @@ class Divergence(NamedTuple):
     """The largest probability in p."""
 
 
-def divergences(base_path: Path, other_path: Path, sequences: Sequence[Tokens]) -> list[Divergence]:
+def divergences(base: Path, other: Path | PreTrainedModel, sequences: Sequence[Tokens]) -> list[Divergence]:
     """How far a model is from a base."""
-    base, other = _float64_model(base_path), _float64_model(other_path)
-    return [divergence(_logits(base, tokens), _logits(other, tokens), tokens) for tokens in sequences]
-
-
-def int8_divergences(
-    base_path: Path, int8_path: Path, sequences: Sequence[Tokens], *, saturates: bool = False
-) -> list[Divergence]:
-    """The same for a checkpoint whose weights and activations are INT8, and a base that is not quantized."""
-    base, other = _float64_model(base_path), _int8_model(int8_path, saturates)
-    return [divergence(_logits(base, tokens), _logits(other, tokens), tokens) for tokens in sequences]
+    return [divergence(logits(base, tokens), logits(other, tokens), tokens) for tokens in sequences]
 
 
 def divergence(base_logits: torch.Tensor, logits: torch.Tensor, tokens: Tokens) -> Divergence:
@@ -131,25 +119,8 @@ def divergence(base_logits: torch.Tensor, logits: torch.Tensor, tokens: Tokens) 
     return Divergence(*(tensor.numpy() for tensor in tensors))
 
 
-def decompressed_logprobs(int8_path: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-    """What transformers gives for a compressed-tensors checkpoint: weights decompressed, activations not quantized.
-
-    `logprobs` of the same checkpoint is something else: left to itself, compressed-tensors simulates quantized
-    activations, with a scale of max|x| / 127.5 where vLLM's kernels take max|x| / 127.
-    """
-    return [_actual(_log_softmax(_decompressed_model(int8_path), tokens), tokens) for tokens in sequences]
-
-
-def int8_logprobs(int8_path: Path, sequences: Sequence[Tokens], *, saturates: bool = False) -> list[np.ndarray]:
-    """Logprobs of an INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it.
-
-    `saturates` sums as kernels do on CPUs where `int8_products_saturate`.
-    """
-    return [_actual(_log_softmax(_int8_model(int8_path, saturates), tokens), tokens) for tokens in sequences]
-
-
 def perplexity(
-    model_path: Path,
+    model: Path,
     token_ids: Tokens,
     method: str,
     context_length: int,
@@ -160,28 +131,10 @@ def perplexity(
 ) -> Result:
     """Perplexity by one of the five methods. `bos` is for `llama.cpp` (None: the model adds none), `prefix` for
     `rolling`."""
-    return perplexity_of(
-        lambda window: logprobs(model_path, [window])[0],
-        token_ids,
-        method,
-        context_length,
-        stride,
-        bos=bos,
-        prefix=prefix,
-    )
 
+    def score(window: Tokens) -> np.ndarray:
+        return logprobs(model, [window])[0]
 
-def perplexity_of(
-    score: Score,
-    token_ids: Tokens,
-    method: str,
-    context_length: int,
-    stride: int | None = None,
-    *,
-    bos: int | None = None,
-    prefix: int | None = None,
-) -> Result:
-    """`perplexity` over any scorer."""
     pieces = {
         "sliding": lambda: _fixed_length_loop(score, token_ids, context_length, stride),
         "overlapping": lambda: _strided_rows(score, token_ids, context_length, stride),
@@ -234,33 +187,24 @@ def _targets(tokens: Tokens) -> torch.Tensor:
     return torch.tensor(tokens[1:], dtype=torch.long).unsqueeze(1)
 
 
-@torch.inference_mode()
-def _logits(model: PreTrainedModel, tokens: Tokens) -> torch.Tensor:
-    """[n - 1, vocabulary] float64: what predicts tokens 1 to n - 1."""
-    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].double()
-
-
-def _log_softmax(model: PreTrainedModel, tokens: Tokens) -> torch.Tensor:
-    return _logits(model, tokens).log_softmax(dim=-1)
-
-
-def _actual(log_softmax: torch.Tensor, tokens: Tokens) -> np.ndarray:
-    return log_softmax.gather(1, _targets(tokens)).squeeze(1).numpy()
-
-
 @lru_cache(maxsize=3)
 def _float64_model(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 
 
-@lru_cache(maxsize=1)
-def _decompressed_model(path: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval().apply(disable_quantization)
+def decompressed_model(int8_path: Path) -> PreTrainedModel:
+    """What transformers makes of a compressed-tensors checkpoint: weights decompressed, activations not quantized.
+
+    `logprobs` of the same path is something else: left to itself, compressed-tensors simulates quantized activations,
+    with a scale of max|x| / 127.5 where vLLM's kernels take max|x| / 127.
+    """
+    return AutoModelForCausalLM.from_pretrained(int8_path, dtype=torch.float64).eval().apply(disable_quantization)
 
 
 @lru_cache(maxsize=1)
-def _int8_model(path: Path, saturates: bool) -> PreTrainedModel:
-    """The architecture in plain float64, its quantized linear layers replaced by `Int8Linear`."""
+def int8_model(path: Path) -> PreTrainedModel:
+    """An INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it on this CPU: the architecture
+    in plain float64, its quantized linear layers replaced by `Int8Linear`."""
     config = AutoConfig.from_pretrained(path)
     scheme = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     del config.quantization_config
@@ -269,7 +213,7 @@ def _int8_model(path: Path, saturates: bool) -> PreTrainedModel:
     tensors = load_file(path / "model.safetensors")
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
         weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        model.set_submodule(name, Int8Linear(weight, scale, symmetric, saturates))
+        model.set_submodule(name, Int8Linear(weight, scale, symmetric, int8_products_saturate()))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
         raise ValueError(f"{path}: {missing=} {unexpected=}")

@@ -5,6 +5,8 @@ import gc
 import hmac
 import importlib.metadata
 import secrets
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +17,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.wire.protocol import ServerInfo
-from scoremode_server.completions.generate import ScoringGenerate
-from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
@@ -25,15 +26,13 @@ from scoremode_server.prefix_cache.run import RowsRequest, run_engine
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.comparer import Comparer
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.model_identity import model_identity
-from scoremode_server.scoring.model_size import num_parameters, weight_bytes
+from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.recorder import Recorder
 from scoremode_server.scoring.references import References
-from scoremode_server.scoring.scorer import Scorer, check_engine
+from scoremode_server.scoring.scorer import Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import WorkerFiles
-from scoremode_server.settings import WORKER_EXTENSION, ServerSettings, logprob_bytes, reference_directory
+from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.computed_by import what_computes
 from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
 from scoremode_server.vllm_patches.row_spec import RowSpec
@@ -64,9 +63,8 @@ class ReferenceParts:
         cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
-        stored, files = References(root, model), WorkerFiles(client, engine.admission)
-        parts = (stored, client, engine, turns, files)
-        return cls(stored, Recorder(*parts), Comparer(*parts))
+        stored, others = References(root, model, "name"), (client, engine, turns, WorkerFiles(client, engine.admission))
+        return cls(stored, Recorder(stored, *others), Comparer(stored.for_param("reference"), *others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,13 @@ class ScoremodeState:
     owner_key: bytes | None
     """A secret of this process, if the server has API keys."""
 
-    def owner(self, authorization: str) -> str:
-        """The owner of a request with this header. Without API keys all requests have one owner."""
-        return "" if self.owner_key is None else hmac.new(self.owner_key, authorization.encode(), "sha256").hexdigest()
+    def owner(self, headers: Mapping[str, str]) -> str:
+        """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
+        key = headers.get("Authorization", "").encode()
+        return "" if self.owner_key is None else hmac.new(self.owner_key, key, "sha256").hexdigest()
 
 
-async def make_state(
-    client: EngineClient, state: State, settings: ServerSettings, *, has_api_keys: bool
-) -> ScoremodeState:
+async def make_state(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> ScoremodeState:
     """Assemble the parts around an engine and vLLM's own app state.
 
     Raises:
@@ -134,7 +131,7 @@ async def make_state(
     )
 
 
-def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
+def engine_size(config: VllmConfig, settings: Namespace) -> EngineSize:
     """How much an engine of this configuration is given at once."""
     scheduler, num_engines = config.scheduler_config, config.parallel_config.data_parallel_size
     cache_tokens = getattr(config.cache_config, "kv_cache_size_tokens", None) or config.model_config.max_model_len
@@ -151,11 +148,7 @@ def engine_size(config: VllmConfig, settings: ServerSettings) -> EngineSize:
 
 
 async def _server_info(
-    client: EngineClient,
-    limits: Limits,
-    tokenizer: Tokenizer,
-    models: ServedModels,
-    identity: ModelIdentity,
+    client: EngineClient, limits: Limits, tokenizer: Tokenizer, models: ServedModels, identity: ModelIdentity
 ) -> ServerInfo:
     model = client.model_config
     return ServerInfo(
@@ -169,11 +162,7 @@ async def _server_info(
         bos_token_id=tokenizer.special_token_id("bos"),
         eos_token_id=tokenizer.special_token_id("eos"),
         adds_bos=await tokenizer.adds_bos(),
-        dtype=identity.dtype,
-        quantization=identity.quantization,
-        fingerprint=identity.fingerprint,
-        revision=identity.revision,
-        computed_by=identity.computed_by,
+        **identity.model_dump(include={"dtype", "quantization", "fingerprint", "revision", "computed_by"}),
         weight_bytes=await asyncio.to_thread(weight_bytes, model, client.vllm_config.load_config),
         num_parameters=await asyncio.to_thread(num_parameters, model.hf_config, model.trust_remote_code),
     )

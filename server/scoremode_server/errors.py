@@ -1,4 +1,4 @@
-"""What can go wrong in the server. `api/statuses.py` has the HTTP status of each error."""
+"""What can go wrong in the server. `api/requests.py` has the HTTP status of each error."""
 
 MAX_NAME = 100
 """Characters of a name that are repeated to the client, who chose it."""

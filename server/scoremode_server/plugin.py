@@ -23,12 +23,12 @@ class ScoremodeEndpoints:
     def attach_router(self, app: "FastAPI") -> None:
         """Add our routes before vLLM's, in place of its `/v1/completions` and, if served, `/inference/v1/generate`. Add
         our middleware and limits of connections."""
-        from scoremode_server.api import completions, kld, page, perplexity, references, score, tokens
+        from scoremode_server.api import completions, page, perplexity, references, score
         from scoremode_server.api.middleware import wrap
         from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
-        ours = [each.router for each in (completions, perplexity, score, tokens, references, kld, page)]
+        ours = [each.router for each in (completions, perplexity, score, references, page)]
         replaced = {completions.COMPLETIONS}
         if completions.serves_generate(app):
             ours.append(completions.generate_router)
@@ -44,7 +44,7 @@ class ScoremodeEndpoints:
     async def init_state(self, engine_client: "EngineClient | None", state: "State", args: Namespace) -> None:
         """Make the parts that routes share. `engine_client` is None only on servers without an engine, without
         routes."""
-        from scoremode_server.api.authentication import configured_keys
+        from scoremode_server.api.middleware import configured_keys
         from scoremode_server.app import make_state, prepare_process
         from scoremode_server.settings import server_settings
 

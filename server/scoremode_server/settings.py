@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
 from pathlib import Path
 
 SCORE_CACHE_BYTES = 512 * 1024**2
@@ -88,32 +87,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     group.add_argument("--no-page", action="store_true", help=page_help)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """The flags, or their defaults under stock `vllm serve`."""
-
-    score_cache_bytes: int = SCORE_CACHE_BYTES
-    max_scoring_tokens: int | None = None
-    max_request_sequences: int = MAX_SEQUENCES
-    max_request_bytes: int = MAX_REQUEST_BYTES
-    request_timeout: float | None = None
-
-
-def server_settings(arguments: Namespace) -> ServerSettings:
-    """The settings of a server.
+def server_settings(arguments: Namespace) -> Namespace:
+    """The flags above, or their defaults: stock `vllm serve` has none of them.
 
     Raises:
         ValueError: the environment's size of the cache is not valid.
     """
-    given = {name: value for name, value in vars(arguments).items() if name in ServerSettings.__dataclass_fields__}
-    if given.get("score_cache_bytes") is None:
-        given["score_cache_bytes"] = _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
-    return ServerSettings(**given)
-
-
-def serves_page(arguments: Namespace) -> bool:
-    """Whether there is a page at `/scoremode`."""
-    return not getattr(arguments, "no_page", False)
+    parser = ArgumentParser()
+    add_arguments(parser)
+    settings = parser.parse_args([], Namespace(**vars(arguments)))
+    if settings.score_cache_bytes is None:
+        settings.score_cache_bytes = _from_environment(SCORE_CACHE_VARIABLE, SCORE_CACHE_BYTES)
+    return settings
 
 
 def logprob_bytes() -> int:

@@ -10,9 +10,5 @@ from tests.bad_inputs import BAD_INPUTS, SCORE
     "bad", [pytest.param(row, id=f"{row.route}: {row.wrong}") for row in BAD_INPUTS if row.needs_engine]
 )
 def test_a_bad_input_names_its_field_and_the_server_serves_on(server, bad):
-    response = httpx.post(f"{server}{bad.route}", content=bad.content, headers=bad.headers, timeout=60)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (bad.status, bad.status, bad.param)
-    assert error["message"].startswith(bad.message)
-    assert set(error) == {"message", "type", "param", "code"}
+    bad.check(httpx.post(f"{server}{bad.route}", content=bad.content, headers=bad.headers, timeout=60))
     assert httpx.post(f"{server}{SCORE}", json={"prompt": [5, 6]}).json()["data"][0]["num_scored"] == 1

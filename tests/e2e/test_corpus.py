@@ -1,7 +1,10 @@
-"""`ppl-client corpus` on a real server: figures vs an oracle."""
+"""A corpus on a real server: `ppl-client corpus` vs an oracle, and `ScoreBatch` in the real Ray Data."""
 
 import json
 import math
+import os
+import subprocess
+import sys
 from itertools import accumulate, pairwise
 
 import pyarrow as pa
@@ -9,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import oracle
-from tests.command_line import ppl_client
+from tests.command_line import TIMEOUT_SECONDS, ppl_client
 
 
 def documents(wikitext: str) -> list[str]:
@@ -41,3 +44,45 @@ def test_figures_are_those_of_an_oracle(server, client, random_model, wikitext, 
         assert row["nll"] == pytest.approx(-math.fsum(row["token_logprobs"]), rel=1e-6)
         num_windows.add(-(-len(tokens) // 256))
     assert num_windows >= {1, 2}
+
+
+SCRIPT = """
+import ray
+from scoremode.ray import ScoreBatch
+
+# Two CPUs by name: one is the actor's as long as it lives, the other is for tasks that read.
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+scored = ray.data.read_parquet("in").map_batches(
+    ScoreBatch,
+    fn_constructor_kwargs={"urls": ["URL"], "text_column": "body"},
+    batch_format="pyarrow",
+    batch_size=8,
+    compute=ray.data.ActorPoolStrategy(size=1),
+)
+scored.write_parquet("out")
+ray.shutdown()
+"""
+
+
+def test_a_dataset_is_scored_by_an_actor(server, client, wikitext, tmp_path):
+    """In a process of its own, as people have it: Ray leaves threads and signal handlers."""
+    texts = [*(wikitext[start : start + 200] for start in range(0, 4000, 200)), None, ""]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"body": texts, "place": range(len(texts))}), tmp_path / "in" / "rows.parquet")
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": "/tmp"}
+    command = [sys.executable, "-c", SCRIPT.replace("URL", server)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    rows = sorted(pq.read_table(tmp_path / "out").to_pylist(), key=lambda row: row["place"])
+    assert [row["body"] for row in rows] == texts
+    assert [row["error"] for row in rows] == [None] * 20 + ["the text is null", "the text is empty"]
+    prefix = client.info().prefix_token_id
+    for row in rows[:20]:
+        tokens = client.tokenize(row["body"], add_special_tokens=False)
+        [score] = client.score([[prefix, *tokens]])
+        assert row["num_tokens"] == len(tokens)
+        assert row["nll"] / len(tokens) == pytest.approx(-score.sum_logprob / len(tokens), abs=1e-5)
+    assert rows[20]["nll"] is None

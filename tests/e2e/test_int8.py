@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from scoremode import ScoreClient
+from scoremode.wire.protocol import ComputedBy
 from tests import oracle
 
 
@@ -16,15 +17,36 @@ def tokens(int8_client: ScoreClient, wikitext: str) -> list[int]:
     return int8_client.tokenize(wikitext[:3000])[:512]
 
 
-def test_the_server_runs_quantized_kernels(int8_client):
-    assert int8_client.info().quantization == "compressed-tensors"
+def test_the_server_runs_quantized_kernels_and_says_so(int8_client):
+    info = int8_client.info()
+    assert info.quantization == "compressed-tensors"
+    assert info.fingerprint is not None
+    assert info.fingerprint.startswith("v2-")
+    assert info.computed_by is not None
+    kernels = info.computed_by.kernels
+    assert kernels is not None
+    assert any("CompressedTensorsW8A8Int8, CPU" in each for each in kernels)
+    assert info.computed_by == ComputedBy(
+        model_runner="v1",
+        attention_backends=["CPU_ATTN"],
+        kernels=kernels,
+        kv_cache_dtype="float32",
+        device="cpu",
+        num_devices=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        expert_parallel=False,
+        speculative_method="none",
+        batch_invariant=False,
+    )
 
 
 def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(int8_client, int8_random_model, tokens):
     (score,) = int8_client.score(tokens)
     ours = np.array(score.logprobs[1:])
-    (quantized,) = oracle.int8_logprobs(int8_random_model, [tokens], saturates=oracle.int8_products_saturate())
-    (decompressed,) = oracle.decompressed_logprobs(int8_random_model, [tokens])
+    (quantized,) = oracle.logprobs(oracle.int8_model(int8_random_model), [tokens])
+    (decompressed,) = oracle.logprobs(oracle.decompressed_model(int8_random_model), [tokens])
     to_quantized, to_decompressed = np.abs(ours - quantized), np.abs(ours - decompressed)
     # A quantized activation that lies on the edge between two integers may fall on either side of it, which float32
     # rounding decides: such a token is off by hundredths of a nat, between the kernel and the oracle as between the
@@ -40,7 +62,6 @@ def test_their_divergence_is_that_of_int8_arithmetic(client, int8_client, random
     client.record_reference("tiny", tokens)
     (window,) = int8_client.kld("tiny").data
     client.delete_reference("tiny")
-    saturates = oracle.int8_products_saturate()
-    (expected,) = oracle.int8_divergences(random_model, int8_random_model, [tokens], saturates=saturates)
+    (expected,) = oracle.divergences(random_model, oracle.int8_model(int8_random_model), [tokens])
     assert np.median(np.abs(window.positions.kld - expected.kld)) < oracle.MEAN
     assert window.positions.kld.mean() == pytest.approx(expected.kld.mean(), rel=0.02)

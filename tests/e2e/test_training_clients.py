@@ -71,19 +71,6 @@ def test_trls_client(server):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"prompt_logprobs": 100, "temperature": 0.7}, id="TRL"),
-        pytest.param({"prompt_logprobs": 0, "return_token_ids": True, "temperature": 0}, id="SkyRL"),
-    ],
-)
-def test_completions_with_prompt_logprobs(server, settings):
-    body = {"model": "tiny", "max_tokens": 1, "seed": 7, **settings}
-    for length in (1, 2, 90):
-        assert_scored_alike(server, COMPLETIONS, body | {"prompt": [token_ids(length, settings)]})
-
-
-@pytest.mark.parametrize(
     ("path", "body"),
     [
         (COMPLETIONS, LARGE | {"prompt": [token_ids(350, "large")]}),

@@ -1,1 +1,1 @@
-"""HTTP: one module per route, and what routes share. Only `plugin` imports from here."""
+"""HTTP: the routes, and what they share. Only `plugin` imports from here."""

@@ -1,26 +1,33 @@
 """vLLM's routes that may score: `POST /v1/completions`, and of token ids `POST /inference/v1/generate`. Answers to
 scoring requests are written from arrays, all others are vLLM's."""
 
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from vllm.entrypoints.openai.completion import api_router as stock_completions
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out import api_router as stock_tokens
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
-from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import STOCK_RESPONSES, ScoremodeRoute
-from scoremode_server.api.requests import accepted, owner_of, scoremode_state
-from scoremode_server.api.responses import written_response
+from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
 from scoremode_server.completions.requests import is_scoring_completion, is_scoring_generation
 from scoremode_server.scoring.tokenizer import as_prompts
+from scoremode_server.vllm_patches.served_models import shorten_name
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
+
+STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}},
+    **{status: {"model": ErrorResponse} for status in (400, 404, 500)},
+}
+"""In the API's description."""
 
 router = APIRouter(route_class=ScoremodeRoute)
 generate_router = APIRouter(route_class=ScoremodeRoute)
@@ -40,16 +47,15 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 
 
 @until_disconnect
-@load_aware_call
 async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
     if request.prompt:
         state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
     accept = partial(accepted, state.admission, COMPLETIONS)
-    result = await state.completions.create_completion(request, raw_request, owner_of(raw_request), accept)
+    result = await state.completions.create_completion(request, raw_request, state.owner(raw_request.headers), accept)
     format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
-    return written_response(result, request.model, metrics_header(format_wanted))
+    return _written_response(result, request.model, metrics_header(format_wanted))
 
 
 @generate_router.post(GENERATE, responses=STOCK_RESPONSES)
@@ -62,11 +68,22 @@ async def generate(request: GenerateRequest, raw_request: Request) -> Response:
 
 
 @until_disconnect
-@load_aware_call
 async def _score_tokens(request: GenerateRequest, raw_request: Request) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
     assert state.generate is not None
     accept = partial(accepted, state.admission, GENERATE)
-    result = await state.generate.generate(request, raw_request, owner_of(raw_request), accept)
-    return written_response(result, request.model)
+    result = await state.generate.generate(request, raw_request, state.owner(raw_request.headers), accept)
+    return _written_response(result, request.model)
+
+
+def _written_response(
+    result: bytes | AsyncIterator[bytes] | ErrorResponse, model: str | None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response of JSON that is written already or while it is sent, or an error of vLLM's handler."""
+    if isinstance(result, ErrorResponse):
+        shorten_name(result, model)
+        return JSONResponse(result.model_dump(), status_code=result.error.code)
+    if isinstance(result, bytes):
+        return Response(result, headers=headers, media_type="application/json")
+    return StreamingResponse(result, headers=headers, media_type="application/json")

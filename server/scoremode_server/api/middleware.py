@@ -1,18 +1,80 @@
-"""Middleware around all of vLLM's own: request ids (`X-Request-Id`) and API keys."""
+"""Middleware around all of vLLM's own: request ids (`X-Request-Id`), and the API key, required on every route except
+those in `OPEN_PATHS`. vLLM itself guards some path prefixes only."""
 
 import secrets
+from argparse import Namespace
+from collections.abc import Iterable
+from http import HTTPStatus
 
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm import envs
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from scoremode_server.api.authentication import Authentication, configured_keys
+from scoremode_server.api import page
 
 HEADER = "X-Request-Id"
 LONGEST = 128
 
 _STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 """Messages that carry the headers of an answer."""
+
+OPEN_PATHS = frozenset(
+    {
+        # Probes and scrapers, which seldom have a key.
+        *("/health", "/ping", "/version", "/metrics"),
+        # The API's description, which is the same on every server, and the pages that show it.
+        *("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"),
+        *("/static/swagger-ui-bundle.js", "/static/swagger-ui.css"),
+        # Files that are the same on every server. The page requests scores with the key that the user types in.
+        *page.FILES,
+    }
+)
+"""Paths that need no key, below the root path and with or without slashes at the end, as Starlette routes them."""
+
+
+def configured_keys(args: Namespace) -> list[str]:
+    """The API keys as vLLM reads them: those of `--api-key`, else the environment's. Empty keys do not count."""
+    return [key for key in args.api_key or [envs.VLLM_API_KEY] if key]
+
+
+class Authentication(AuthenticationMiddleware):
+    """vLLM's middleware, which compares keys in constant time, on all other paths. Requests without a valid
+    `Authorization: Bearer KEY` get 401.
+
+    Browsers' preflight requests (OPTIONS) have no key and pass. The 401 has CORS headers, for `--allowed-origins` and
+    `--allow-credentials`, so that a page can read it.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: list[str], allowed_origins: Iterable[str] = (), allow_credentials: bool = False
+    ) -> None:
+        super().__init__(app, keys)
+        self._refuse = CORSMiddleware(_refuse, allow_origins=list(allowed_origins), allow_credentials=allow_credentials)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_key = _is_open(scope) or self.verify_token(Headers(scope=scope))
+        await (self.app if has_key else self._refuse)(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
+        return True
+    # Open paths begin with a slash, so the rest is what Starlette routes on.
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.rstrip("/") in OPEN_PATHS
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    given = "Authorization" in Headers(scope=scope)
+    message = "The API key is not valid." if given else "An API key is required, as `Authorization: Bearer KEY`."
+    error = create_error_response(message, "AuthenticationError", HTTPStatus.UNAUTHORIZED)
+    headers = {"WWW-Authenticate": "Bearer"}
+    await JSONResponse(error.model_dump(), HTTPStatus.UNAUTHORIZED, headers)(scope, receive, send)
 
 
 class RequestIds:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from scoremode_server.api.error_responses import ScoremodeRoute
+from scoremode_server.api.requests import ScoremodeRoute
 from scoremode_server.errors import NotServedError
-from scoremode_server.settings import serves_page
 
 FOLDER = Path(__file__).parents[1] / "page"
 
@@ -45,7 +44,7 @@ def _answering_with(file: Path) -> Callable[[Request], Awaitable[Response]]:
     headers = HEADERS | {"ETag": etag, "Content-Type": f"{CONTENT_TYPES[file.suffix]}; charset=utf-8"}
 
     async def answer(request: Request) -> Response:
-        if not serves_page(request.app.state.args):
+        if getattr(request.app.state.args, "no_page", False):
             raise NotServedError("this server was started with --no-page", None)
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
         return Response(status_code=304, headers=headers) if etag in known else Response(content, headers=headers)

@@ -9,14 +9,11 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
 from scoremode.metrics import perplexity, text_metrics
 from scoremode.wire.protocol import PerplexityRequest, PerplexityResponse, Usage
-from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ScoremodeRoute
-from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
-from scoremode_server.api.requests import owner_of, scoremode_state
+from scoremode_server.api.requests import EVENT_RESPONSES, ScoremodeRoute, scoremode_state, until_disconnect
+from scoremode_server.api.responses import respond
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import json_logprobs
@@ -30,7 +27,6 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 
 @router.post(ROUTE, response_model=PerplexityResponse, responses=EVENT_RESPONSES, summary="Perplexity of given text")
 @until_disconnect
-@load_aware_call
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
     state = scoremode_state(raw_request)
@@ -47,7 +43,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             queue=queue,
             cache_salt=request.cache_salt,
             may_evict=False,
-            owner=owner_of(raw_request),
+            owner=state.owner(raw_request.headers),
             options=options,
         )
 

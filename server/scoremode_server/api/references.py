@@ -1,25 +1,46 @@
-"""`/v1/references`: records the served model's distributions over a text, to compare other models with."""
+"""`/v1/references`: records the served model's distributions over a text, to compare other models with. `/v1/kld`: the
+KL divergence of the served model from such a reference, position by position."""
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
-from scoremode.wire.references import Reference, ReferenceDeleted, ReferenceList, ReferenceRequest
-from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
-from scoremode_server.api.event_stream import EVENT_RESPONSES, respond
-from scoremode_server.api.requests import scoremode_state
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.wire.references import (
+    KldRequest,
+    KldResponse,
+    KldStatistics,
+    NoiseFloor,
+    Reference,
+    ReferenceDeleted,
+    ReferenceList,
+    ReferenceRequest,
+)
+from scoremode_server.api.requests import (
+    ERROR_RESPONSES,
+    EVENT_RESPONSES,
+    ScoremodeRoute,
+    scoremode_state,
+    until_disconnect,
+)
+from scoremode_server.api.responses import as_base64, respond, top_arrays, top_entries
 from scoremode_server.app import ReferenceParts
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
+from scoremode_server.rows import json_logprobs
+from scoremode_server.scoring.comparer import WindowComparison
+from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
 
 ROUTE = "/v1/references"
+KLD_ROUTE = "/v1/kld"
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
 
@@ -63,7 +84,6 @@ async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
     ROUTE, response_model=Reference, responses=EVENT_RESPONSES, summary="Record the served model as a reference"
 )
 @until_disconnect
-@load_aware_call
 async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
     """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
     state, references = scoremode_state(raw_request), references_of(raw_request)
@@ -83,14 +103,112 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         running = RunningPerplexity(len(texts.windows))
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
         async with aclosing(references.recorder.record(reference, settings)) as windows:
-            async for window in windows:
-                so_far = running.add(window.nlls)
-                if window.ranks is None:
+            async for nlls, ranks in windows:
+                so_far = running.add(nlls)
+                if ranks is None:
                     continue
                 if request.return_ranks:
-                    so_far.logprobs, so_far.ranks = (-window.nlls).tolist(), window.ranks.tolist()
+                    so_far.logprobs, so_far.ranks = (-nlls).tolist(), ranks.tolist()
                 yield so_far.model_dump(exclude=None if request.return_ranks else {"logprobs", "ranks"})
         await references.recorder.finish(reference, running.nlls)
         yield (await references.stored.describe(reference.name)).model_dump()
 
     return await respond(state.admission, ROUTE, request_id, events, stream=request.stream)
+
+
+@router.post(
+    KLD_ROUTE,
+    response_model=KldResponse,
+    responses=EVENT_RESPONSES,
+    summary="KL divergence of the served model from a reference",
+)
+@until_disconnect
+async def create_kld(request: KldRequest, raw_request: Request) -> Response:
+    """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
+    state, references = scoremode_state(raw_request), references_of(raw_request)
+    state.admission.check()
+    state.limits.check_top_logprobs(request.top_logprobs)
+    with state.admission.until_stopped():
+        model = await state.models.resolve(request.model)
+        limits = state.limits
+        reference = await references.comparer.open(request.reference, limits.vocab_size, limits.max_model_len)
+        windows = _windows(request, reference.manifest.text.num_windows)
+        is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
+        if request.as_noise_floor and not is_own:
+            raise RequestError(
+                "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
+            )
+        options = await state.models.engine_options(raw_request, model)
+    request_id = f"kld-{raw_request.state.request_id}"
+
+    async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+        """Each window; then all but `data`. A noise floor is stored in the reference."""
+        # A noise floor's windows are computed with other windows than when they were recorded.
+        indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
+        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
+        compared = references.comparer.compare(reference, indices, request.top_logprobs, settings)
+        positions: dict[int, KldPositions] = {}
+        async with aclosing(compared) as in_order:
+            async for window in in_order:
+                positions[window.index] = window.positions
+                yield await asyncio.to_thread(_window, request, window)
+        parts = [positions[index] for index in windows]
+        lengths = list(map(len, parts))
+        figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
+        if request.as_noise_floor:
+            await references.comparer.references.save(reference, {"noise_floor": _noise_floor(figures)})
+        num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
+        yield {
+            "id": request_id,
+            "object": "kld",
+            "created": int(time.time()),
+            "model": model.name,
+            "reference": reference.name,
+            "fingerprint": await with_adapter(references.stored.model.fingerprint, model.lora),
+            "windows": [windows.start, windows.stop],
+            "num_scored": figures["num_scored"],
+            "statistics": figures,
+            "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
+        }
+
+    return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
+
+
+def _noise_floor(figures: KldStatistics) -> NoiseFloor:
+    kld = figures["kld"]
+    if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
+        raise RequestError("the noise floor is infinite", "as_noise_floor")
+    return NoiseFloor(
+        mean=kld["mean"], p99=kld["p99"], max=kld["max"], num_scored=figures["num_scored"], created=int(time.time())
+    )
+
+
+def _windows(request: KldRequest, num_windows: int) -> range:
+    """The indices of the requested windows, of a reference that has `num_windows`."""
+    first, last = request.windows or (0, num_windows)
+    if not 0 <= first < last <= num_windows:
+        raise RequestError(
+            f"windows must be [first, last) within the {num_windows} of the reference, not {[first, last]}", "windows"
+        )
+    if request.as_noise_floor and (first, last) != (0, num_windows):
+        raise RequestError("a noise floor is of all windows", "windows")
+    return range(first, last)
+
+
+def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
+    encoded = request.encoding_format == "base64"
+    content: dict[str, Any] = {"object": "kld.window", "index": window.index, "num_scored": len(window.positions)}
+    for name, dtype in POSITION_DTYPES.items():
+        values = getattr(window.positions, name)
+        if encoded:
+            content[name] = as_base64(values.astype(dtype))
+        elif name.endswith("logprobs"):
+            content[name] = json_logprobs(values)
+        else:
+            # As float64, because the shortest digits of a float32 read back as another float64.
+            content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
+    if request.top_logprobs:
+        write = top_arrays if encoded else top_entries
+        content["top_logprobs"] = write(*window.top)
+        content["reference_top_logprobs"] = write(*window.reference_top)
+    return content

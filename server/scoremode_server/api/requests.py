@@ -1,34 +1,165 @@
-"""A route's request: the parts of the server that answer it, its owner, its place in the queue, its log line."""
+"""What every route does with a request: reads its body, ends it when the client leaves, logs how it ended, and answers
+errors in OpenAI's shape."""
 
+import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial, wraps
+from http import HTTPStatus
+from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_aware_call, validate_json_request
 from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.api.statuses import status_of
+from scoremode.wire.protocol import PerplexityRequest, ScoreRequest, TokensRequest
+from scoremode.wire.references import ReferenceRequest
+from scoremode_server import errors, json_fields
 from scoremode_server.app import ScoremodeState
+from scoremode_server.completions.requests import read_completion_request, read_generate_request
+from scoremode_server.errors import MAX_NAME, RequestError
 from scoremode_server.prefix_cache.admission import Admission, RequestQueue
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode")
 
+T = TypeVar("T")
+RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+STATUSES = {
+    errors.RequestError: HTTPStatus.BAD_REQUEST,
+    errors.NotServedError: HTTPStatus.NOT_FOUND,
+    errors.ConflictError: HTTPStatus.CONFLICT,
+    errors.TooLargeError: HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    errors.EncodingError: HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    errors.BusyError: HTTPStatus.TOO_MANY_REQUESTS,
+    errors.UnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.OverdueError: HTTPStatus.GATEWAY_TIMEOUT,
+    errors.StorageError: HTTPStatus.INSUFFICIENT_STORAGE,
+}
+"""Of every error; no package below knows one."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status, in logs and metrics, of a request whose client left."""
+
+RETRY_AFTER_SECONDS = 2
+
+READ_AT_ONCE = 256 * 1024
+"""Bytes of a body that are decoded on the event loop, in a few milliseconds. Longer ones are decoded in a thread."""
+
+MAX_REPORTED = 5
+"""Faults of a body that one error names."""
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request is at fault; `param` names the field."},
+    404: {"model": ErrorResponse, "description": "No such model."},
+    "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
+}
+"""In the API's description, like those below."""
+EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **ERROR_RESPONSES}
+
+_TEXTS = {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS}
+_LISTS: dict[type[BaseModel], dict[str, Any]] = {
+    ScoreRequest: {
+        "prompt": json_fields.PROMPTS,
+        "continuations": json_fields.CONTINUATIONS,
+        "candidate_token_ids": json_fields.CANDIDATES,
+        "logprobs_from": json_fields.TOKENS,
+    },
+    PerplexityRequest: _TEXTS,
+    ReferenceRequest: _TEXTS,
+    TokensRequest: {"token_ids": json_fields.TOKENS},
+}
+"""Fields of each request that may be large, and their allowed forms."""
+
 _PLAIN_ID = re.compile(r"[!#-<>-~]*")
 """Printable ASCII without spaces, quotes and equals signs."""
+
+
+class ScoremodeRoute(APIRoute):
+    """A route whose requests' errors have OpenAI's shape; all other errors go to vLLM's own handlers. Requests with a
+    body do not pass through FastAPI, whose models would look at each value again."""
+
+    def get_route_handler(self) -> RouteHandler:
+        handle = super().get_route_handler()
+        if self.body_field is not None:
+            model: Any = self.body_field.field_info.annotation
+            readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
+                CompletionRequest: read_completion_request,
+                GenerateRequest: read_generate_request,
+            }
+            read = readers.get(model) or partial(_read_model, model)
+
+            async def handle(request: Request) -> Response:
+                response: Response = await self.endpoint(await _read_request(request, read), request)
+                return response
+
+        async def handle_with_errors(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                # vLLM's check of the content type.
+                failure = RequestError("; ".join(map(str, error.errors())), None)
+            except ValidationError as error:
+                # One error whose `param` is the first field at fault, and whose message explains all faults.
+                details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
+                # A union of types has an error for each of them.
+                failure = RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
+            except EngineDeadError:
+                failure = errors.engine_has_died()
+            except RequestError as error:
+                failure = error
+            can_retry = isinstance(failure, errors.BusyError | errors.UnavailableError)
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if can_retry else None
+            return JSONResponse(error_content(failure), status_code=status_of(failure), headers=headers)
+
+        return handle_with_errors
+
+
+def until_disconnect(
+    handler: Callable[[T, Request], Coroutine[Any, Any, Response]],
+) -> Callable[[T, Request], Coroutine[Any, Any, Response]]:
+    """A handler that counts in vLLM's load, and is cancelled when the client leaves. Unlike vLLM's `with_cancellation`,
+    this waits until the handler has ended: nothing of a request outlives its answer."""
+    counted = load_aware_call(handler)
+
+    @wraps(handler)
+    async def run(request: T, raw_request: Request) -> Response:
+        handling = asyncio.create_task(counted(request, raw_request))
+        leaving = asyncio.create_task(listen_for_disconnect(raw_request))
+        try:
+            await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return handling.result() if handling.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            await cancel_and_wait(handling, leaving)
+
+    return run
+
+
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def scoremode_state(request: Request) -> ScoremodeState:
     """The state of the app that received a request."""
     state: ScoremodeState = request.app.state.scoremode
     return state
-
-
-def owner_of(request: Request) -> str:
-    """The owner of a request, by its API key. Without keys all requests have one owner."""
-    return scoremode_state(request).owner(request.headers.get("Authorization", ""))
 
 
 @asynccontextmanager
@@ -60,3 +191,97 @@ async def accepted(
                 entered - queue.accepted,
                 now - entered,
             )
+
+
+def status_of(error: BaseException | None) -> int:
+    """The status of a request that ended with an error, or without one."""
+    match error:
+        case None:
+            return HTTPStatus.OK
+        case RequestError():
+            return STATUSES[type(error)]
+        case asyncio.CancelledError() | GeneratorExit():
+            return CLIENT_CLOSED_REQUEST
+        case _:
+            return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def error_content(error: Exception) -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`. vLLM has the status of errors that are not a request's."""
+    if isinstance(error, RequestError):
+        status = STATUSES[type(error)]
+        kind = f"{status.phrase.title().replace(' ', '')}Error"
+        response = create_error_response(str(error), kind, status, error.param)
+    else:
+        response = create_error_response(error)
+    content: dict[str, Any] = response.model_dump()
+    return content
+
+
+def _field(detail: Any) -> str:
+    return str(detail["loc"][0])[:MAX_NAME]
+
+
+def _describe(detail: Any) -> str:
+    place = _field(detail) + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    if detail["type"] == "missing":
+        return f"{'.'.join(map(str, detail['loc']))} is required"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown field {place}"
+    return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
+
+
+async def _read_request(request: Request, read: Callable[[bytes], T]) -> T:
+    """What `read` makes of a request's body."""
+    await validate_json_request(request)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        message = f"Content-Encoding {encoding} is not supported: send the body as it is"
+        raise errors.EncodingError(message, None)
+    state = scoremode_state(request)
+    with state.admission.until_stopped():
+        body = await _read_body(request, state.limits.max_request_bytes)
+        return read(body) if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read, body)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    message = f"the body has more than {limit} bytes, which is this server's --max-request-bytes"
+    # uvicorn has checked that the length is a number.
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise errors.TooLargeError(message, None)
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > limit:
+                raise errors.TooLargeError(message, None)
+    except ClientDisconnect:
+        raise RequestError("the client disconnected before it had sent the body", None) from None
+    return b"".join(chunks)
+
+
+def _read_model(model: type[BaseModel], body: bytes) -> BaseModel:
+    """A request of Scoremode's own routes. Pydantic tries each form of a list on each of its values, so it validates a
+    short list in place of one that is decoded already.
+
+    Raises:
+        ValidationError: a field is missing, unknown or wrong.
+    """
+    forms = _LISTS.get(model, {})
+    lists, to_validate, unknown = {}, {}, []
+    fields, repeated = json_fields.split(body)
+    json_fields.check_names({}, repeated)
+    for name, raw in fields.items():
+        if name in forms:
+            lists[name] = json_fields.read_list(raw, name, forms[name])
+            to_validate[name] = json_fields.stand_in(lists[name])
+        elif name in model.model_fields:
+            to_validate[name] = json_fields.read_anything(raw, name)
+        else:
+            unknown.append(name)
+    json_fields.check_names({name: fields[name] for name in to_validate if name not in lists})
+    request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})
+    for name, value in lists.items():
+        setattr(request, name, value)
+    return request

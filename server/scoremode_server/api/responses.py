@@ -1,17 +1,27 @@
-"""Responses of JSON, written from numpy arrays without a Python object per token."""
+"""Responses of JSON, written from numpy arrays without a Python object per token: one, or a stream of server-sent
+events."""
 
+import asyncio
 import base64
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import orjson
 from fastapi import Response
-from fastapi.responses import JSONResponse, StreamingResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from fastapi.responses import StreamingResponse
+from starlette.types import Send
 
+from scoremode_server.api.requests import accepted, cancel_and_wait, error_content, logger
+from scoremode_server.errors import RequestError
+from scoremode_server.prefix_cache.admission import Admission, RequestQueue
 from scoremode_server.rows import json_logprobs
-from scoremode_server.vllm_patches.served_models import shorten_name
+
+Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
+"""The windows of a request, then its result."""
 
 
 def dump(content: Any) -> bytes:
@@ -21,18 +31,6 @@ def dump(content: Any) -> bytes:
 
 def json_response(content: Any) -> Response:
     return Response(dump(content), media_type="application/json")
-
-
-def written_response(
-    result: bytes | AsyncIterator[bytes] | ErrorResponse, model: str | None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """A response of JSON that is written already or while it is sent, or an error of vLLM's handler."""
-    if isinstance(result, ErrorResponse):
-        shorten_name(result, model)
-        return JSONResponse(result.model_dump(), status_code=result.error.code)
-    if isinstance(result, bytes):
-        return Response(result, headers=headers, media_type="application/json")
-    return StreamingResponse(result, headers=headers, media_type="application/json")
 
 
 def as_base64(values: np.ndarray) -> str:
@@ -61,3 +59,71 @@ def top_entries(
             for entry, text in zip(row, texts_of([entry["token_id"] for entry in row]), strict=True):
                 entry["token"] = text
     return entries
+
+
+async def respond(
+    admission: Admission, route: str, request_id: str, events: Events, *, stream: bool, with_windows: bool = False
+) -> Response:
+    """Accept a request, whose sequences count when they begin. Answer with a stream of all events, or with the result
+    alone, with the windows in `data` if wanted."""
+    in_queue = accepted(admission, route, request_id)
+    if stream:
+        return EventStream(in_queue, events, request_id)
+    kept: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
+    async with in_queue as queue, aclosing(events(queue)) as all_events:
+        async for event in all_events:
+            kept.append(event)
+        result = kept.pop()
+        if with_windows:
+            result["data"] = sorted(kept, key=itemgetter("index"))
+        return json_response(result)
+
+
+class EventStream(StreamingResponse):
+    """The events of a request that is `accepted`, as JSON, and `[DONE]` at the end.
+
+    An error is an event, because the status line was sent before. A task of its own owns the request, whose time may
+    run out while the client reads. If the client leaves or the server stops, the request ends at once.
+    """
+
+    def __init__(self, in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str) -> None:
+        self._events = _written(in_queue, events, request_id)
+        super().__init__(self._events, media_type="text/event-stream")
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all events; Starlette would leave the end of `_events` to the garbage collector."""
+        async with aclosing(self._events):
+            await super().stream_response(send)
+
+
+async def _written(
+    in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
+) -> AsyncGenerator[bytes, None]:
+    written: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def own() -> None:
+        try:
+            async with in_queue as queue, aclosing(events(queue)) as all_events:
+                async for event in all_events:
+                    written.put_nowait(_event(event))
+                    # Until the client reads on.
+                    await written.join()
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                logger.exception("Request %s failed", request_id)
+            written.put_nowait(_event(error_content(error)))
+
+    owner = asyncio.create_task(own())
+    owner.add_done_callback(lambda _: written.put_nowait(None))
+    try:
+        while event := await written.get():
+            yield event
+            written.task_done()
+        await owner
+        yield b"data: [DONE]\n\n"
+    finally:
+        await cancel_and_wait(owner)
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + dump(content) + b"\n\n"

@@ -1,4 +1,4 @@
-"""`POST /v1/score`: exact log-probabilities of prompts, or of continuations of them."""
+"""`/v1/score`: exact log-probabilities of prompts, or of continuations of them. `/v1/tokens`: texts of tokens."""
 
 import asyncio
 import math
@@ -8,21 +8,17 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call
 
-from scoremode.wire.protocol import ScoreRequest, ScoreResponse, ServerInfo
-from scoremode_server.api.disconnects import until_disconnect
-from scoremode_server.api.error_responses import ERROR_RESPONSES, ScoremodeRoute
-from scoremode_server.api.requests import accepted, owner_of, scoremode_state
+from scoremode.wire.protocol import ScoreRequest, ScoreResponse, ServerInfo, TokensRequest, TokensResponse
+from scoremode_server.api.requests import ERROR_RESPONSES, ScoremodeRoute, accepted, scoremode_state, until_disconnect
 from scoremode_server.api.responses import as_base64, json_response, top_arrays, top_entries
 from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
-from scoremode_server.scoring.model_identity import with_adapter
-from scoremode_server.scoring.scorer import ScoredSequence, ScoreSettings
+from scoremode_server.scoring.model_files import with_adapter
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, ScoreSettings
 from scoremode_server.scoring.sequences import RequestedSequence, read_sequences
-from scoremode_server.scoring.token_strings import TokenStrings
-from scoremode_server.scoring.turns import WRITTEN_AT_ONCE
+from scoremode_server.scoring.tokenizer import TokenStrings
 
 router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
 
@@ -45,7 +41,6 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
     summary="Log-probabilities of given text",
 )
 @until_disconnect
-@load_aware_call
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
     state = scoremode_state(raw_request)
@@ -55,7 +50,10 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         model = await state.models.resolve(request.model)
         sequences, passes = await read_sequences(request, state.tokenizer, state.limits)
     num_tokens = sum(len(each.token_ids) for each in passes)
-    num_values = [_num_values(request, sequence) for sequence in sequences]
+    # Logprobs in the answer for each sequence.
+    num_values = [
+        (len(each.token_ids) - each.first) * (1 + each.num_candidates + request.top_logprobs) for each in sequences
+    ]
     state.limits.check_num_values(num_values, request.encoding_format)
     request_id = f"score-{raw_request.state.request_id}"
     async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
@@ -66,7 +64,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             temperature=request.temperature,
             use_cache=request.use_cache,
             cache_salt=request.cache_salt,
-            owner=owner_of(raw_request),
+            owner=state.owner(raw_request.headers),
             options=await state.models.engine_options(raw_request, model),
         )
         async with aclosing(state.scorer.scores(passes, settings)) as scores:
@@ -97,10 +95,14 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
-def _num_values(request: ScoreRequest, sequence: RequestedSequence) -> int:
-    """Logprobs in the answer for a sequence."""
-    num_positions = len(sequence.token_ids) - sequence.first
-    return num_positions * (1 + sequence.num_candidates + request.top_logprobs)
+@router.post("/v1/tokens", response_model=TokensResponse, responses=ERROR_RESPONSES, summary="Texts of single tokens")
+async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
+    """The text of each token alone. An incomplete character becomes U+FFFD."""
+    state = scoremode_state(raw_request)
+    await state.models.resolve(request.model)
+    state.limits.check_single_tokens(request.token_ids)
+    tokens = await asyncio.to_thread(state.tokenizer.texts_of, request.token_ids)
+    return json_response({"object": "tokens", "tokens": tokens})
 
 
 def _result(

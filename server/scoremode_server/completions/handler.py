@@ -1,41 +1,57 @@
-"""OpenAI completions that score, such as `echo` with `logprobs` (lm-eval) and `prompt_logprobs` (trainers).
+"""Requests to vLLM's routes that score: OpenAI completions, such as `echo` with `logprobs` (lm-eval) and
+`prompt_logprobs` (trainers), and vLLM's generate route, token ids in and out (prime-rl).
 
-vLLM's own handler validates, tokenizes, makes the sampling parameters and builds the response. The logprobs, for which
-it would make an object per token, are written as JSON from the engine's arrays.
+vLLM's own handlers validate, tokenize, make the sampling parameters and build the response. The logprobs, for which
+they would make an object per token, fill gaps in it with JSON written from arrays, while it is sent if it is large.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
+from copy import copy
 from dataclasses import replace
 from itertools import tee
 from typing import Any
 
 import numpy as np
+import orjson
 from fastapi import Request
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
-from vllm.outputs import CompletionOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 
 from scoremode_server.completions import logprobs_json
-from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style, Written
+from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
 from scoremode_server.completions.prompt_texts import PromptTexts
-from scoremode_server.completions.response_parts import GAP, Body, as_body, filled, without_rows
-from scoremode_server.errors import EngineOutputError, UnfinishedError
+from scoremode_server.errors import EngineOutputError, RequestError, UnfinishedError
 from scoremode_server.prefix_cache.admission import Accept
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
-from scoremode_server.prefix_cache.run import RowsRequest, engine_id
+from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.rows import read_columns
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
+from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,
 which takes longer for short prompts."""
+
+HELD_SECONDS = 0.005
+"""After this time, writing lets other tasks run."""
+
+Body = bytes | AsyncIterator[bytes]
+"""JSON, of a large response in parts, each written when the reader asks for it."""
+
+_GAP = b"\0"
+"""A byte that JSON never has: in texts it is escaped."""
+
+GAP = orjson.Fragment(_GAP)
 
 
 class ScoringCompletions:
@@ -111,7 +127,7 @@ class ScoringCompletions:
         stock, needs_text = self._stock, request.echo and not request.return_token_ids
         response = stock.request_output_to_completion_response(
             [
-                without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
+                _without_rows(result, self._prompt_text(prompt, result) if needs_text else None)
                 for prompt, result in zip(inputs, results, strict=True)
             ],
             request.model_copy(update={"logprobs": None}),
@@ -138,7 +154,7 @@ class ScoringCompletions:
         ]
         parts = filled(content, self._in_gaps(results, iter(sampled), style, echoes=bool(request.echo)))
         num_entries = sum(result.rows.token_ids.size * len(result.output.outputs) for result in results)
-        return as_body(parts, num_entries, self._long_turns)
+        return _as_body(parts, num_entries, self._long_turns)
 
     async def _render(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
@@ -192,7 +208,7 @@ class ScoringCompletions:
             for _ in result.output.outputs:
                 of_sampled = next(sampled)
                 if style.num_top is not None:
-                    yield _openai_logprobs(next(copies) if in_openai else (), of_sampled)
+                    yield logprobs_json.openai_logprobs(next(copies) if in_openai else (), of_sampled)
                 yield logprobs_json.prompt_logprobs(next(copies))
 
     def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
@@ -203,25 +219,116 @@ class ScoringCompletions:
         return self._writer.sampled(columns, style)
 
 
-def _openai_logprobs(of_prompt: Iterable[Written], of_sampled: list[OpenAI]) -> Iterator[bytes]:
-    """OpenAI's logprobs, after an empty part per piece of the prompt's, between which other tasks may run."""
-    parts: list[OpenAI] = []
-    for piece in of_prompt:
-        if piece.openai is not None:
-            parts.append(piece.openai)
-        yield b""
-    yield logprobs_json.openai_logprobs(parts + of_sampled)
+class ScoringGenerate:
+    """Answers requests for which `is_scoring_generation` is true.
+
+    Attributes:
+        has_texts: whether answers have the texts of tokens, which `--tokens-only` leaves out.
+    """
+
+    def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
+        self.has_texts = bool(stock.has_tokenizer)
+        self._stock = stock
+        self._engine = engine
+        self._writer = writer
+        self._turns = Turns(at_once=1)
+
+    async def generate(
+        self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
+    ) -> Body | ErrorResponse:
+        """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
+        scoring = _EngineThatScores(self._stock, self._engine, owner, accept)
+        stock = copy(self._stock)
+        stock.engine_client = scoring
+        with exempt_from_queue_bounds():
+            response = await stock.serve_tokens(request, raw_request)
+        if isinstance(response, ErrorResponse):
+            return response
+        assert scoring.result is not None
+        content = response.model_dump()
+        content["prompt_logprobs"] = GAP
+        of_prompt = self._writer.prompt(scoring.result, Style(None, as_token_ids=False))
+        parts = filled(content, [logprobs_json.prompt_logprobs(of_prompt)])
+        return _as_body(parts, scoring.result.rows.token_ids.size, self._turns)
+
+
+class _EngineThatScores:
+    """The engine client of one request to vLLM's handler, with a `generate` of its own.
+
+    Attributes:
+        result: the rows, once the request is finished.
+    """
+
+    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str, accept: Accept) -> None:
+        self._stock = stock
+        self._engine = engine
+        self._owner = owner
+        self._accept = accept
+        self.result: EngineResult | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock.engine_client, name)
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
+        """The request's only output, without logprobs of the prompt."""
+        # Engines that a request is moved between know it by its id.
+        name = request_id if is_moved(params) else engine_id(request_id)
+        asked = RowsRequest.sample(prompt["prompt_token_ids"], name, prompt, params, self._owner, options)
+        try:
+            async with self._accept(request_id, 1, len(asked.token_ids)) as queue:
+                self.result = await self._engine.rows(replace(asked, queue=queue))
+        except UnfinishedError as error:
+            self._stock._raise_if_error(error.finish_reason, request_id)
+            raise
+        except RequestError as error:
+            # Other routes name the field `prompt`.
+            error.param = error.param and "token_ids"
+            raise
+        yield _without_rows(self.result)
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
     """The prompts of a request that has them as token ids and may want them echoed as text; else none."""
-    prompts: Any = request.prompt
     if request.suffix is not None or request.truncate_prompt_tokens is not None or request.return_token_ids:
         return []
-    match prompts:
-        case [int(), *_]:
-            return [prompts]
-        case [list(), *_]:
-            return list(prompts)
-        case _:
-            return []
+    prompts: list[Any] = as_prompts(request.prompt or "")
+    return prompts if isinstance(prompts[0], list) else []
+
+
+def _without_rows(result: EngineResult, prompt: str | None = None) -> RequestOutput:
+    """The output that vLLM's response builder gets: with the prompt's text, without its logprobs."""
+    output = copy(result.output)
+    output.prompt = prompt if output.prompt is None else output.prompt
+    output.prompt_logprobs = None
+    output.num_cached_tokens = result.num_cached_tokens
+    return output
+
+
+def filled(content: dict[str, Any], fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON of `content` with one of the fillings, each in parts, for each `GAP` in it."""
+    between = iter(orjson.dumps(content).split(_GAP))
+    yield next(between)
+    for filling in fillings:
+        yield from filling
+        yield next(between)
+
+
+def _as_body(parts: Iterable[bytes], num_logprobs: int, turns: Turns) -> Body:
+    """A response with `num_logprobs` logprobs from its parts."""
+    return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else in_turns(parts, turns)
+
+
+async def in_turns(parts: Iterable[bytes], turns: Turns) -> AsyncIterator[bytes]:
+    """Parts, several small ones as one. Other tasks run between them."""
+    waiting: list[bytes] = []
+    await turns.wait()
+    began = time.monotonic()
+    for part in parts:
+        waiting.append(part)
+        if time.monotonic() - began > HELD_SECONDS:
+            if joined := b"".join(waiting):
+                yield joined
+            waiting.clear()
+            await turns.wait()
+            began = time.monotonic()
+    yield b"".join(waiting)

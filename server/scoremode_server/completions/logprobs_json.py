@@ -5,6 +5,7 @@ The JSON of cached blocks is stored under their block hashes, because benchmarks
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +13,10 @@ import orjson
 from cachetools import LRUCache
 from vllm.entrypoints.generate.base.serving import format_token_id_placeholder
 
-from scoremode_server.completions.token_pieces import TokenPieces, after_rank
 from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.rows import Columns, Rows, json_logprobs
-from scoremode_server.scoring.token_strings import TokenStrings
+from scoremode_server.scoring.tokenizer import TokenStrings
+from scoremode_server.vllm_patches.output_processor import INCOMPLETE
 
 PIECE_ENTRIES = 16_384
 """Logprobs in a piece of JSON, which is written in some five milliseconds."""
@@ -27,6 +28,9 @@ MAX_STORED_COLUMNS = 32
 
 _ENTRY_BYTES = 512
 """Memory of a stored piece in addition to its text."""
+
+_UNKNOWN, _WHOLE, _WITHIN_CHARACTER = range(3)
+"""Kinds of tokens: not in the table yet, complete characters, or ending within a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class OpenAI:
     """Characters of each name, [rows]."""
 
 
+Key = tuple[bytes, int, Style]
+"""The hash of the last block of a piece's rows, their number of columns, how they are written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """Some rows as JSON, without the brackets around them."""
@@ -58,6 +66,16 @@ class Written:
     """vLLM's `prompt_logprobs`: at each position, tokens by id, with rank and text."""
     openai: OpenAI | None
     """None if they are not wanted."""
+    before: Key | None = None
+    """Of stored rows, the key of those that end where they start; None for the first."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        num_bytes, parts = _ENTRY_BYTES + len(self.full), self.openai
+        if parts is not None:
+            num_bytes += len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
+        return num_bytes
 
 
 class Entries(NamedTuple):
@@ -70,24 +88,43 @@ class Entries(NamedTuple):
     """Places of tokens that end within a character, and their texts."""
 
 
-Key = tuple[bytes, int, Style]
-"""The hash of the last block of a piece's rows, their number of columns, how they are written."""
+class TokenPieces:
+    """The JSON around a token's logprob and rank, by token id, for the tokens that `fill` added.
 
+    Attributes:
+        before: what is before a token's logprob: `,"5":{"logprob":`.
+        after: what is after its rank, with its own text: `,"decoded_token":"a"}`.
+        texts: the text alone: `"a"`.
+        lengths: characters of the text.
+    """
 
-@dataclass(frozen=True, slots=True)
-class StoredPiece:
-    """A piece of a prefix, and the key of the piece that ends where it starts; None for the first."""
+    def __init__(self, strings: TokenStrings) -> None:
+        self._strings = strings
+        self.before, self.after, self.texts = (np.zeros(0, object) for _ in range(3))
+        self.lengths = np.zeros(0, np.int64)
+        self._kinds = np.zeros(0, np.uint8)
 
-    written: Written
-    before: Key | None
+    def fill(self, token_ids: np.ndarray) -> list[int]:
+        """Add these tokens [n]. Returns the places of those that end within a character."""
+        size = int(token_ids.max(initial=0)) + 1
+        if size > len(self._kinds):
+            for table in (self.before, self.after, self.texts, self.lengths, self._kinds):
+                table.resize(size, refcheck=False)
+        kinds = self._kinds[token_ids]
+        # Searching bytes is faster than reducing a short array.
+        if _UNKNOWN in kinds.tobytes():
+            self._add(np.unique(token_ids[kinds == _UNKNOWN]).tolist())
+            kinds = self._kinds[token_ids]
+        places: list[int] = np.flatnonzero(kinds == _WITHIN_CHARACTER).tolist()
+        return places
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        num_bytes, parts = _ENTRY_BYTES + len(self.written.full), self.written.openai
-        if parts is not None:
-            num_bytes += len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
-        return num_bytes
+    def _add(self, token_ids: list[int]) -> None:
+        for token_id, text in zip(token_ids, self._strings.texts_of(token_ids), strict=True):
+            self.before[token_id] = b',"%d":{"logprob":' % token_id
+            self.texts[token_id] = orjson.dumps(text)
+            self.after[token_id] = _after_rank(text)
+            self.lengths[token_id] = len(text)
+            self._kinds[token_id] = _WITHIN_CHARACTER if text.endswith(INCOMPLETE) else _WHOLE
 
 
 class LogprobsWriter:
@@ -97,7 +134,7 @@ class LogprobsWriter:
         self._strings = strings
         self._pieces = TokenPieces(strings)
         self._block_size = block_size
-        self._stored: LRUCache[Key, StoredPiece] = LRUCache(STORED_BYTES, getsizeof=lambda piece: piece.num_bytes)
+        self._stored: LRUCache[Key, Written] = LRUCache(STORED_BYTES, getsizeof=lambda piece: piece.num_bytes)
 
     def prompt(self, result: EngineResult, style: Style) -> Iterator[Written]:
         """Logprobs of a prompt in pieces, each written when the reader asks for it: the first token, which has none,
@@ -117,12 +154,11 @@ class LogprobsWriter:
         before = keys[num_found - 1] if num_found else None
         start = num_found
         for end in _ends(num_found, min(result.num_cached_blocks, len(keys)), len(keys), most_blocks):
-            written = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style)
-            piece = StoredPiece(written, before)
+            piece = self._write(token_ids, rows, start * self._block_size, end * self._block_size, style, before)
             if piece.num_bytes <= self._stored.maxsize:
                 self._stored[keys[end - 1]] = piece
             before, start = keys[end - 1], end
-            yield written
+            yield piece
         for first in range(start * self._block_size, len(rows), most_rows):
             yield self._write(token_ids, rows, first, min(first + most_rows, len(rows)), style)
 
@@ -144,18 +180,21 @@ class LogprobsWriter:
             pieces: list[Written] = []
             key: Key | None = keys[num_found - 1]
             while key is not None and (piece := self._stored.get(key)) is not None:
-                pieces.append(piece.written)
+                pieces.append(piece)
                 key = piece.before
             if key is None:
                 return pieces[::-1], num_found
         return [], 0
 
-    def _write(self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style) -> Written:
+    def _write(
+        self, token_ids: Sequence[int], rows: Rows, start: int, end: int, style: Style, before: Key | None = None
+    ) -> Written:
         """The rows from `start` to `end`, at least one. An actual token among the top k appears once, with its rank
         there."""
         rows = rows[start:end]
         entries = self._entries(token_ids, rows, start)
-        return Written(self._full(rows, entries), None if style.num_top is None else self._openai(rows, entries, style))
+        openai = None if style.num_top is None else self._openai(rows, entries, style)
+        return Written(self._full(rows, entries), openai, before)
 
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
         """What is written of rows of a prompt, of which the first is row `start`."""
@@ -171,7 +210,7 @@ class LogprobsWriter:
         ids, num_columns = rows.token_ids, rows.num_columns
         after = self._pieces.after[ids.ravel()].tolist()
         for place, text in entries.completed:
-            after[place] = after_rank(text)
+            after[place] = _after_rank(text)
         pieces = [b""] * (4 * ids.size)
         pieces[0::4] = self._pieces.before[ids.ravel()].tolist()
         pieces[1::4] = entries.logprobs
@@ -205,10 +244,17 @@ class LogprobsWriter:
         )
 
 
-def openai_logprobs(parts: Sequence[OpenAI]) -> bytes:
-    """OpenAI's `logprobs`, of the prompt and of what was sampled after it."""
+def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -> Iterator[bytes]:
+    """OpenAI's `logprobs` of the prompt and of what was sampled after it, after an empty part per piece, between which
+    other tasks may run."""
+    parts: list[OpenAI] = []
+    for piece in pieces:
+        assert piece.openai is not None
+        parts.append(piece.openai)
+        yield b""
+    parts += sampled
     lengths = np.concatenate([part.lengths for part in parts])
-    return b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
+    yield b'{"text_offset":%b,"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[%b]}' % (
         orjson.dumps(lengths.cumsum() - lengths, option=orjson.OPT_SERIALIZE_NUMPY),
         b",".join([part.logprobs for part in parts]),
         b",".join([part.names for part in parts]),
@@ -266,3 +312,9 @@ def _rank(rank: int) -> bytes:
 def _as_json(values: np.ndarray) -> list[bytes]:
     """Each number of an array, which is not empty, as JSON."""
     return orjson.dumps(np.ascontiguousarray(values).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+
+
+@lru_cache(maxsize=2**14)
+def _after_rank(text: str) -> bytes:
+    """The JSON after the rank of a token of this text."""
+    return b',"decoded_token":%b}' % orjson.dumps(text)

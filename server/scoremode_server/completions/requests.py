@@ -48,7 +48,15 @@ def read_completion_request(body: bytes) -> CompletionRequest:
         ValidationError, VLLMValidationError: vLLM's model refuses another field.
     """
     fields, repeated = split(body)
-    request = _read_completion(fields)
+    values = _decoded(fields, "prompt", PROMPTS)
+    prompt: Any = values.get("prompt")
+    if fields.pop("prompt", None) is not None:
+        _check_prompt(prompt)
+        # vLLM's model checks the number of prompts.
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        values["prompt"] = stand_in(prompt) * len(prompt) if several else stand_in(prompt)
+    request = CompletionRequest.model_validate(values)
+    request.prompt = prompt
     if is_scoring_completion(request):
         check_names(fields, repeated)
     return request
@@ -61,30 +69,17 @@ def read_generate_request(body: bytes) -> GenerateRequest:
         ValidationError, VLLMValidationError: vLLM's model refuses a field.
     """
     fields, repeated = split(body)
-    request = GenerateRequest.model_validate(
-        {
-            name: read_list(raw, name, TOKENS) if name == "token_ids" else read_anything(raw, name)
-            for name, raw in fields.items()
-        }
-    )
+    request = GenerateRequest.model_validate(_decoded(fields, "token_ids", TOKENS))
     if is_scoring_generation(request):
         check_names(fields, repeated)
     return request
 
 
-def _read_completion(fields: Fields) -> CompletionRequest:
-    raw_prompt = fields.pop("prompt", None)
-    values = {name: read_anything(raw, name) for name, raw in fields.items()}
-    if raw_prompt is None:
-        return CompletionRequest.model_validate(values)
-    prompt = read_list(raw_prompt, "prompt", PROMPTS)
-    _check_prompt(prompt)
-    # vLLM's model checks the number of prompts.
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    values["prompt"] = stand_in(prompt) * len(prompt) if several else stand_in(prompt)
-    request = CompletionRequest.model_validate(values)
-    request.prompt = prompt
-    return request
+def _decoded(fields: Fields, list_name: str, forms: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: read_list(raw, name, forms) if name == list_name else read_anything(raw, name)
+        for name, raw in fields.items()
+    }
 
 
 def _check_prompt(prompt: Any) -> None:

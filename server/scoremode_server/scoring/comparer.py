@@ -1,28 +1,137 @@
-"""Compares the served model with a reference, window by window. Threads and workers read files, the event loop none."""
+"""Windows of a reference as requests to the engine, and their comparison with the served model. Threads and workers
+read files, the event loop none."""
 
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
+from vllm.utils import random_uuid
 
-from scoremode_server.errors import RequestError
+from scoremode.kld import KldPositions
+from scoremode_server.errors import EngineOutputError, RequestError
+from scoremode_server.prefix_cache.admission import Gate
 from scoremode_server.prefix_cache.engine import ScoringEngine
+from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.scoring.reference_windows import MarkedWindow, WindowComparison, mark_window
+from scoremode_server.rows import Columns, missing_row
 from scoremode_server.scoring.references import References
-from scoremode_server.scoring.scorer import ScoreSettings
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileError, WorkerFiles
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedWindow:
+    """A window's tokens, and the mark that tells workers what to do with its hidden states."""
+
+    token_ids: list[int]
+    mark: WindowMark
+    settings: ScoreSettings
+    num_top: int
+    """Top tokens that are wanted of both sides."""
+
+    @classmethod
+    def begin(
+        cls,
+        action: Literal["record", "compare"],
+        reference: StoredReference,
+        index: int,
+        settings: ScoreSettings,
+        *,
+        head_stamp: str = "",
+        num_top: int = 0,
+    ) -> "MarkedWindow":
+        """A window of a reference whose text was read. Its tokens count in the queue until `done`. Workers tell
+        references apart by name and identity, and LM heads by the state of the file as well."""
+        token_ids, first = reference.text.window(index)
+        settings.queue.add(1, len(token_ids))
+        mark = WindowMark(
+            action=action,
+            reference=reference.name,
+            identity=reference.manifest.identity,
+            index=index,
+            num_scored=len(token_ids) - first,
+            ticket=random_uuid(),
+            head=f"{reference.name}/{reference.manifest.identity}/{head_stamp}",
+        )
+        return cls(token_ids, mark, settings, num_top)
+
+    @property
+    def first(self) -> int:
+        """Position of the first target."""
+        return len(self.token_ids) - self.mark.num_scored
+
+    def request(self, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
+        """The engine's request, at a gate, for the data-parallel rank that has read its files; for any if None."""
+        options = self.settings.options
+        return RowsRequest.score(
+            self.token_ids,
+            RowSpec(self.first, num_top=self.num_top, window=self.mark),
+            request_id=f"{self.settings.request_id}-{self.mark.index}",
+            # Cached positions have no hidden states, so no window could use another's.
+            cache_salt=random_uuid(),
+            use_cache=False,
+            options=options if rank is None else {**options, "data_parallel_rank": rank},
+            queue=self.settings.queue,
+            gate=gate,
+        )
+
+    def done(self) -> None:
+        """The window has its answer."""
+        self.settings.queue.done(len(self.token_ids), 0)
+
+    def check_rows(self, is_nan: np.ndarray) -> None:
+        """Check that each target has a row [scored], and that none is NaN."""
+        if len(is_nan) != self.mark.num_scored:
+            raise EngineOutputError(f"the engine computed {len(is_nan)} rows of the {self.mark.num_scored} of a window")
+        if is_nan.any():
+            raise missing_row(self.first + int(is_nan.argmax()))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowComparison:
+    """The targets of a window."""
+
+    index: int
+    positions: KldPositions
+    """Arrays over the targets."""
+    top: tuple[np.ndarray, np.ndarray]
+    """Token ids and logprobs [scored, k] of the served model's top k."""
+    reference_top: tuple[np.ndarray, np.ndarray]
+
+    @classmethod
+    def from_columns(cls, index: int, columns: Columns) -> "WindowComparison":
+        """From a worker's columns, whose order `vllm_patches.row_scorer` decides."""
+        token_ids, logprobs, ranks = columns
+        width = token_ids.shape[1] // 2
+        served, reference = slice(1, width), slice(width + 1, 2 * width)
+        positions = KldPositions(
+            token_ids=token_ids[:, 0],
+            kld=logprobs[:, -3],
+            reverse_kld=logprobs[:, -2],
+            acceptance=logprobs[:, -1],
+            logprobs=logprobs[:, 0],
+            reference_logprobs=logprobs[:, width],
+            ranks=ranks,
+            reference_ranks=token_ids[:, -1],
+            top_token_ids=token_ids[:, 1],
+            reference_top_token_ids=token_ids[:, width + 1],
+            reference_confidence=np.exp(logprobs[:, width + 1]),
+        )
+        top, reference_top = ((token_ids[:, part], logprobs[:, part]) for part in (served, reference))
+        return cls(index, positions, top, reference_top)
 
 
 @dataclass(slots=True)
 class Comparer:
+    """Compares the served model with a reference, window by window."""
+
     references: References
     client: EngineClient
     engine: ScoringEngine
@@ -30,12 +139,14 @@ class Comparer:
     files: WorkerFiles
     _head_bytes: int | None = None
 
-    async def check(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> None:
-        """Refuse a reference that the served model cannot be compared with."""
-        if (reason := await self._reason(reference, vocab_size, max_model_len)) is not None:
+    async def open(self, name: str, vocab_size: int, max_model_len: int) -> StoredReference:
+        """A reference that the served model can be compared with, with its text."""
+        reference = await self.references.open(name)
+        if (reason := await self._refusal(reference, vocab_size, max_model_len)) is not None:
             raise RequestError(reason, "reference")
+        return reference
 
-    async def _reason(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> str | None:
+    async def _refusal(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> str | None:
         named, manifest = f"reference {reference.name!r}", reference.manifest
         head = manifest.head
         if head is None or manifest.result is None:
@@ -50,31 +161,27 @@ class Comparer:
             raise self.references.broken(reference.name, BrokenFileError(missing))
         if (longest := int(text.num_tokens.max())) > max_model_len:
             return f"{named} has windows of {longest} tokens, and the served model takes {max_model_len}"
-        if head.num_bytes > (reserved := await self._reserved_bytes()):
-            return (
-                f"the LM head of {named} has {head.num_bytes} bytes, and this server reserved {reserved}: start it "
-                f"again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
-            )
-        return None
-
-    async def _reserved_bytes(self) -> int:
-        """Bytes of the largest LM head that fits, which stays the same. Workers answer between two steps."""
         if self._head_bytes is None:
+            # Of the largest LM head that fits, which stays the same. Workers answer between two steps.
             answers = await call_workers(self.client, "scoremode_head_bytes")
             self._head_bytes = min(answer for answer in answers if answer is not None)
-        return self._head_bytes
+        if head.num_bytes > self._head_bytes:
+            return (
+                f"the LM head of {named} has {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
+                f"start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
+            )
+        return None
 
     async def compare(
         self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
     ) -> AsyncGenerator[WindowComparison, None]:
-        """Score the windows of a reference with the served model, in the order of `indices`."""
-        text = await self.references.text(reference)
+        """Score the windows of an opened reference with the served model, in the order of `indices`."""
         stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
         def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
             for index in indices:
-                marked = mark_window("compare", reference, text, index, stamp)
-                yield self._compared(reference, MarkedWindow(*marked, settings, num_top))
+                window = MarkedWindow.begin("compare", reference, index, settings, head_stamp=stamp, num_top=num_top)
+                yield self._compared(reference, window)
 
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
         async with aclosing(settings.queue.in_order(windows(), loads=STEPS_READ)) as compared:

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,11 +23,10 @@ from scoremode_server.references.directory import StoredReference, StoredText
 from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.reference_windows import MarkedWindow, mark_window
+from scoremode_server.scoring.comparer import MarkedWindow
 from scoremode_server.scoring.references import References
-from scoremode_server.scoring.scorer import ScoreSettings
+from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.text_windows import TextWindows
-from scoremode_server.scoring.turns import Turns
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
@@ -38,12 +37,8 @@ SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
 
 
-@dataclass(frozen=True, slots=True)
-class WindowOnDisk:
-    nlls: np.ndarray
-    """[scored] float64, in nats."""
-    ranks: np.ndarray | None
-    """[scored]; None for a window that was on disk before this request."""
+WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
+"""NLLs [scored] float64 in nats, and ranks [scored]; None for a window that was on disk before this request."""
 
 
 @dataclass(slots=True)
@@ -66,34 +61,32 @@ class Recorder:
         """
         text, plan = await asyncio.to_thread(_plan, texts)
         # One at a time: two requests of one name would both find no LM head.
-        lock = self._beginning.setdefault(name, asyncio.Lock())
-        async with lock:
-            return await self._begin(name, plan, text, corpus)
-
-    async def _begin(self, name: str, plan: TextPlan, text: StoredText, corpus: CorpusInfo | None) -> StoredReference:
-        head, model = await self._served_head(), self.references.model
-        new = Manifest(
-            identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
-        )
-        try:
-            create = partial(self.references.directory.create, name, new, text)
-            reference = await self.references.in_thread(name, create, "name")
-        except FileExistsError:
-            reference = await self.references.open(name, "name")
-        except OSError as error:
-            raise self.references.unwritable(name, error) from None
-        of_disk = reference.manifest
-        is_same_model = model.may_continue(of_disk.model)
-        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
-            what = "text or other windows" if is_same_model else "model"
-            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
-        if corpus is not None and of_disk.corpus is None:
-            reference = await self.references.save(reference, {"corpus": corpus}, "name")
-        _warn_of_another_server(reference, model)
-        if of_disk.head is not None and await self.references.in_thread(name, partial(_has_head, reference), "name"):
-            return reference
-        await self._write_head(reference)
-        return await self.references.save(reference, {"head": head}, "name")
+        async with self._beginning.setdefault(name, asyncio.Lock()):
+            head, model = await self._served_head(), self.references.model
+            new = Manifest(
+                identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
+            )
+            try:
+                create = partial(self.references.directory.create, name, new, text)
+                reference = await self.references.in_thread(name, create)
+            except FileExistsError:
+                reference = await self.references.open(name)
+            except OSError as error:
+                raise self.references.unwritable(name, error) from None
+            of_disk = reference.manifest
+            is_same_model = model.may_continue(of_disk.model)
+            if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
+                what = "text or other windows" if is_same_model else "model"
+                raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+            if corpus is not None and of_disk.corpus is None:
+                reference = await self.references.save(reference, {"corpus": corpus})
+            _warn_of_another_server(reference, model)
+            if of_disk.head is not None:
+                with suppress(BrokenFileError):
+                    await self.references.in_thread(name, reference.read_head)
+                    return reference
+            await self._write_head(reference)
+            return await self.references.save(reference, {"head": head})
 
     async def _write_head(self, reference: StoredReference) -> None:
         """Have the LM head written while windows are recorded."""
@@ -117,33 +110,31 @@ class Recorder:
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
-        recorded = await self.references.in_thread(reference.name, reference.recorded, "name")
+        recorded = await self.references.in_thread(reference.name, reference.recorded)
 
         def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
             for index in range(len(text.windows)):
                 if index in recorded:
-                    yield self._found(reference, index, text, settings)
+                    yield self._found(reference, index, settings)
                 else:
-                    yield self._recorded(reference, _marked(reference, text, index, settings))
+                    yield self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
 
         # As many windows are written as are in the engine.
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
             async for window in in_order:
                 yield window
 
-    async def _found(
-        self, reference: StoredReference, index: int, text: StoredText, settings: ScoreSettings
-    ) -> WindowOnDisk:
+    async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         """A window that has a file. If the file is damaged, the window is recorded again."""
         try:
-            _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index), "name")
+            _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index))
         except BrokenFileError as error:
             # Another reference may have the name now, whose files must stay.
-            await self.references.current(reference, "name")
+            await self.references.current(reference)
             logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
             await self.references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
-            return await self._recorded(reference, _marked(reference, text, index, settings))
-        return WindowOnDisk(-json_logprobs(logprobs.numpy()), None)
+            return await self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+        return -json_logprobs(logprobs.numpy()), None
 
     async def _recorded(self, reference: StoredReference, window: MarkedWindow) -> WindowOnDisk:
         _, columns, ranks = await self.engine.prompt_columns(window.request())
@@ -152,7 +143,7 @@ class Recorder:
         # Until now its hidden states were in memory.
         window.done()
         await self.turns.wait()
-        return WindowOnDisk(-json_logprobs(columns[:, 0]), ranks)
+        return -json_logprobs(columns[:, 0]), ranks
 
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window or the LM head."""
@@ -166,7 +157,7 @@ class Recorder:
 
     async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
         """The error for a file that a worker could not write, or of a reference that was deleted."""
-        await self.references.current(reference, "name")
+        await self.references.current(reference)
         return self.references.unwritable(reference.name, failure)
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
@@ -180,12 +171,7 @@ class Recorder:
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
         result = Result.model_validate(figures, from_attributes=True)
         await self.references.save(reference, {"result": result})
-        await self.references.in_thread(reference.name, reference.remove_partial_files, "name")
-
-
-def _marked(reference: StoredReference, text: StoredText, index: int, settings: ScoreSettings) -> MarkedWindow:
-    """A window that is counted from now on."""
-    return MarkedWindow(*mark_window("record", reference, text, index), settings)
+        await self.references.in_thread(reference.name, reference.remove_partial_files)
 
 
 def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
@@ -214,11 +200,3 @@ def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) ->
         logger.warning(text, name)
     if None not in (before, now) and before != now:
         logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
-
-
-def _has_head(reference: StoredReference) -> bool:
-    try:
-        reference.read_head()
-    except BrokenFileError:
-        return False
-    return True

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,18 +34,25 @@ KEPT_OPEN = 8
 
 
 class References:
-    """The references in a folder, on a server of a model."""
+    """The references in a folder, on a server of a model, for requests whose field `param` names one of them."""
 
-    def __init__(self, root: Path, model: ModelIdentity) -> None:
+    def __init__(self, root: Path, model: ModelIdentity, param: str) -> None:
+        self.param = param
         self.directory = ReferenceDirectory(root)
         self.model = model
         self._threads = FileThreads()
         self._opened: OrderedDict[str, StoredReference] = OrderedDict()
         """The most recently used ones, by name."""
 
+    def for_param(self, param: str) -> "References":
+        """The same references, for requests with another field."""
+        other = copy(self)
+        other.param = param
+        return other
+
     async def all(self) -> list[Reference]:
         """All references whose files can be read."""
-        names = await self.in_thread("", self.directory.names, None)
+        names = await self.in_thread("", self.directory.names)
         described = await asyncio.gather(*map(self._listed, names))
         return [reference for reference in described if reference is not None]
 
@@ -55,7 +63,7 @@ class References:
         except (NoReferenceError, BrokenFileError, TimeoutError):
             return None
 
-    async def in_thread(self, name: str, call: Callable[[], T], param: str | None = "reference") -> T:
+    async def in_thread(self, name: str, call: Callable[[], T]) -> T:
         """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference.
 
         Raises:
@@ -66,40 +74,40 @@ class References:
                 return await asyncio.wrap_future(self._threads.submit(name, call))
         except TimeoutError:
             message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
-            raise UnavailableError(message, param) from None
+            raise UnavailableError(message, self.param if name else None) from None
 
-    async def read(self, name: str, call: Callable[[], T], param: str = "reference") -> T:
-        """`in_thread` for a call that reads a reference, whose name is the request's field `param`.
+    async def read(self, name: str, call: Callable[[], T]) -> T:
+        """`in_thread` for a call that reads a reference.
 
         Raises:
             NotServedError: there is none of that name.
             ConflictError: it is damaged, or another one has its name now.
         """
         try:
-            return await self.in_thread(name, call, param)
+            return await self.in_thread(name, call)
         except ReplacedReferenceError:
             self._opened.pop(name, None)
             message = f"reference {name!r} was deleted meanwhile, and another has its name now"
-            raise ConflictError(message, param) from None
+            raise ConflictError(message, self.param) from None
         except NoReferenceError as error:
             self._opened.pop(name, None)
-            raise NotServedError(str(error), param) from None
+            raise NotServedError(str(error), self.param) from None
         except BrokenFileError as error:
-            raise self.broken(name, error, param) from None
+            raise self.broken(name, error) from None
 
-    async def write(self, name: str, call: Callable[[], T], param: str = "name") -> T:
+    async def write(self, name: str, call: Callable[[], T]) -> T:
         """`read` for a call that writes files of a reference.
 
         Raises:
             StorageError: a file cannot be written.
         """
         try:
-            return await self.read(name, call, param)
+            return await self.read(name, call)
         except OSError as error:
             raise self.unwritable(name, error) from None
 
-    async def open(self, name: str, param: str = "reference") -> StoredReference:
-        reference = await self.read(name, lambda: self.directory.open(name), param)
+    async def open(self, name: str) -> StoredReference:
+        reference = await self.read(name, lambda: self.directory.open(name))
         # With the tokens that were read for it, if the manifest is the same.
         reference = known if (known := self._opened.pop(name, None)) == reference else reference
         self._opened[name] = reference
@@ -108,30 +116,28 @@ class References:
         return reference
 
     async def describe(self, name: str) -> Reference:
-        reference = await self.open(name, "name")
-        return await self.in_thread(name, lambda: _describe(reference), "name")
+        reference = await self.open(name)
+        return await self.in_thread(name, lambda: _describe(reference))
 
     async def delete(self, name: str) -> None:
         await self.write(name, lambda: self.directory.delete(name))
 
-    async def save(
-        self, reference: StoredReference, changes: dict[str, Any], param: str = "reference"
-    ) -> StoredReference:
+    async def save(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
         """Change the manifest that is on disk now."""
-        return await self.write(reference.name, lambda: self.directory.update(reference, changes), param)
+        return await self.write(reference.name, lambda: self.directory.update(reference, changes))
 
-    async def current(self, reference: StoredReference, param: str = "reference") -> StoredReference:
+    async def current(self, reference: StoredReference) -> StoredReference:
         """A reference with its manifest on disk now."""
         name, identity = reference.name, reference.manifest.identity
-        return await self.read(name, lambda: self.directory.open_same(name, identity), param)
+        return await self.read(name, lambda: self.directory.open_same(name, identity))
 
     async def text(self, reference: StoredReference) -> StoredText:
         return await self.read(reference.name, lambda: reference.text)
 
-    def broken(self, name: str, error: BrokenFileError, param: str = "reference") -> ConflictError:
+    def broken(self, name: str, error: BrokenFileError) -> ConflictError:
         """The error for a damaged file of a reference."""
         reason = self._without_folder(name, error)
-        return ConflictError(f"reference {name!r} is damaged: {reason}", param)
+        return ConflictError(f"reference {name!r} is damaged: {reason}", self.param)
 
     def unwritable(self, name: str, failure: OSError | str) -> StorageError:
         """The error for a file of a reference that cannot be written."""

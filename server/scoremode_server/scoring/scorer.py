@@ -1,5 +1,7 @@
-"""Scores token sequences on the engine. Knows no text and no HTTP."""
+"""Scores token sequences on the engine, and lets the event loop write answers and read new requests by turns. Knows no
+text and no HTTP."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +15,13 @@ from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
-from scoremode_server.scoring.turns import Turns
 from scoremode_server.vllm_patches.row_spec import RowSpec
+
+ANSWERS_AT_ONCE = 12
+"""Answers that are written, each in about a millisecond, before the event loop reads new requests."""
+
+WRITTEN_AT_ONCE = 32_768
+"""Logprobs that are written as JSON without a break, in some ten milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,21 @@ class ScoredSequence:
             num_candidates=self.num_candidates,
             candidates=b"" if candidates is None else candidates.tobytes(),
         )
+
+
+class Turns:
+    """Lets a few tasks continue at once, first come, first served, and new requests be read before the next ones.
+
+    The engine finishes many requests in one step, and would wait while all of them are answered.
+    """
+
+    def __init__(self, at_once: int = ANSWERS_AT_ONCE) -> None:
+        self._places = asyncio.Semaphore(at_once)
+
+    async def wait(self) -> None:
+        """Wait for a turn, which lasts until the caller next awaits something."""
+        async with self._places:
+            await asyncio.sleep(0)
 
 
 class Scorer:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import fsum
 
 import numpy as np
@@ -15,7 +15,7 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDocument:
     """The tokens of one text, its windows, and the text itself: None where the request has only token ids."""
 
@@ -101,16 +101,16 @@ async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Li
         # Before any is cut: there may be one window fewer per text.
         limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
 
-        def cut(document: TextDocument) -> TextDocument:
+        def cut() -> None:
             special = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
-            windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
-            return replace(document, windows=windows)
+            for document in documents:
+                document.windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
 
         # In a thread: a long text with a short stride has tens of thousands of windows.
-        cut_documents = await asyncio.to_thread(lambda: list(map(cut, documents)))
+        await asyncio.to_thread(cut)
     except WindowError as error:
         raise RequestError(str(error), error.field) from None
-    texts = TextWindows(method, context_length, stride, cut_documents)
+    texts = TextWindows(method, context_length, stride, documents)
     if not texts.windows:
         raise RequestError(
             f"no token can be scored: {field_name} has {texts.num_tokens} tokens, too few for method "

@@ -1,6 +1,7 @@
 """Settings of an API server process that are made once."""
 
 import gc
+from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from vllm import envs
 
 from scoremode_server.app import GC_THRESHOLD, engine_size, prepare_process
 from scoremode_server.prefix_cache.admission import EngineSize
-from scoremode_server.settings import ServerSettings
+from scoremode_server.settings import server_settings
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,8 @@ def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight, num_engin
         cache_config=SimpleNamespace(kv_cache_size_tokens=9000),
         max_concurrent_batches=num_in_flight,
     )
-    assert engine_size(config, ServerSettings()) == expected
-    given = ServerSettings(max_scoring_tokens=100, request_timeout=3)
+    assert engine_size(config, server_settings(Namespace())) == expected
+    given = server_settings(Namespace(max_scoring_tokens=100, request_timeout=3))
     assert engine_size(config, given) == replace(expected, max_scoring_tokens=100, request_timeout=3)
 
 

@@ -16,7 +16,6 @@ from scoremode_server.settings import (
     allow_plugin,
     logprob_bytes,
     server_settings,
-    serves_page,
 )
 
 MIB = 1024**2
@@ -39,7 +38,7 @@ def parsed(*arguments: str) -> Namespace:
 def test_without_flags_and_variables_there_are_defaults(arguments):
     given = server_settings(arguments)
     assert (given.score_cache_bytes, given.max_request_bytes) == (512 * MIB, MAX_REQUEST_BYTES)
-    assert (serves_page(arguments), serves_page(parsed("--no-page"))) == (True, False)
+    assert (given.no_page, server_settings(parsed("--no-page")).no_page) == (False, True)
     assert logprob_bytes() == 256 * MIB
 
 

@@ -23,7 +23,7 @@ ENTRYPOINTS = {
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
     *("openai.completion.api_router", "openai.completion.protocol", "serve", "serve.engine.protocol"),
     *("scale_out.token_in_token_out.api_router", "scale_out.token_in_token_out.protocol"),
-    *("serve.utils.api_utils", "serve.utils.orca_metrics"),
+    *("serve.middleware.authenticate", "serve.utils.api_utils", "serve.utils.orca_metrics"),
     # What `scoremode serve` runs.
     *("cli.serve", "common.startup"),
 }

@@ -1,4 +1,4 @@
-"""`ScoreBatch` as an actor of Ray Data calls it; tests/e2e/test_ray.py has Ray around it."""
+"""`ScoreBatch` as an actor of Ray Data calls it; tests/e2e/test_corpus.py has Ray around it."""
 
 from contextlib import ExitStack, closing
 

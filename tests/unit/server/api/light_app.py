@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from copy import copy
 from functools import cache
 from pathlib import Path
@@ -25,8 +25,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from scoremode_server.api import completions
-from scoremode_server.completions.generate import ScoringGenerate
-from scoremode_server.completions.handler import ScoringCompletions
+from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.plugin import ScoremodeEndpoints
@@ -34,10 +33,8 @@ from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import Scorer
-from scoremode_server.scoring.token_strings import TokenStrings
-from scoremode_server.scoring.tokenizer import Tokenizer
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.scorer import Scorer, Turns
+from scoremode_server.scoring.tokenizer import Tokenizer, TokenStrings
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 from scoremode_server.vllm_patches.served_models import ServedModels
 from tests.unit.server.api.reference_engine import ReferenceEngine
@@ -120,6 +117,11 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=transport, base_url="http://light", timeout=60) as client:
         yield client
     assert is_idle(app)
+
+
+def client_of_model(root: Path, noise: float = 0.0, **identity: Any) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """A client of a server that has just started, with references in a folder; see `ReferenceEngine`."""
+    return client_of(light_app(ReferenceEngine(root, noise, **identity)))
 
 
 async def ask(app: Any, path: str, *, method: str = "GET", root_path: str = "", headers: Any = ()) -> httpx.Response:

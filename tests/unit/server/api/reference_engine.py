@@ -13,7 +13,7 @@ from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.scorer import Turns
 from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.reference_head import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows

@@ -11,8 +11,8 @@ import pytest
 
 from scoremode_server.api import requests
 from scoremode_server.api.completions import GENERATE
-from scoremode_server.api.event_stream import EventStream
-from scoremode_server.api.statuses import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.requests import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.responses import EventStream
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app

@@ -18,7 +18,7 @@ from scoremode_server.errors import RequestError
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.scoring.comparer import Comparer
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.api.light_app import client_of, error_of, events, light_app
+from tests.unit.server.api.light_app import client_of, client_of_model, error_of, events, light_app
 from tests.unit.server.api.reference_engine import HEAD_FORMAT, NUM_WINDOWS, TOKENS, ReferenceEngine, record
 from tests.unit.server.prefix_cache.fake_engine import MAX_TOP
 from tests.unit.server.references.reference_setup import HEAD, create
@@ -30,7 +30,7 @@ BASE = f"{REFERENCES}/base"
 @pytest.fixture
 async def root(tmp_path: Path) -> Path:
     """A folder with a complete reference."""
-    async with client_of(light_app(ReferenceEngine(tmp_path))) as client:
+    async with client_of_model(tmp_path) as client:
         await record(client)
     return tmp_path
 
@@ -100,6 +100,9 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(root, field, val
 @pytest.mark.parametrize(
     ("changes", "longest", "identity", "message"),
     [
+        ({"head": HEAD_FORMAT.model_copy(update={"vocab_size": 10**12})}, 16, {}, f"a vocabulary of {10**12} tokens"),
+        ({"head": HEAD_FORMAT.model_copy(update={"hidden_size": 10**12})}, 16, {}, f"has {4 * 10**15} bytes"),
+        ({"text": {"num_windows": 10**15}}, 16, {}, f"{NUM_WINDOWS} of {10**15} windows are there"),
         *(({"result": None}, 16, {}, "is not complete"), ({"head": None}, 16, {}, "is not complete")),
         ({"head": HEAD}, 16, {}, "has a vocabulary of 100 tokens, and the served model one of 1000"),
         ({"head": HEAD_FORMAT.model_copy(update={"hidden_size": 9})}, 16, {}, "bytes, and this server reserved 32000"),
@@ -109,12 +112,14 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(root, field, val
 )
 async def test_references_that_do_not_fit_the_server_are_refused(root, changes, longest, identity, message):
     reference = ReferenceDirectory(root).open("base")
+    if "text" in changes:
+        changes = {"text": reference.manifest.text.model_copy(update=changes["text"])}
     reference.save(reference.manifest.model_copy(update=changes))
     app = light_app(ReferenceEngine(root, **identity))
     app.state.scoremode.limits = replace(app.state.scoremode.limits, max_model_len=longest)
     async with client_of(app) as client:
         status, param, text = error_of(await client.post(KLD, json=BODY))
-    assert (status, param, message in text) == (400, "reference", True)
+    assert (status, param, message in text) == (409 if "windows are" in message else 400, "reference", True)
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
@@ -157,7 +162,7 @@ async def test_infinite_divergences_are_null(root):
 async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monkeypatch):
     orders, compare = [], Comparer.compare
     monkeypatch.setattr(Comparer, "compare", lambda *given: orders.append(given[2]) or compare(*given))
-    async with client_of(light_app(ReferenceEngine(root))) as client:
+    async with client_of_model(root) as client:
         refused = await post(ReferenceEngine(root, fingerprint="of another"), as_noise_floor=True)
         assert error_of(refused)[:2] == (400, "as_noise_floor")
         before = (await client.get(BASE)).json()

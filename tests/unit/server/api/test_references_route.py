@@ -1,9 +1,11 @@
-"""`/v1/references`: resuming, refusing, listing, deleting, and races, on an engine with real windows and files."""
+"""`/v1/references`: resuming, also what another model or server began, refusing, listing, deleting, and races, on an
+engine with real windows and files."""
 
 import asyncio
 import json
 import math
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
+from scoremode.wire.protocol import ComputedBy
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.manifest import _checksum
+from scoremode_server.scoring import recorder
 from tests.bad_inputs import KLD, REFERENCES
-from tests.unit.server.api.light_app import client_of, error_of, events, light_app
+from tests.unit.server.api.light_app import client_of, client_of_model, error_of, events, light_app
 from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
 from tests.unit.server.references.reference_setup import files, full_disk
 
@@ -97,7 +102,7 @@ async def test_other_content_under_the_same_name_is_refused(engine, client, chan
     await record(client)
     before = files(engine.directory.root)
     identity = {"fingerprint": fingerprint} if fingerprint else {}
-    async with client_of(light_app(ReferenceEngine(engine.directory.root, **identity))) as other:
+    async with client_of_model(engine.directory.root, **identity) as other:
         status, param, text = error_of(await other.post(REFERENCES, json={**BODY, **changes}))
     assert (status, param, message in text) == (409, "name", True)
     assert files(engine.directory.root) == before
@@ -159,26 +164,22 @@ async def test_a_disk_that_is_full_ends_the_recording(engine, client, monkeypatc
 CORPUS = {"name": "wikitext", "config": "raw", "split": "test", "num_rows": 4358, "sha256": "ab" * 32, "preset": "hf"}
 
 
-async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(tmp_path):
-    engine = ReferenceEngine(tmp_path)
-    async with client_of(light_app(engine)) as client:
-        assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS
-        assert (await record(client, corpus={**CORPUS, "name": "other"}))["corpus"] == CORPUS
-        path = engine.directory.open("base").path / "manifest.json"
-        fields = json.loads(path.read_text())
-        del fields["corpus"], fields["checksum"]
-        path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
-        assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
-        assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "now that it is said"
-        unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
+async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(engine, client):
+    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS
+    assert (await record(client, corpus={**CORPUS, "name": "other"}))["corpus"] == CORPUS
+    path = engine.directory.open("base").path / "manifest.json"
+    fields = json.loads(path.read_text())
+    del fields["corpus"], fields["checksum"]
+    path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
+    assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
+    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "now that it is said"
+    unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
     assert error_of(unhashed) == (400, "corpus", "corpus.sha256 is required")
 
 
-async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(tmp_path):
-    engine = ReferenceEngine(tmp_path)
-    async with client_of(light_app(engine)) as client:
-        *windows, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "return_ranks": True}))
-        *without, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "name": "other"}))
+async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(engine, client):
+    *windows, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "return_ranks": True}))
+    *without, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "name": "other"}))
     assert len(windows) == NUM_WINDOWS
     for index, window in enumerate(windows):
         assert window["logprobs"] == engine.directory.open("base").read_shard(index)[1].tolist()
@@ -189,9 +190,86 @@ async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(tmp_path
 
 async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
     """Not even by root."""
-    async with client_of(light_app(ReferenceEngine(Path("/proc/self/fdinfo")))) as client:
+    async with client_of_model(Path("/proc/self/fdinfo")) as client:
         status, param, message = error_of(await client.post(REFERENCES, json=BODY))
         assert (status, param) == (507, "name")
         assert message.startswith("reference 'base' could not be written: ")
         assert "/proc" not in message
         assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+OF_NAMES, OF_OTHER_NAMES = "0" * 32, "1" * 32
+"""As older servers made them."""
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+async def test_a_reference_with_an_old_fingerprint_resumes_with_a_warning(tmp_path: Path, warnings: list[str]):
+    async with client_of_model(tmp_path, fingerprint=OF_NAMES, old_fingerprint=OF_NAMES) as client:
+        before = await record(client)
+    warnings.clear()
+    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_NAMES) as client:
+        assert await record(client) == before
+        assert len(warnings) == 1
+        assert "without the contents of weights" in warnings[0]
+        floor = await client.post("/v1/kld", json={"reference": "base", "as_noise_floor": True})
+        assert floor.status_code == 200
+    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_OTHER_NAMES) as client:
+        status, param, message = error_of(await client.post(REFERENCES, json=BODY))
+        assert (status, param) == (409, "name")
+        assert "another model" in message
+
+
+async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
+    first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
+    async with client_of_model(tmp_path, computed_by=first) as client:
+        assert (await record(client))["computed_by"] == first.model_dump()
+        assert not warnings
+    async with client_of_model(tmp_path, computed_by=second) as client:
+        assert (await record(client))["computed_by"] == first.model_dump(), "it is that of most of its windows"
+    assert len(warnings) == 1
+    assert "A100" in warnings[0]
+    assert "H200" in warnings[0]
+
+
+ANEW = {**BODY, "prompt": TOKENS[10:]}
+REPLACED = (409, "name", "reference 'base' was deleted meanwhile, and another has its name now")
+
+
+@pytest.mark.parametrize(
+    ("is_anew", "expected"), [(True, REPLACED), (False, (404, "name", "there is no reference 'base'"))]
+)
+async def test_a_recording_ends_when_its_reference_is_deleted(tmp_path: Path, is_anew, expected):
+    engine = ReferenceEngine(tmp_path)
+    engine.let_go.clear()
+    async with client_of(light_app(engine)) as client, client_of_model(tmp_path) as other:
+        recording = asyncio.create_task(client.post(REFERENCES, json=BODY))
+        await engine.has_any.wait()
+        await other.delete(f"{REFERENCES}/base")
+        if is_anew:
+            await record(other, **ANEW)
+        engine.let_go.set()
+        assert error_of(await recording) == expected
+
+
+async def test_no_file_of_a_reference_that_took_the_name_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root, read_shard = tmp_path / "here", StoredReference.read_shard
+    async with client_of_model(tmp_path / "there") as other:
+        await record(other, **ANEW)
+
+    def replaced_before(reference: StoredReference, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 3:
+            shutil.rmtree(root / "base")
+            shutil.copytree(tmp_path / "there" / "base", root / "base")
+        return read_shard(reference, index)
+
+    async with client_of_model(root) as client:
+        await record(client)
+        monkeypatch.setattr(StoredReference, "read_shard", replaced_before)
+        assert error_of(await client.post(REFERENCES, json=BODY)) == REPLACED
+    assert (root / "base" / "windows" / "000003.safetensors").exists()

@@ -1,7 +1,9 @@
 """Our handlers of completions and of token ids around vLLM's, on the fake engine."""
 
+import asyncio
 from pathlib import Path
 
+import orjson
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -11,8 +13,10 @@ from vllm.entrypoints.scale_out.token_in_token_out import api_router
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
 from scoremode_server.api.completions import GENERATE, serves_generate
-from scoremode_server.completions import response_parts
+from scoremode_server.completions import handler
+from scoremode_server.completions.handler import GAP, filled, in_turns
 from scoremode_server.prefix_cache.admission import EngineSize
+from scoremode_server.scoring.scorer import Turns
 from tests.bad_inputs import COMPLETIONS, LONG_NAME
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app
 
@@ -27,7 +31,7 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
     app, _ = app_with_completions(random_model)
     async with client_of(app) as client:
         at_once = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
-        monkeypatch.setattr(response_parts, "WRITTEN_AT_ONCE", 0)
+        monkeypatch.setattr(handler, "WRITTEN_AT_ONCE", 0)
         in_parts = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
     assert in_parts | {"created": 0} == at_once | {"created": 0}
     assert "error" not in at_once
@@ -74,3 +78,39 @@ def test_the_generate_route_exists_where_vllm_serves_it():
     assert serves_generate(served)
     assert not serves_generate(refused)
     assert GENERATE not in {route.path for route in light_app().routes if isinstance(route, APIRoute)}
+
+
+def test_gaps_are_filled_in_order_each_when_it_is_reached():
+    content = {"a": GAP, "text": "\0 \\u0000", "choices": [{"b": GAP, "c": None}, {"b": GAP}]}
+    events = []
+    fillings = (events.append("asked") or filling for filling in ([b"[1", b",2]"], [b"", b"3"], [b"null"]))
+    for part in filled(content, fillings):
+        events += [part]
+    middle = b',"text":"\\u0000 \\\\u0000","choices":[{"b":'
+    assert events[:6] == [b'{"a":', "asked", b"[1", b",2]", middle, "asked"]
+    assert orjson.loads(b"".join(part for part in events if part != "asked")) == {
+        "a": [1, 2],
+        "text": "\0 \\u0000",
+        "choices": [{"b": 3, "c": None}, {"b": None}],
+    }
+
+
+async def test_other_tasks_run_between_two_large_parts(monkeypatch):
+    monkeypatch.setattr(handler, "HELD_SECONDS", -1)
+    events = []
+
+    async def other() -> None:
+        for _ in range(3):
+            events.append("other")
+            await asyncio.sleep(0)
+
+    running = asyncio.create_task(other())
+    sent = [
+        part async for part in in_turns((events.append(part) or part for part in (b"a", b"", b"b")), Turns(at_once=1))
+    ]
+    await running
+    assert b"".join(sent) == b"ab"
+    assert events == ["other", b"a", "other", b"", "other", b"b"]
+    # Small parts are sent as one.
+    monkeypatch.setattr(handler, "HELD_SECONDS", 60)
+    assert [part async for part in in_turns([b"a", b"b", b"c"], Turns())] == [b"abc"]

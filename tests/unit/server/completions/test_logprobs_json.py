@@ -13,7 +13,7 @@ from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, Style, openai_logprobs, prompt_logprobs
 from scoremode_server.prefix_cache.engine import EngineResult
 from scoremode_server.rows import Rows
-from scoremode_server.scoring.token_strings import TokenStrings
+from scoremode_server.scoring.tokenizer import TokenStrings
 from tests.unit.server.completions.test_prompt_texts import SIZE, block_hashes
 
 STYLES = [Style(1, False), Style(1, True), Style(0, False), Style(None, False)]
@@ -45,7 +45,7 @@ def result_of(prompt: list[int], rows: Rows, hashes: Sequence[bytes] = (), num_c
 def written(writer: LogprobsWriter, prompt: list[int], width: int, style: Style, num_blocks: int) -> list[bytes]:
     hashes = block_hashes(prompt[1:])[:num_blocks]
     pieces = list(writer.prompt(result_of(prompt, rows(prompt, width), hashes, -(-num_blocks // 2)), style))
-    openai = [] if style.num_top is None else [openai_logprobs([piece.openai for piece in pieces])]
+    openai = [] if style.num_top is None else [b"".join(openai_logprobs(pieces))]
     return [b"".join(prompt_logprobs(pieces)), *openai]
 
 
@@ -99,7 +99,7 @@ def test_two_rows_are_written_as_vllm_writes_them():
         '"8":{"logprob":-2.0,"rank":2,"decoded_token":"i"}},{"6":{"logprob":-0.25,"rank":1,"decoded_token":"g"},'
         '"5":{"logprob":-3.0,"rank":2,"decoded_token":"f"}}]'
     )
-    assert openai_logprobs([piece.openai for piece in pieces]).decode() == (
+    assert b"".join(openai_logprobs(pieces)).decode() == (
         '{"text_offset":[0,1,2],"token_logprobs":[null,-1.5,-0.25],"tokens":["f","h","g"],'
         '"top_logprobs":[null,{"h":-1.5,"j":-0.5},{"g":-0.25,"f":-3.0}]}'
     )

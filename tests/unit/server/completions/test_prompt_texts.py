@@ -33,12 +33,13 @@ def test_joined_texts_equal_those_of_whole_prompts(request, model):
         assert texts.text(prompt, hashes[: rng.randint(0, len(hashes))]) == tokenizer.decode(prompt)
 
 
+@pytest.mark.parametrize("character", ["é", "日"])
 @pytest.mark.parametrize("start", [b"\x80\x80", b""])
-def test_a_long_run_of_bytes_is_decoded_as_the_tokenizer_does(byte_fallback_model, start):
+def test_a_long_run_of_bytes_is_decoded_as_the_tokenizer_does(byte_fallback_model, start, character):
     """SentencePiece's decoder replaces a whole run of bytes, however long, if one of them fits no character."""
     tokenizer = AutoTokenizer.from_pretrained(byte_fallback_model)
     texts = PromptTexts(lambda: tokenizer, SIZE)
-    run = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in start + "日".encode() * 20])
+    run = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in start + character.encode() * 20])
     for num_blocks in range(len(run) // SIZE):
         assert texts.text(run, block_hashes(run)[:num_blocks]) == tokenizer.decode(run)
 

@@ -126,7 +126,7 @@ class Setup:
         """The logprobs of the prompt's tokens but the first, as JSON says them."""
         style = Style(ask.top, as_token_ids=False)
         pieces = self.writer.prompt(answer, style)
-        logprobs: list[float] = orjson.loads(openai_logprobs([piece.openai for piece in pieces]))["token_logprobs"]
+        logprobs: list[float] = orjson.loads(b"".join(openai_logprobs(pieces)))["token_logprobs"]
         return logprobs[1:]
 
     def counted(self, name: str) -> int:

@@ -10,8 +10,7 @@ import pytest
 from vllm.config.lora import LoRAConfig
 
 from scoremode_server.prefix_cache.engine import ScoredRows
-from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, check_engine
-from scoremode_server.scoring.turns import Turns
+from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, Turns, check_engine
 from tests.unit.server.prefix_cache.cache_setup import Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import expected_rows
 

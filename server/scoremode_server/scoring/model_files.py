@@ -1,0 +1,252 @@
+"""What the files of the served model say about it: a fingerprint of their contents, their size, the number of weights.
+Files are sampled, which takes seconds; docs/guide.md lists what samples cannot see. Nothing is downloaded."""
+
+import asyncio
+import copy
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from glob import escape
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import vllm
+from huggingface_hub import snapshot_download
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.logger import init_logger
+from xxhash import xxh3_128
+
+from scoremode_server.references.manifest import ModelIdentity
+
+# vLLM prints what loggers below its own write.
+logger = init_logger("vllm.scoremode.model_files")
+
+BLOCK_BYTES = 4096
+WHOLE_BYTES = 1 << 20
+"""Files up to this size are read whole."""
+MIN_BLOCKS = 64
+MAX_SPACING = 64 << 20
+"""Blocks are evenly spaced, at least `MIN_BLOCKS` per file, and at most this many bytes apart."""
+MAX_TENSORS = 4096
+"""The most tensors of a safetensors file of which a block is read, evenly chosen."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The bound of the safetensors format."""
+_NUM_THREADS = 16
+"""Files that are read at once, because storage can be slow per block."""
+
+_CONFIG_FILES = (
+    *("config.json", "params.json", "adapter_config.json"),
+    *("hf_quant_config.json", "quant_config.json", "quantize_config.json", "quantization_config.json"),
+)
+"""Configurations of models, adapters and quantizations that vLLM reads."""
+_SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes"}
+"""By `--load-format`, the formats that read `*.safetensors`."""
+_OTHER_WEIGHTS = {"pt": ["*.pt"], "npcache": ["*.bin"]}
+"""By `--load-format`, the files that replace safetensors."""
+_ANY_WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"]
+"""Of all other formats: the first pattern that has files."""
+_NOT_NEEDED = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+"""Files of training that vLLM does not load."""
+
+_adapters: dict[str, tuple[Any, str]] = {}
+"""The request and the digest of each adapter, by its name."""
+
+
+def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
+    """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
+    model, load = config.model_config, config.load_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    folder, path = _folder(model.model, model.revision, load.download_dir), Path(model.model)
+    vocabulary = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
+    # Old fingerprints contain the names and sizes of files.
+    sizes = sorted((file.name, file.stat().st_size) for file in path.glob("*.safetensors")) if path.is_dir() else []
+    return ModelIdentity(
+        model=model.model,
+        revision=_commit(folder) or model.revision,
+        dtype=dtype,
+        quantization=model.quantization,
+        scoremode_version=importlib.metadata.version("scoremode"),
+        vllm_version=vllm.__version__,
+        fingerprint=_fingerprint(model, load, dtype, folder),
+        tokenizer_fingerprint=_digest(*vocabulary),
+        old_fingerprint=_digest(model.model, model.revision, dtype, model.quantization, *sizes),
+    )
+
+
+async def with_adapter(fingerprint: str, lora: Any) -> str:
+    """The fingerprint of a model with an adapter, a `LoRARequest` or None, whose files a thread reads once."""
+    if lora is None:
+        return fingerprint
+    known = _adapters.get(lora.lora_name)
+    # An adapter that is loaded again has another request, which compares equal because it has the same name.
+    if known is None or known[0] is not lora:
+        known = _adapters[lora.lora_name] = lora, await asyncio.to_thread(_adapter_digest, lora.lora_path)
+    return f"{fingerprint}+{known[1]}"
+
+
+def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
+    """Bytes of the files that vLLM loads: safetensors, or one GGUF file; None for other formats and remote storage."""
+    path = Path(model.model)
+    if path.is_file():
+        return path.stat().st_size if path.suffix == ".gguf" else None
+    folder = _folder(model.model, model.revision, load.download_dir)
+    return sum(file.stat().st_size for file in _safetensors_files(folder, str(load.load_format))) or None
+
+
+def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
+    """The number of weights of the model that transformers makes of a config, without memory for them; None if
+    transformers has no such model. Runs a repository's code only if it is trusted."""
+    try:
+        config = copy.deepcopy(config)
+        # A quantized checkpoint has the weights of the model that it was made from.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        architecture = (config.architectures or ["no architecture"])[0]
+        make: Any = getattr(transformers, architecture, None)
+        with torch.device("meta"):
+            if make is not None:
+                model = make(config)
+            elif trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+            else:
+                raise ValueError(f"transformers has no {architecture}")
+        return sum(int(parameter.numel()) for parameter in model.parameters())
+    # Transformers may raise anything, and a server must start without this number.
+    except Exception as error:
+        logger.info("The number of weights is not known: %s", error)
+        return None
+
+
+def digest_of(files: Sequence[Path]) -> str:
+    """A digest of the contents of files in this order, except for what lies between samples."""
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return xxh3_128(b"".join(threads.map(_file_digest, files))).hexdigest()
+
+
+def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path | None) -> str:
+    dummy = load.load_format == "dummy"
+    weights = [] if dummy else _weight_files(Path(model.model), folder, str(load.load_format))
+    configs = _config_files(Path(model.hf_config_path) if model.hf_config_path else folder)
+    overrides: Any = model.hf_overrides
+    # A function is known by its name.
+    overrides = repr(overrides) if isinstance(overrides, dict) else str(getattr(overrides, "__qualname__", None))
+    settings = [dtype, model.quantization, repr(model.quantization_config), overrides]
+    try:
+        contents = [digest_of(configs), digest_of(weights)]
+    except OSError as error:
+        logger.warning("The fingerprint of the model does not see its weights: %s", error)
+        weights, contents = [], []
+    if not weights and not dummy:
+        # From elsewhere, such as an object store.
+        settings += [model.model, model.model_weights, _commit(folder) or model.revision]
+    return ("v2-dummy-" if dummy else "v2-") + _digest(*settings, *contents)
+
+
+def _adapter_digest(path: str) -> str:
+    """A digest of an adapter's files in a folder or in the hub's cache, or of its path if they cannot be read."""
+    folder = _folder(path, None, None)
+    try:
+        files = [] if folder is None else [*_config_files(folder), *sorted(folder.glob("adapter_model.*"))]
+        return digest_of(files) if files else _digest(path)
+    except OSError as error:
+        logger.warning("The fingerprint of the adapter %s does not see its weights: %s", path, error)
+        return _digest(path)
+
+
+def _folder(name: str, revision: str | None, cache: str | None) -> Path | None:
+    """The folder of a model or an adapter, its own or in the hub's cache, where the folder's name is the commit."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except (OSError, ValueError):
+        # Not a model of the hub, or its weights come from elsewhere.
+        return None
+
+
+def _weight_files(path: Path, folder: Path | None, load_format: str) -> list[Path]:
+    """The files that vLLM loads, by name: of a folder, or all parts of a GGUF file."""
+    if path.is_file():
+        parts = re.fullmatch(r"(.*)-\d{5}(-of-\d{5}\.gguf)", path.name)
+        return sorted(path.parent.glob(f"{escape(parts[1])}-*{parts[2]}")) if parts else [path]
+    if folder is None:
+        return []
+    if files := _safetensors_files(folder, load_format):
+        return files
+    for pattern in _OTHER_WEIGHTS.get(load_format, _ANY_WEIGHTS):
+        if files := sorted(file for file in folder.glob(pattern) if file.name not in _NOT_NEEDED):
+            return files
+    return []
+
+
+def _safetensors_files(folder: Path | None, load_format: str) -> list[Path]:
+    """The files that vLLM loads, by name; empty if it loads other formats."""
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    of_mistral = [file for file in files if file.name.startswith("consolidated")]
+    # By default vLLM reads these if a repository has its weights twice.
+    if load_format == "mistral" or (load_format == "auto" and of_mistral):
+        files, index_name = of_mistral, "consolidated.safetensors.index.json"
+    elif load_format in _SAFETENSORS:
+        index_name = "model.safetensors.index.json"
+    else:
+        return []
+    if not files or not (index := files[0].with_name(index_name)).is_file():
+        return files
+    named = set(json.loads(index.read_text())["weight_map"].values())
+    return [file for file in files if file.name in named]
+
+
+def _config_files(folder: Path | None) -> list[Path]:
+    return [] if folder is None else [path for name in _CONFIG_FILES if (path := folder / name).is_file()]
+
+
+def _commit(folder: Path | None) -> str | None:
+    return folder.name if folder is not None and folder.parent.name == "snapshots" else None
+
+
+def _digest(*values: Any) -> str:
+    return blake2b(repr(values).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        digest = xxh3_128(size.to_bytes(8))
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+            return digest.digest()
+        header = _header(descriptor, size)
+        digest.update(header)
+        num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
+        # The first and the last block of the file are among them.
+        evenly_spaced = ((size - BLOCK_BYTES) * number // (num_blocks - 1) for number in range(num_blocks))
+        for position in sorted({*evenly_spaced, *_of_tensors(header)}):
+            digest.update(os.pread(descriptor, BLOCK_BYTES, position))
+    return digest.digest()
+
+
+def _header(descriptor: int, size: int) -> bytes:
+    """The header of a safetensors file with the eight bytes of its length; of other formats the beginning."""
+    num_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    is_possible = num_bytes <= min(_MAX_HEADER_BYTES, size - 8)
+    return os.pread(descriptor, 8 + num_bytes if is_possible else WHOLE_BYTES, 0)
+
+
+def _of_tensors(header: bytes) -> Iterator[int]:
+    """The middle of each tensor: an embedding begins with tokens that training does not change."""
+    try:
+        tensors = json.loads(header[8:])
+        offsets = sorted(tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__")
+        for begin, end in offsets[:: 1 + len(offsets) // (MAX_TENSORS + 1)]:
+            yield len(header) + max(begin, (begin + end - BLOCK_BYTES) // 2)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        # Another format.
+        return
