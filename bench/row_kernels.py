@@ -30,7 +30,7 @@ import triton  # noqa: E402
 
 from scoremode_server.kernels import fused_logprobs, triton_kernels  # noqa: E402
 from scoremode_server.kernels.reduced_rows import ReducedRows  # noqa: E402
-from scoremode_server.kernels.tiling import Tiling  # noqa: E402
+from scoremode_server.kernels.working_memory import Tiling  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(49152, 576), (128256, 2048), (128256, 4096), (262144, 2048)]

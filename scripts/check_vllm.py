@@ -23,8 +23,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scoremode_server.vllm_patches.manifest import HASHES_FILE, PRIVATE, recorded_hashes
-from scoremode_server.vllm_patches.source import Sources, digest
+from scoremode_server.vllm_patches.versions import HASHES_FILE, PRIVATE, Sources, digest, recorded_hashes
 from vllm_sources import PACKAGE, segment
 
 ROOT = Path(__file__).parents[1]

@@ -99,11 +99,9 @@ SERVER_FAULTS = {
         ("offset + end - 1)", "offset + end - 2)"),
         ("start += piece.rows.stop - piece.rows.start", "start += piece.num_wanted"),
     ],
-    "prefix_cache/block_hashes.py < prefix_cache/test_block_hashes.py": [
+    "prefix_cache/store.py < prefix_cache/test_store.py": [
         ("self._root(identity) + data[: token_ids.itemsize]", "self._root(identity)"),
         ("len(data) - step + 1, step", "len(data) - step, step"),
-    ],
-    "prefix_cache/store.py < prefix_cache/test_store.py": [
         ("in reversed(block_hashes):\n            block = self", "in block_hashes:\n            block = self"),
         ("-= 0 if old is None else len(old) + ENTRY_BYTES", "-= 0 if old is None else len(old)"),
         ("if generation != self.generation or not self.enabled:", "if not self.enabled:"),
@@ -128,22 +126,20 @@ SERVER_FAULTS = {
         ("    terms.masked_fill_(log_ratios == math.inf, math.inf)\n", ""),
     ],
     "kernels/fused_logprobs.py < kernels/test_fused_logprobs.py": [("candidates[part]", "candidates[: len(logits)]")],
-    "kernels/tensor_parallel.py < kernels": [("0.0)).div_(temperature))", "0.0)))")],
+    "kernels/reduced_rows.py < kernels": [("0.0)).div_(temperature))", "0.0)))")],
     "kernels/triton_kernels.py < kernels": [
         ('tl.sum(counts, 0) - tl.where(target == float("-inf"), padding, 0)', "tl.sum(counts, 0)"),
         ("tl.where(held, tl.maximum(logit, LOWEST), ", "tl.where(held, logit, "),
         ("sums * _exp(maxima - base, scale, SCALED)", "sums * tl.exp(maxima - base)"),
-    ],
-    "kernels/triton_kl_divergence.py < kernels": [
         ("1 / 2 + square * (1 / 24", "1 / 2 + square * (1 / 12"),
         ('if not (forward + backward < float("inf")):', 'if forward + backward == float("inf"):'),
     ],
     "rows.py < test_rows.py prefix_cache": [("np.flatnonzero(~trusted)[-1]", "np.flatnonzero(~trusted)[0]")],
-    "vllm_patches/runner_v1.py < vllm_patches/test_runners.py": [
+    "vllm_patches/runners.py < vllm_patches/test_runners.py": [
         ("position != rows.end", "False"),
         ("    unknown[1].fill_(math.nan)\n", ""),
     ],
-    "vllm_patches/output_processor.py < vllm_patches/test_output_processor.py completions": [
+    "vllm_patches/output_processor.py < vllm_patches/test_engine_client.py completions": [
         ("if not text or text.endswith(INCOMPLETE):", "if not text:")
     ],
     "api/requests.py < api": [("size += len(chunk)", "size = len(chunk)")],

@@ -34,9 +34,8 @@ from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
 from scoremode_server.vllm_patches.computed_by import what_computes
-from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone
-from scoremode_server.vllm_patches.row_spec import RowSpec
-from scoremode_server.vllm_patches.scoring_params import guard_rows
+from scoremode_server.vllm_patches.engine_client import bound_generation_alone
+from scoremode_server.vllm_patches.row_spec import RowSpec, guard_rows
 from scoremode_server.vllm_patches.served_models import ServedModels
 from scoremode_server.vllm_patches.shutdown import Shutdown
 

@@ -83,32 +83,16 @@ class Rows:
 
     def first_columns(self, num_columns: int) -> "Rows":
         """The same rows with fewer top tokens."""
-        if num_columns == self.num_columns:
-            return self
         return Rows.from_arrays(self.token_ids[:, :num_columns], self.logprobs[:, :num_columns], self.ranks)
 
 
 class PromptLogprobs:
-    """A prompt's logprobs in arrays, as they arrive from the engine: `RequestOutput.prompt_logprobs` of scoring
-    requests.
+    """A prompt's logprobs in arrays, as they arrive from the engine when the prompt is complete, in vLLM's tensors of
+    token ids, logprobs and ranks on the CPU: `RequestOutput.prompt_logprobs` of scoring requests.
     """
 
-    def __init__(self) -> None:
-        self._parts: list[Columns] = []
-
-    def append(self, tensors: Sequence[Any]) -> None:
-        """Add the rows of one part of the prompt: vLLM's tensors of token ids, logprobs and ranks, on the CPU."""
-        token_ids, logprobs, ranks, *_ = tensors
-        self._parts.append((token_ids.numpy(), logprobs.numpy(), ranks.numpy()))
-
-    def columns(self, num_columns: int) -> Columns:
-        """All rows so far."""
-        if not self._parts:
-            return np.empty((0, num_columns), np.int32), np.empty((0, num_columns), np.float32), np.empty(0, np.int32)
-        if len(self._parts) == 1:
-            return self._parts[0]
-        token_ids, logprobs, ranks = zip(*self._parts, strict=True)
-        return np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks)
+    def __init__(self, tensors: Sequence[Any] = ()) -> None:
+        self.columns = [tensor.numpy() for tensor in tensors[:3]]
 
 
 def read_columns(logprobs: Any, num_columns: int) -> Columns:
@@ -117,8 +101,12 @@ def read_columns(logprobs: Any, num_columns: int) -> Columns:
     Raises:
         EngineOutputError: there are none.
     """
+    if isinstance(logprobs, PromptLogprobs) and logprobs.columns:
+        token_ids, values, ranks = logprobs.columns
+        return token_ids, values, ranks
     if isinstance(logprobs, PromptLogprobs):
-        return logprobs.columns(num_columns)
+        # No row was computed.
+        logprobs = FlatLogprobs()
     if not isinstance(logprobs, FlatLogprobs):
         raise EngineOutputError("the engine ended a request without logprobs")
     return (

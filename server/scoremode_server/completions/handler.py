@@ -36,7 +36,7 @@ from scoremode_server.prefix_cache.run import RowsRequest, engine_id, is_moved
 from scoremode_server.rows import read_columns
 from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, Turns
 from scoremode_server.scoring.tokenizer import as_prompts
-from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
+from scoremode_server.vllm_patches.engine_client import exempt_from_queue_bounds
 
 DECODED_AT_ONCE = 8192
 """Tokens of a request whose text is decoded on the event loop, in some two milliseconds. vLLM decodes in a thread,

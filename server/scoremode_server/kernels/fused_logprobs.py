@@ -10,18 +10,22 @@ the few numbers of all rows at the end.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from scoremode_server.kernels.implementations import kernels_for
-from scoremode_server.kernels.joined_rows import JoinedRows
-from scoremode_server.kernels.reduced_rows import ReducedRows
-from scoremode_server.kernels.tensor_parallel import Shard, gather_rows, highest, share_targets
-from scoremode_server.kernels.torch_kernels import take
-from scoremode_server.kernels.working_memory import TILE_ROWS
+from scoremode_server.kernels import torch_kernels
+from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, gather_rows, highest, share_targets
+from scoremode_server.kernels.working_memory import MAX_TOP, TILE_ROWS
 
-MAX_TOP = 256
-"""Likeliest tokens a position that are found this way; vLLM's own way finds more."""
+
+def kernels_for(device: torch.device) -> Any:
+    """The module with the kernels for a device: Triton's for a GPU, PyTorch's elsewhere, where there is no Triton."""
+    if device.type != "cuda":
+        return torch_kernels
+    from scoremode_server.kernels import triton_kernels
+
+    return triton_kernels
 
 
 def chunk_rows(rows: int, limit: int) -> int:
@@ -41,6 +45,7 @@ def compute(
     *,
     candidates: torch.Tensor | None = None,
     temperature: float = 1.0,
+    gives_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Score the target of every row, of which there is at least one.
 
@@ -48,19 +53,20 @@ def compute(
         targets: [rows] tokens.
         hidden_states: [rows, hidden].
         logits_fn: [rows, hidden] -> logits [rows, vocabulary].
-        num_top: number of top tokens, 0 to `MAX_TOP`.
+        num_top: number of top tokens.
         limit: rows whose logits are held at a time.
         shard: whose logits `logits_fn` gives, where it does not give all; every rank of its group must come here at the
             same time, with the same rows, `num_top` and `limit`.
         candidates: [rows, m] int32, more tokens of the vocabulary that are to be scored in each row.
         temperature: T of the distribution, the softmax of logits / T. Ranks do not depend on it.
+        gives_logits: return logits in the place of logprobs; not with candidates.
 
     Returns:
         Tokens [rows, 1 + m + num_top] int32: the target, the candidates, the top tokens; their logprobs in nats,
         float32, NaN where a row has a NaN; ranks of the targets [rows] int32: how many logits are as high, so 1 for the
         highest.
     """
-    kernels = kernels_for(targets.device)
+    kernels = kernels_for(targets.device) if num_top <= MAX_TOP else torch_kernels
     rows = len(targets)
     reduced = ReducedRows.empty(rows, num_top, targets.device)
     chosen = []
@@ -75,12 +81,12 @@ def compute(
             share_targets(shard.group, chunk)
         kernels.reduce_rows(logits, first, columns, chunk, temperature)
         if candidates is not None:
-            chosen.append(take(logits, candidates[part], first, columns))
+            chosen.append(torch_kernels.take(logits, candidates[part], first, columns))
         # The next chunk's are computed where these were.
         del logits
     if shard:
         reduced = gather_rows(shard.group, reduced, temperature)
-    logprobs = reduced.logprobs(temperature)
+    logprobs = reduced.logits if gives_logits else reduced.logprobs(temperature)
     if candidates is None:
         return reduced.tokens, logprobs, reduced.ranks
     taken = torch.cat(chosen)

@@ -19,11 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from scoremode_server.kernels.fused_logprobs import chunk_rows
-from scoremode_server.kernels.implementations import Kernels, kernels_for
-from scoremode_server.kernels.joined_rows import JoinedRows
-from scoremode_server.kernels.reduced_rows import ReducedRows
-from scoremode_server.kernels.tensor_parallel import Shard, add_up, gather_rows, share_targets
+from scoremode_server.kernels.fused_logprobs import chunk_rows, kernels_for
+from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, add_up, gather_rows, share_targets
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,51 +52,39 @@ def compare(
     """Compare the served model with a reference in every row. Arguments are as for `fused_logprobs.compute`, for both
     sides: dtypes and hidden sizes may differ, the vocabulary not. With `num_top` 0 there is still the top token."""
     kernels = kernels_for(targets.device)
-    rows, num_top = len(targets), max(1, num_top)
+    num_rows, num_top = len(targets), max(1, num_top)
     chunks = []
-    step = chunk_rows(rows, limit)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        both_logits = logits_fn(hidden_states[part]), reference_logits_fn(reference_hidden_states[part])
-        chunks.append(_compare_chunk(kernels, targets[part], *both_logits, num_top, shard))
+    step = chunk_rows(num_rows, limit)
+    for start in range(0, num_rows, step):
+        part = slice(start, min(start + step, num_rows))
+        rows = part.stop - start
+        logits, reference_logits = logits_fn(hidden_states[part]), reference_logits_fn(reference_hidden_states[part])
+        first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
+        # Both sides in one, so that ranks exchange them at once.
+        both = ReducedRows.empty(2 * rows, num_top, targets.device)
+        sides = ((logits, both[:rows]), (reference_logits, both[rows:]))
+        for side, reduced in sides:
+            kernels.take_targets(side, targets[part], first, columns, reduced)
+        if shard:
+            share_targets(shard.group, both)
+        for side, reduced in sides:
+            kernels.reduce_rows(side, first, columns, reduced)
+        if shard:
+            both = gather_rows(shard.group, both)
+        served, reference = both[:rows], both[rows:]
+        # Not finite where a side has a NaN, or nothing but -inf.
+        log_sum_ratios = (reference.sums / served.sums).log()
+        sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
+        chunks.append((served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)))
         # The next chunk's are computed where these were.
-        del both_logits
-    served, reference, sums = zip(*chunks, strict=True)
-    whole = add_up(shard.group, torch.cat(sums)) if shard else torch.cat(sums)
+        del logits, reference_logits, sides, side
+    served_rows, reference_rows, all_sums = zip(*chunks, strict=True)
+    whole = add_up(shard.group, torch.cat(all_sums)) if shard else torch.cat(all_sums)
     return Comparison(
         kld=whole[:, 0].contiguous(),
         reverse_kld=whole[:, 1].contiguous(),
         # Rounding may leave distributions that have nothing in common a little more than 2 apart.
         acceptance=(1.0 - whole[:, 2] / 2).clamp(min=0.0),
-        served=ReducedRows.join(served),
-        reference=ReducedRows.join(reference),
+        served=ReducedRows.join(served_rows),
+        reference=ReducedRows.join(reference_rows),
     )
-
-
-def _compare_chunk(
-    kernels: Kernels,
-    targets: torch.Tensor,
-    logits: torch.Tensor,
-    reference_logits: torch.Tensor,
-    num_top: int,
-    shard: Shard | None,
-) -> tuple[ReducedRows, ReducedRows, torch.Tensor]:
-    """Reduced rows of the whole vocabulary, of both sides; sums [rows, 3] over these columns."""
-    rows = len(targets)
-    first, columns = (shard.first, shard.columns) if shard else (0, logits.shape[-1])
-    # Both sides in one, so that ranks exchange them at once.
-    both = ReducedRows.empty(2 * rows, num_top, targets.device)
-    sides = ((logits, both[:rows]), (reference_logits, both[rows:]))
-    for side, reduced in sides:
-        kernels.take_targets(side, targets, first, columns, reduced)
-    if shard:
-        share_targets(shard.group, both)
-    for side, reduced in sides:
-        kernels.reduce_rows(side, first, columns, reduced)
-    if shard:
-        both = gather_rows(shard.group, both)
-    served, reference = both[:rows], both[rows:]
-    # Not finite where a side has a NaN, or nothing but -inf.
-    log_sum_ratios = (reference.sums / served.sums).log()
-    sums = kernels.sum_divergences(logits, reference_logits, columns, served, reference, log_sum_ratios)
-    return served, reference, sums.masked_fill_(~log_sum_ratios.isfinite()[:, None], torch.nan)

@@ -1,9 +1,17 @@
-"""What is left of rows of logits: enough for the logprobs of some of their entries."""
+"""What is left of rows of logits: enough for the logprobs of some of their entries. Of a vocabulary that is divided
+among ranks, what they tell each other, and how it is put together.
 
+All that is exchanged has the type float32: on a CPU, vLLM's collectives are made for floats only.
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+
+LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +69,109 @@ class ReducedRows:
         logit / T - logsumexp. The temperature is the one of the sums. Rounded to float32 once."""
         below = logits.double().sub_(self.maxima[:, None]).div_(temperature)
         return below.sub_(self.sums.log()[:, None]).float()
+
+
+class JoinedRows:
+    """Tensors [rows, ...] of one dtype that are read as one, a slice at a time, on `device` if that is another one than
+    theirs. On the host they are best pinned."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], device: torch.device | None = None) -> None:
+        self._parts = parts
+        self._device = device
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """Some rows: a view where one tensor has all of them."""
+        pieces, start = [], 0
+        for part in self._parts:
+            piece = part[max(rows.start - start, 0) : max(rows.stop - start, 0)]
+            if len(piece):
+                pieces.append(piece if self._device is None else piece.to(self._device, non_blocking=True))
+            start += len(part)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of the vocabulary."""
+
+    first: int
+    """Token of the first of this rank's columns."""
+    columns: int
+    """That are tokens; those after them are padding."""
+    group: Any
+    """vLLM's group of the ranks that hold all parts."""
+
+
+def agreed(group: Any, answers: list[bool]) -> list[bool]:
+    """Which of the answers are yes on every rank."""
+    if group.world_size == 1:
+        return answers
+    gathered = group.all_gather(torch.tensor(answers, dtype=torch.float32, device=group.device), 0)
+    whole: list[bool] = gathered.view(group.world_size, -1).bool().all(0).tolist()
+    return whole
+
+
+def share_targets(group: Any, rows: ReducedRows) -> None:
+    """Let every rank have the logits of the targets, which all but one lack (-inf)."""
+    rows.logits[:, 0] = highest(group, rows.logits[:, 0].contiguous())
+
+
+def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
+    """The highest that a rank has, of each entry."""
+    gathered: torch.Tensor = group.all_gather(logits, 0).view(group.world_size, *logits.shape).amax(0)
+    return gathered
+
+
+def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> ReducedRows:
+    """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
+    words = _to_words(rows)
+    gathered = group.all_gather(words, 0).view(group.world_size, *words.shape)
+    return _merge([_from_words(part) for part in gathered], temperature)
+
+
+def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
+    """The sums [rows, n] float32 of each rank's part, as those of the whole."""
+    gathered = group.all_gather(sums, 0).view(group.world_size, *sums.shape)
+    return gathered.sum(0, dtype=torch.float64).float()
+
+
+def _to_words(rows: ReducedRows) -> torch.Tensor:
+    """[rows, 6 + 2k] float32, the bits of all."""
+    numbers = torch.cat((rows.logits, rows.maxima[:, None]), 1)
+    sums = rows.sums[:, None].view(torch.int32)
+    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32), sums), 1).view(torch.float32)
+
+
+def _from_words(words: torch.Tensor) -> ReducedRows:
+    """The reverse of `_to_words`, as views but for the sums."""
+    num_columns = (words.shape[1] - 4) // 2
+    integers, numbers = words.view(torch.int32), words[:, num_columns + 1 : -2]
+    sums = words[:, -2:].contiguous().view(torch.float64)[:, 0]
+    return ReducedRows(
+        integers[:, :num_columns], numbers[:, :num_columns], numbers[:, -1], sums, integers[:, num_columns]
+    )
+
+
+def _merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
+    """Rows of a vocabulary from those of its parts, which all have the targets' logits."""
+    maxima = torch.stack([shard.maxima for shard in shards])
+    maximum = maxima.amax(0)
+    # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
+    scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
+    tokens, logits = _top(shards)
+    return ReducedRows(
+        tokens=torch.cat((shards[0].tokens[:, :1], tokens), 1),
+        logits=torch.cat((shards[0].logits[:, :1], logits), 1),
+        maxima=maximum,
+        sums=(torch.stack([shard.sums for shard in shards]) * scales).sum(0),
+        ranks=torch.stack([shard.ranks for shard in shards]).sum(0, dtype=torch.int32),
+    )
+
+
+def _top(shards: list[ReducedRows]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits [rows, k] of the k highest among each part's k."""
+    tokens = torch.cat([shard.tokens[:, 1:] for shard in shards], 1)
+    logits = torch.cat([shard.logits[:, 1:] for shard in shards], 1)
+    # Tokens of probability 0 come before those that a part with fewer than k does not have.
+    order = logits.clamp(min=LOWEST).masked_fill_(tokens < 0, -math.inf).topk(shards[0].num_top).indices
+    return tokens.gather(1, order), logits.gather(1, order)

@@ -1,13 +1,8 @@
-"""Triton kernels that read rows of logits once and leave what prompt logprobs are made of.
+"""The Triton kernels over rows of logits; `torch_kernels` says the same in PyTorch.
 
-A program takes one row and walks through it in tiles of `LANES` x `WIDTH` entries. Lane l of a tile holds the entries
-l * WIDTH to (l + 1) * WIDTH, one load of a thread, and keeps what it has seen in all tiles: the maximum, the sum of
-exponentials below it (online softmax, Milakov and Gimelshein 2018), and how many entries reach the target. So the loop
-needs no exchange between threads, and at its end the maxima of the lanes serve the top k as well: k entries that are
-the top k lie in the k lanes with the highest maxima.
-
-Everything is computed in float32, into which the logits' own dtypes convert exactly. A NaN anywhere in a row makes its
-sum NaN.
+A program takes one row, or two that are compared, and walks through it in tiles of `LANES` x `WIDTH` entries. Lane l of
+a tile holds the entries l * WIDTH to (l + 1) * WIDTH, one load of a thread, and keeps what it has seen in all tiles, so
+that the loop needs no exchange between threads.
 """
 
 import torch
@@ -15,10 +10,14 @@ import triton
 import triton.language as tl
 
 from scoremode_server.kernels.reduced_rows import ReducedRows
-from scoremode_server.kernels.tiling import TILING, Tiling
+from scoremode_server.kernels.working_memory import PAIR_TILING, TILING, Tiling
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 """Stands for -inf where entries are picked, so that entries of probability 0 come before columns that do not exist."""
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+CLOSE = tl.constexpr(0.25)
+"""Of the logarithms of probabilities: below it, the series' first omitted term is less than a rounding of float32."""
 
 NO_COLUMN = tl.constexpr(2**31 - 1)
 TARGET_ROWS = 128
@@ -60,6 +59,10 @@ def reduce_rows(
     tiling: Tiling = TILING,
 ) -> None:
     """Write all else: what `ReducedRows` says of these columns, with -1 for a token where there are fewer than k.
+
+    A lane keeps its maximum, the sum of exponentials below it (online softmax, Milakov and Gimelshein 2018), and how
+    many entries reach the target. k entries that are the top k lie in the k lanes with the highest maxima. Everything
+    is computed in float32, into which the logits' own dtypes convert exactly. A NaN in a row makes its sum NaN.
 
     Args:
         logits: as for `take_targets`.
@@ -289,3 +292,158 @@ def _pick(
     out = row * out_stride + 1 + slot
     tl.store(kept_logits + out, logit.to(tl.float32), mask=slot < num_top)
     tl.store(tokens + out, tl.where(held, first + column, -1), mask=slot < num_top)
+
+
+def sum_divergences(
+    logits: torch.Tensor,
+    reference_logits: torch.Tensor,
+    columns: int,
+    served: ReducedRows,
+    reference: ReducedRows,
+    log_sum_ratios: torch.Tensor,
+    tiling: Tiling = PAIR_TILING,
+) -> torch.Tensor:
+    """As `torch_kernels.sum_divergences`, of rows whose columns are next to each other in memory.
+
+    Each lane adds up its entries in float32, and the lanes are added in float64. Where p and q are close, a term is the
+    small difference of large numbers: there it is p times a power series in log(p/q), whose error is but a rounding of
+    itself. Entries of -inf are rare, and to look for them takes a fifth of the arithmetic: a row is added up as if it
+    had none, and again where that does not come to numbers.
+    """
+    require_rows(logits)
+    require_rows(reference_logits)
+    sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
+    _sum_divergences[(len(logits),)](
+        sums,
+        reference_logits,
+        reference_logits.stride(0),
+        reference.maxima,
+        (1 / reference.sums).float(),
+        logits,
+        logits.stride(0),
+        served.maxima,
+        (1 / served.sums).float(),
+        # An error of it, as one of the sums, cancels to the first order.
+        log_sum_ratios.float(),
+        columns,
+        LANES=tiling.lanes,
+        WIDTH=tiling.width,
+        STAGES=tiling.num_stages,
+        num_warps=tiling.num_warps,
+    )
+    return sums
+
+
+@triton.jit
+def _sum_divergences(
+    out,
+    p_logits,
+    p_stride,
+    p_maxima,
+    p_scales,
+    q_logits,
+    q_stride,
+    q_maxima,
+    q_scales,
+    log_sum_ratios,
+    columns,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    p_start = p_logits + row * p_stride
+    q_start = q_logits + row * q_stride
+    p_maximum = tl.load(p_maxima + row)
+    q_maximum = tl.load(q_maxima + row)
+    p_scale = tl.load(p_scales + row)
+    q_scale = tl.load(q_scales + row)
+    log_sum_ratio = tl.load(log_sum_ratios + row)
+    forward, backward, distance = _add_up(
+        *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
+        *(LANES, WIDTH, STAGES, False),
+    )
+    # Not true of NaN either.
+    if not (forward + backward < float("inf")):
+        forward, backward, distance = _add_up(
+            *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
+            *(LANES, WIDTH, STAGES, True),
+        )
+    tl.store(out + row * 3, forward)
+    tl.store(out + row * 3 + 1, backward)
+    tl.store(out + row * 3 + 2, distance)
+
+
+@triton.jit
+def _add_up(
+    p_start,
+    p_maximum,
+    p_scale,
+    q_start,
+    q_maximum,
+    q_scale,
+    log_sum_ratio,
+    columns,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+    INFINITE: tl.constexpr,
+):
+    """The three sums over a row. With entries of -inf they are right if `INFINITE`, and else NaN or infinite."""
+    tile: tl.constexpr = LANES * WIDTH
+    entries = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    forward = tl.zeros([LANES], tl.float32)
+    backward = tl.zeros([LANES], tl.float32)
+    distances = tl.zeros([LANES], tl.float32)
+    whole = columns // tile * tile
+    # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
+    for origin in tl.range(0, whole, tile, num_stages=STAGES):
+        p_seen = tl.load(p_start + origin + entries).to(tl.float32)
+        q_seen = tl.load(q_start + origin + entries).to(tl.float32)
+        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio, INFINITE)
+        forward += tl.sum(terms[0], 1)
+        backward += tl.sum(terms[1], 1)
+        distances += tl.sum(terms[2], 1)
+    if whole < columns:
+        held = whole + entries < columns
+        # Entries of -inf on both sides add nothing.
+        p_seen = tl.load(p_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
+        q_seen = tl.load(q_start + whole + entries, mask=held, other=float("-inf")).to(tl.float32)
+        terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio, True)
+        forward += tl.sum(terms[0], 1)
+        backward += tl.sum(terms[1], 1)
+        distances += tl.sum(terms[2], 1)
+    return (
+        tl.sum(forward.to(tl.float64), 0).to(tl.float32),
+        tl.sum(backward.to(tl.float64), 0).to(tl.float32),
+        tl.sum(distances.to(tl.float64), 0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _terms(p_logit, q_logit, p_scale, q_scale, log_sum_ratio, INFINITE: tl.constexpr):
+    """Of the three sums, from logits less their rows' maxima."""
+    p = tl.exp(p_logit) * p_scale
+    q = tl.exp(q_logit) * q_scale
+    difference = p - q
+    log_ratio = p_logit - q_logit
+    if INFINITE:
+        # Two of -inf are as equal as any others.
+        log_ratio = tl.where(p_logit == q_logit, 0.0, log_ratio)
+    log_ratio -= log_sum_ratio
+    close = tl.abs(log_ratio) < CLOSE
+    square = log_ratio * log_ratio
+    # exp(-x) - 1 + x, over x squared, has these even and odd terms.
+    even = 1 / 2 + square * (1 / 24 + square * (1 / 720))
+    odd = log_ratio * (1 / 6 + square * (1 / 120 + square * (1 / 5040)))
+    finite = log_ratio
+    if INFINITE:
+        # A probability of 0 times an infinite ratio is 0.
+        finite = tl.minimum(tl.maximum(log_ratio, -LARGEST), LARGEST)
+    forward = tl.where(close, p * square * (even - odd), p * finite - difference)
+    backward = tl.where(close, q * square * (even + odd), difference - q * finite)
+    if INFINITE:
+        # Where one side is 0 the other may be too small for a number, and is not 0.
+        forward = tl.where(log_ratio == float("inf"), float("inf"), forward)
+        backward = tl.where(log_ratio == float("-inf"), float("inf"), backward)
+    return forward, backward, tl.abs(difference)

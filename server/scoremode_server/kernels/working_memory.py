@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from scoremode_server.kernels.tiling import TILING
+MAX_TOP = 256
+"""Top tokens per row that the Triton kernels find; PyTorch's find any number."""
 
 RESERVED_TOP = 20
 """Likeliest tokens a position that are counted and reserved: vLLM's default `max_logprobs`."""
@@ -17,14 +18,32 @@ RESULT_BYTES = 28
 """Per token returned: top-k values and indices (4 + 8), both again with the actual token before them, indices as int32
 (4 + 8 + 4)."""
 
-TOP_K_BYTES = 1
-"""Per vocabulary entry: CUDA's multi-block top-k counts in 512 bytes for every 1,024 entries or more."""
-
 TILE_ROWS = 128
 """Rows that the projection's kernels compute together; part of a tile costs as much as all of it."""
 
 BLOCK_ENTRIES = 2**18
 """Entries of logits that `torch_kernels` takes at a time, where a row has no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a program walks through its row: in tiles of `lanes` x `width` entries, both powers of two. A lane keeps a
+    maximum, and takes `width` neighbouring entries of a tile; 8 of 2 bytes are the widest load."""
+
+    lanes: int
+    width: int
+    num_warps: int
+    num_stages: int
+    """Tiles that are being loaded at a time."""
+
+    def lane_entries(self, columns: int) -> int:
+        """Entries of a row that a lane takes, those past the row's end among them."""
+        return max(1, -(-columns // (self.lanes * self.width))) * self.width
+
+
+TILING = Tiling(lanes=1024, width=8, num_warps=8, num_stages=1)
+PAIR_TILING = Tiling(lanes=512, width=8, num_warps=8, num_stages=1)
+"""Of kernels that read two rows: as many entries at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +69,6 @@ class LogitsShape:
             return 2 * self.logit_bytes
         # The shard, all shards as they arrive, and the same again in the order of the vocabulary.
         return (2 + 1 / self.tensor_parallel_size) * self.logit_bytes
-
-
-def row_bytes_unfused(shape: LogitsShape, num_top: int) -> int:
-    """Peak working memory per row of vLLM's own functions on the V1 runner, with `num_top` top tokens.
-
-    Three peaks: the projection; `log_softmax` (the logits, a float32 copy unless they are float32, the logprobs); and
-    top-k over the logprobs. vLLM compiles the rank count, which then allocates nothing per entry.
-    """
-    copy_bytes = 0 if shape.logit_bytes == FLOAT32_BYTES else FLOAT32_BYTES
-    log_softmax_bytes = shape.logit_bytes + copy_bytes + FLOAT32_BYTES
-    entry_bytes = max(shape.projection_bytes, log_softmax_bytes, FLOAT32_BYTES + TOP_K_BYTES)
-    return _row_bytes(shape, entry_bytes, num_top)
 
 
 def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharded: bool = False) -> int:
@@ -97,7 +104,7 @@ def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float
 
 def _lane_bytes(shape: LogitsShape, num_top: int) -> int:
     """Per row: the lanes' maxima, and the candidates from the chosen ones."""
-    entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if num_top > 1 else 0
+    entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if 1 < num_top <= MAX_TOP else 0
     return entries * FLOAT32_BYTES
 
 

@@ -52,9 +52,6 @@ class Gate:
         self.is_open = True
         self._admission.admit_waiting()
 
-    def close(self) -> None:
-        self.is_open = False
-
     def count(self, num_running: int) -> None:
         """Sequences go in, or with a negative number out."""
         self.num_running += num_running
@@ -177,9 +174,6 @@ class Admission:
         """Wait until a request may have one more sequence in the engine, of which `num_tokens` must be computed."""
         if self.is_stopped:
             raise stopping()
-        if not self._waiting and (gate is None or gate.is_open) and self._next((queue,)):
-            self._count(queue, num_tokens, 1, gate)
-            return
         waiting = _Waiting(asyncio.get_running_loop().create_future(), num_tokens, gate)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
@@ -214,11 +208,11 @@ class Admission:
                 self._count(queue, first.num_tokens, 1, first.gate)
                 first.admitted.set_result(None)
 
-    def refuse(self, gate: Gate, error: Callable[[], Exception]) -> None:
-        for line in self._waiting.values():
-            for each in line:
-                if each.gate is gate and not each.admitted.done():
-                    each.admitted.set_exception(error())
+    def refuse(self, gate: Gate | None, error: Callable[[], Exception]) -> None:
+        """End all sequences that wait at a gate with an error, or all that wait."""
+        for each in (each for line in self._waiting.values() for each in line):
+            if gate in (None, each.gate) and not each.admitted.done():
+                each.admitted.set_exception(error())
         self.admit_waiting()
 
     def show(self) -> None:
@@ -234,9 +228,7 @@ class Admission:
         self.is_stopped = True
         for task in self._not_accepted:
             task.cancel()
-        for each in [each for line in self._waiting.values() for each in line if not each.admitted.done()]:
-            each.admitted.set_exception(stopping())
-        self._waiting.clear()
+        self.refuse(None, stopping)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self, queues: "Iterable[RequestQueue]") -> "RequestQueue | None":

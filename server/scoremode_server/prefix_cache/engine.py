@@ -22,12 +22,11 @@ from vllm.outputs import RequestOutput
 
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
-from scoremode_server.prefix_cache.block_hashes import HASH_BYTES, BlockHasher
 from scoremode_server.prefix_cache.request import CachedRequest
 from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
-from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.prefix_cache.store import HASH_BYTES, BlockHasher, RowStore
 from scoremode_server.rows import Columns, Rows, read_columns
-from scoremode_server.vllm_patches.weight_changes import may_go_unnoticed, within_changes
+from scoremode_server.vllm_patches.engine_client import may_go_unnoticed, within_changes
 
 logger = init_logger(f"vllm.{__name__}")
 

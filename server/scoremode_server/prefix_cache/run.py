@@ -20,9 +20,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
 from scoremode_server.prefix_cache.admission import Gate, RequestQueue
 from scoremode_server.rows import Rows, check_finished, missing_row, read_columns, read_rows
-from scoremode_server.vllm_patches.queue_bounds import exempt_from_queue_bounds
-from scoremode_server.vllm_patches.row_spec import RowSpec
-from scoremode_server.vllm_patches.scoring_params import ScoringParams
+from scoremode_server.vllm_patches.engine_client import exempt_from_queue_bounds
+from scoremode_server.vllm_patches.row_spec import RowSpec, ScoringParams
 
 
 def engine_id(request_id: str) -> str:

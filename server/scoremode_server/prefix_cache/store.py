@@ -1,15 +1,23 @@
-"""Blocks of rows in memory, without an engine or metrics.
+"""Blocks of rows in memory, and the hashes that are their keys, without an engine or metrics.
 
 A block of rows has as many tokens as a block of the engine's KV cache, B, but is shifted by one: block b has the rows
 of the tokens at positions b*B+1 to (b+1)*B. If the engine reads m*B tokens from its prefix cache, it leaves out m
 blocks.
 """
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import blake2b
+
+import numpy as np
 
 from scoremode_server.rows import Rows
+
+HASH_BYTES = 16
+"""Of a block hash."""
 
 ENTRY_BYTES = 384
 """Bytes of a block in addition to its rows, measured as growth of resident memory with CPython 3.11: up to 383."""
@@ -133,3 +141,30 @@ class RowStore:
 
     def _block_bytes(self, num_columns: int) -> int:
         return self.block_size * (2 * num_columns + 1) * _WORD_BYTES
+
+
+class BlockHasher:
+    """Hashes the blocks of token sequences, each with the hash of the block before it, as vLLM's prefix cache does. A
+    secret of this process is the key, so that no client can search for collisions.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._secret = secrets.token_bytes(HASH_BYTES)
+        self._root = lru_cache(maxsize=256)(self._hash_identity)
+
+    def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
+        """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of
+        `identity`, everything else that the rows depend on. Empty if n is at most the block size."""
+        data = token_ids.tobytes()
+        step = self.block_size * token_ids.itemsize
+        # The first token has no row, but all rows depend on it.
+        parent = self._root(identity) + data[: token_ids.itemsize]
+        hashes = []
+        for start in range(token_ids.itemsize, len(data) - step + 1, step):
+            parent = blake2b(data[start : start + step], key=parent, digest_size=HASH_BYTES).digest()
+            hashes.append(parent)
+        return hashes
+
+    def _hash_identity(self, identity: str) -> bytes:
+        return blake2b(identity.encode(), key=self._secret, digest_size=HASH_BYTES).digest()

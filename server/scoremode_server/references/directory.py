@@ -15,9 +15,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from scoremode.windows import Window
 from scoremode.wire.references import REFERENCE_NAME
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import Manifest, ManifestError
-from scoremode_server.references.tensor_files import BrokenFileError, partial_path, read_tensors, write_tensors
+from scoremode_server.references.tensor_files import BrokenFileError, moved_to, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
@@ -104,13 +104,8 @@ class StoredReference:
 
     def save(self, manifest: Manifest) -> "StoredReference":
         """The reference with a new manifest, which is written."""
-        path = self.path / _MANIFEST
-        partial = partial_path(path)
-        try:
+        with moved_to(self.path / _MANIFEST) as partial:
             partial.write_text(manifest.to_json())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
         return StoredReference(self.name, self.path, manifest)
 
     def remove_partial_files(self) -> None:
@@ -137,23 +132,6 @@ class StoredReference:
     def about(self, part: str) -> dict[str, str]:
         """The identity that is written into a file, so that it is not taken for another reference's."""
         return {"reference": self.manifest.identity, "part": part}
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep out other threads and processes, also on other hosts if the file system can."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        # Deleted: the next call fails.
-        yield
-        return
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +187,10 @@ class ReferenceDirectory:
     def open(self, name: str) -> StoredReference:
         path = self._path(name)
         try:
-            text = (path / _MANIFEST).read_text()
+            return StoredReference(name, path, Manifest.from_json((path / _MANIFEST).read_text()))
         except (FileNotFoundError, NotADirectoryError):
             raise self._unknown(name) from None
-        except (OSError, ValueError) as error:
-            raise BrokenFileError(f"{path / _MANIFEST} cannot be read: {error}") from None
-        try:
-            return StoredReference(name, path, Manifest.from_json(text))
-        except ManifestError as error:
+        except (OSError, ValueError, ManifestError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
@@ -232,9 +206,18 @@ class ReferenceDirectory:
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
         """Change some fields of the manifest on disk, as `open_same` finds it, without undoing other changes."""
-        with _locked(reference.path):
+        try:
+            folder = os.open(reference.path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._unknown(reference.name) from None
+        try:
+            # Keep out other threads and processes, also on other hosts if the file system can.
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX)
             current = self.open_same(reference.name, reference.manifest.identity)
             return current.save(current.manifest.model_copy(update=changes))
+        finally:
+            os.close(folder)
 
     def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
         """Create a reference.
@@ -258,7 +241,7 @@ class ReferenceDirectory:
             if path.exists():
                 raise FileExistsError(f"there is a reference {name!r} already") from error
             raise
-        return self.open(name)
+        return StoredReference(name, path, manifest)
 
     def delete(self, name: str) -> None:
         path, trash = self._path(name), self.root / f"{_DELETED}{uuid.uuid4().hex}"
@@ -278,22 +261,23 @@ class ReferenceDirectory:
     def largest_head(self, vocab_size: int, seconds: float) -> int:
         """Bytes of the largest LM head for models with this vocabulary, 0 if there is none. References that do not
         answer in this time, and heads with shorter files, do not count."""
+
+        def head_bytes(name: str) -> int:
+            reference = self.open(name)
+            head = reference.manifest.head
+            if head is None or head.vocab_size != vocab_size or reference.head_path.stat().st_size < head.num_bytes:
+                return 0
+            return head.num_bytes
+
         # One thread per reference: one that hangs must not hide the others.
         threads = FileThreads()
         names = threads.submit("", self.names)
         wait([names], seconds)
         if not names.done() or names.exception():
             return 0
-        sizes = [threads.submit(name, partial(self._head_bytes, name, vocab_size)) for name in names.result()]
+        sizes = [threads.submit(name, partial(head_bytes, name)) for name in names.result()]
         done, _ = wait(sizes, seconds)
         return max((size.result() for size in done if not size.exception()), default=0)
-
-    def _head_bytes(self, name: str, vocab_size: int) -> int:
-        reference = self.open(name)
-        head = reference.manifest.head
-        if head is None or head.vocab_size != vocab_size or reference.head_path.stat().st_size < head.num_bytes:
-            return 0
-        return head.num_bytes
 
     def _unknown(self, name: str) -> NoReferenceError:
         names = self.names()

@@ -2,7 +2,8 @@
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -26,20 +27,23 @@ class BrokenFileError(Exception):
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str | int]) -> None:
     """Write a safetensors file completely or not at all: tensors on the CPU, contiguous, of one of `DTYPES`, and a
     description of them."""
-    partial = partial_path(path)
-    try:
-        save_file(dict(tensors), partial, {_KEY: _metadata(tensors, about)})
-        partial.replace(path)
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with moved_to(path) as partial:
+        try:
+            save_file(dict(tensors), partial, {_KEY: _metadata(tensors, about)})
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
 
 
-def partial_path(path: Path) -> Path:
+@contextmanager
+def moved_to(path: Path) -> Iterator[Path]:
     """The path at which a file is written before it is moved. It is random, because writers on several hosts, or in
     containers, may have the same process id."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.Tensor]:

@@ -6,13 +6,12 @@ for the memory: no more of its windows enter the engine, and when the last has l
 """
 
 import asyncio
-import math
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from scoremode_server.errors import EngineOutputError, RequestError, UnavailableError, engine_has_died, stopping
 from scoremode_server.prefix_cache.admission import Admission, Gate
 from scoremode_server.references.manifest import HeadFormat
-from scoremode_server.vllm_patches.head_memory import FAILED
+from scoremode_server.vllm_patches.reference_heads import FAILED
 from scoremode_server.vllm_patches.reference_windows import Orders
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_engines
@@ -66,13 +65,21 @@ class UnreadableFileError(Exception):
     """A worker could not read a file that a window needs; the message says why."""
 
 
-class _Outcome(asyncio.Future[Failure | None]):
+def _outcome() -> asyncio.Future[None]:
     """How the work on a file ends."""
+    outcome = asyncio.get_running_loop().create_future()
+    # Whoever waits for it may be cancelled, and leave an exception that nobody has seen.
+    outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return outcome
 
-    def settle(self, failure: Failure | None) -> None:
-        # Whoever waited may have been cancelled.
-        if not self.done():
-            self.set_result(failure)
+
+def _settle(outcome: asyncio.Future[None], failure: Failure | None) -> None:
+    if outcome.done():
+        return
+    if failure is None:
+        outcome.set_result(None)
+    else:
+        outcome.set_exception(failure())
 
 
 @dataclass(slots=True)
@@ -81,8 +88,8 @@ class _Window:
 
     mark: WindowMark
     num_tokens: int
-    outcome: _Outcome
-    ordered: float = math.inf
+    outcome: asyncio.Future[None] = field(default_factory=_outcome)
+    ordered: float | None = None
     """When it was."""
 
 
@@ -118,21 +125,16 @@ class _Engine:
         """By ticket."""
         self.heads: OrderedDict[str, _Head] = OrderedDict()
         """By key; in the order in which they are to have their turns."""
-        self._orders = Orders()
+        self.orders = Orders()
         """For the next call."""
         self._admission = admission
         self._wake = wake
         self._is_contended = False
 
     @property
-    def num_windows(self) -> int:
-        """That need a head."""
-        return sum(head.num_windows for head in self.heads.values())
-
-    @property
     def has_work(self) -> bool:
         """Whether workers must be called again."""
-        return bool(self.windows) or bool(self.heads) or any(asdict(self._orders).values())
+        return bool(self.windows or self.heads or any(asdict(self.orders).values()))
 
     def head(self, mark: WindowMark, head: HeadFormat) -> _Head:
         """The head of a reference."""
@@ -140,44 +142,32 @@ class _Engine:
             self.heads[mark.head] = _Head(mark, head, Gate(self._admission, self._wake))
         return self.heads[mark.head]
 
-    def read(self, mark: WindowMark, num_tokens: int) -> _Window:
-        """Have a window read."""
-        window = self.windows[mark.ticket] = _Window(mark, num_tokens, _Outcome())
-        return window
-
-    def forget(self, window: _Window) -> None:
-        """A window need not be kept any longer."""
-        if self.windows.pop(window.mark.ticket, None) and window.ordered < math.inf:
-            self._orders.forget.append(window.mark.ticket)
-
     def next_orders(self) -> Orders:
         """What workers are to do now."""
         now = time.monotonic()
-        for window in self.windows.values():
-            if now - window.ordered > SECONDS_TO_READ:
-                window.outcome.settle(partial(_late, f"window {window.mark.index}", window.mark.reference))
         self._order_reads(now)
         for head in list(self.heads.values()):
             self._advance(head, now)
-        orders, self._orders = self._orders, Orders()
-        orders.files = [
-            ticket for ticket, window in self.windows.items() if window.ordered < math.inf and not window.outcome.done()
-        ]
+        orders, self.orders = self.orders, Orders()
+        asked = (window for window in self.windows.values() if window.ordered and not window.outcome.done())
+        orders.files = [window.mark.ticket for window in asked]
         orders.heads = list(self.heads)
         return orders
 
     def _order_reads(self, now: float) -> None:
         most, num_kept = STEPS_READ * self._admission.size.tokens, Counter[str]()
         for window in self.windows.values():
-            key = window.mark.head
-            if window.ordered == math.inf:
-                if num_kept[key] and num_kept[key] + window.num_tokens > most:
+            mark = window.mark
+            if window.ordered is None:
+                if num_kept[mark.head] and num_kept[mark.head] + window.num_tokens > most:
                     # Later ones wait as well.
-                    num_kept[key] = most
+                    num_kept[mark.head] = most
                     continue
                 window.ordered = now
-                self._orders.read.append(asdict(window.mark))
-            num_kept[key] += window.num_tokens
+                self.orders.read.append(asdict(mark))
+            elif now - window.ordered > SECONDS_TO_READ:
+                _settle(window.outcome, partial(_late, f"window {mark.index}", mark.reference))
+            num_kept[mark.head] += window.num_tokens
 
     def _advance(self, head: _Head, now: float) -> None:
         key = head.mark.head
@@ -187,21 +177,22 @@ class _Engine:
             case "absent" if not head.num_windows:
                 del self.heads[key]
             case "absent" if self._may_read(now):
-                self._orders.read_heads.append((asdict(head.mark), head.format.model_dump()))
+                self.orders.read_heads.append((asdict(head.mark), head.format.model_dump()))
                 head.enter("reading")
             case "reading" if now - head.since > SECONDS_TO_READ:
-                self._fail(head, partial(_late, "the LM head", head.mark.reference))
+                self.orders.forget_heads.append(key)
+                head.fail(partial(_late, "the LM head", head.mark.reference))
             case "reading" | "read" if not head.num_windows:
-                self._orders.forget_heads.append(key)
+                self.orders.forget_heads.append(key)
                 head.enter("absent")
             case "read" if head.num_ready:
-                self._orders.hold.append(key)
+                self.orders.hold.append(key)
                 head.enter("waiting")
             case "placed" if self._must_leave(head, now):
-                head.gate.close()
+                head.gate.is_open = False
                 head.enter("leaving")
         if head.state == "leaving" and not head.gate.num_running:
-            self._orders.release.append(key)
+            self.orders.release.append(key)
             head.enter("absent")
             self.heads.move_to_end(key)
 
@@ -221,55 +212,45 @@ class _Engine:
         )
         return self._is_contended and is_next and now - head.since >= TURN_SECONDS
 
-    def _fail(self, head: _Head, failure: Failure) -> None:
-        self._orders.forget_heads.append(head.mark.head)
-        head.fail(failure)
-
-    def learn(self, answers: list[dict[str, Any]]) -> bool:
-        """Take what the workers with an LM head answered. Returns whether anything is new."""
-        news = False
-        for ticket in answers[0]["files"]:
-            outcomes = [answer["files"][ticket] for answer in answers]
-            if ticket in self.windows and (any(outcomes) or None not in outcomes):
-                failure = next(filter(None, outcomes), None)
-                self.windows[ticket].outcome.settle(failure and partial(UnreadableFileError, failure))
-                news = True
-        for key in answers[0]["heads"]:
-            if key in self.heads:
-                news |= self._learn_of_head(self.heads[key], [answer["heads"][key] for answer in answers])
+    def learn(self, answers: list[dict[str, Any]]) -> None:
+        """Take what the workers with an LM head answered."""
+        for window in self.windows.values():
+            outcomes = [answer["files"].get(window.mark.ticket) for answer in answers]
+            if failure := next(filter(None, outcomes), None):
+                _settle(window.outcome, partial(UnreadableFileError, failure))
+            elif None not in outcomes:
+                _settle(window.outcome, None)
+        for key, head in self.heads.items():
+            if head.state in ("reading", "waiting"):
+                self._learn_of_head(head, {answer["heads"].get(key) for answer in answers})
         self._is_contended = any(answer["is_contended"] for answer in answers)
-        return news
 
-    def _learn_of_head(self, head: _Head, states: list[str]) -> bool:
-        if head.state not in ("reading", "waiting"):
-            return False
-        failure = next((state for state in states if state.startswith(FAILED)), None)
-        if failure is not None:
-            self._orders.release.append(head.mark.head)
-            self._fail(head, partial(UnreadableFileError, failure.removeprefix(FAILED)))
+    def _learn_of_head(self, head: _Head, states: set[str | None]) -> None:
+        key = head.mark.head
+        if failure := next((state for state in states if state and state.startswith(FAILED)), None):
+            self.orders.release.append(key)
+            self.orders.forget_heads.append(key)
+            head.fail(partial(UnreadableFileError, failure.removeprefix(FAILED)))
         elif "absent" in states:
             # Another API server has dropped it, or another head has its memory.
             head.enter("absent")
-        elif head.state == "reading" and set(states) == {"read"}:
+        elif head.state == "reading" and states == {"read"}:
             head.enter("read")
-        elif head.state == "waiting" and set(states) == {"placed"}:
+        elif head.state == "waiting" and states == {"placed"}:
             head.enter("placed")
             head.gate.open()
-        else:
-            return False
-        return True
 
     def end(self, failure: Failure) -> None:
         """The engine answers no longer: end all that waits."""
         for window in self.windows.values():
-            window.outcome.settle(failure)
+            _settle(window.outcome, failure)
         for head in self.heads.values():
             head.fail(failure)
             # A window that has not come to its gate yet ends in the engine.
             head.gate.open()
         self.windows.clear()
         self.heads.clear()
-        self._orders = Orders()
+        self.orders = Orders()
 
 
 class WorkerFiles:
@@ -280,7 +261,7 @@ class WorkerFiles:
         self._admission = admission
         self._holder = secrets.token_hex(8)
         self._engines: list[_Engine] = []
-        self._written: dict[_Outcome, str] = {}
+        self._written: dict[asyncio.Future[None], str] = {}
         """Tickets of what is waited for; two recordings of one reference wait for the same LM head."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -302,16 +283,17 @@ class WorkerFiles:
         """
         engines = self._all_engines()
         if rank is None:
-            rank = min(range(len(engines)), key=lambda each: engines[each].num_windows)
+            num_windows = [sum(each.num_windows for each in engine.heads.values()) for engine in engines]
+            rank = num_windows.index(min(num_windows))
         elif not 0 <= rank < len(engines):
             raise RequestError(f"X-data-parallel-rank: {rank} is not one of {len(engines)} ranks", None)
         engine = engines[rank]
-        needed, window = engine.head(mark, head), engine.read(mark, num_tokens)
+        needed, window = engine.head(mark, head), _Window(mark, num_tokens)
+        engine.windows[mark.ticket] = window
         needed.num_windows += 1
         self._call_workers()
         try:
-            if (failure := await window.outcome) is not None:
-                raise failure()
+            await window.outcome
             needed.num_ready += 1
             needed.used = time.monotonic()
             self._call_workers()
@@ -322,7 +304,8 @@ class WorkerFiles:
                 needed.used = time.monotonic()
         finally:
             needed.num_windows -= 1
-            engine.forget(window)
+            if engine.windows.pop(mark.ticket, None) and window.ordered:
+                engine.orders.forget.append(mark.ticket)
 
     async def written(self, ticket: str, seconds: float) -> str | None:
         """Wait until a worker has written a file. Returns why it was not, if so.
@@ -331,19 +314,17 @@ class WorkerFiles:
             TimeoutError: it was not within this time.
             RequestError: the engine has died (503).
         """
-        outcome = _Outcome()
+        outcome = _outcome()
         self._written[outcome] = ticket
         self._call_workers()
         try:
             async with asyncio.timeout(seconds):
-                failure = await outcome
+                await outcome
+        except UnreadableFileError as error:
+            return str(error)
         finally:
             del self._written[outcome]
-        if failure is None:
-            return None
-        if isinstance(error := failure(), UnreadableFileError):
-            return str(error)
-        raise error
+        return None
 
     def _all_engines(self) -> list[_Engine]:
         if not self._engines:
@@ -362,7 +343,7 @@ class WorkerFiles:
 
     async def _run(self) -> None:
         engines, pause = self._all_engines(), POLL_SECONDS
-        first = self._client.vllm_config.parallel_config.data_parallel_index
+        first, known = self._client.vllm_config.parallel_config.data_parallel_index, None
         try:
             while self._written or any(engine.has_work for engine in engines):
                 if self._admission.is_stopped:
@@ -374,8 +355,12 @@ class WorkerFiles:
                 for each in orders.values():
                     each["files"] += set(self._written.values())
                 answers = await self._answers(orders)
-                news = [self._learn(engine, each) for engine, each in zip(engines, answers, strict=True)]
-                pause = POLL_SECONDS if is_asked or any(news) else min(2 * pause, MAX_POLL_SECONDS)
+                for engine, of_engine in zip(engines, answers, strict=True):
+                    # Of the ranks with an LM head.
+                    engine.learn([answer for answer in of_engine if answer is not None])
+                self._learn_of_written(answers)
+                pause = POLL_SECONDS if is_asked or answers != known else min(2 * pause, MAX_POLL_SECONDS)
+                known = answers
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wake.wait()
@@ -392,22 +377,17 @@ class WorkerFiles:
                 raise EngineDeadError
         return call.result()
 
-    def _learn(self, engine: _Engine, answers: list[dict[str, Any] | None]) -> bool:
-        # Of the ranks with an LM head.
-        answered = [answer for answer in answers if answer is not None]
-        news = engine.learn(answered)
-        for answer in answered:
+    def _learn_of_written(self, answers: list[list[Any]]) -> None:
+        for answer in (answer for of_engine in answers for answer in of_engine if answer is not None):
             for outcome, ticket in self._written.items():
                 if (failure := answer["files"].get(ticket)) is not None:
-                    outcome.settle(partial(UnreadableFileError, failure) if failure else None)
-                    news = True
-        return news
+                    _settle(outcome, partial(UnreadableFileError, failure) if failure else None)
 
     def _end(self, failure: Failure) -> None:
         for engine in self._engines:
             engine.end(failure)
         for outcome in self._written:
-            outcome.settle(failure)
+            _settle(outcome, failure)
 
 
 def _late(what: str, reference: str) -> UnavailableError:

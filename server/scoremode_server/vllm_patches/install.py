@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -24,9 +25,9 @@ def install() -> None:
         ValueError: a setting of memory is not a number of bytes.
     """
     budget, for_heads = logprob_bytes(), reference_head_bytes()
-    output_processor.patch()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return
+    output_processor.patch()
     init_device = WorkerWrapperBase.init_device
 
     def init_device_then_patch(self: Any) -> None:
@@ -57,14 +58,37 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
     """Patch both model runners, once a process, with working memory for prompt logprobs and for references' heads."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from scoremode_server.vllm_patches import adapters, runner_v1, runner_v2
+    from scoremode_server.vllm_patches import runners
     from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
     root = reference_directory()
     windows = None if root is None else ReferenceWindows(ReferenceDirectory(root), head_bytes)
-    adapters.patch()
-    runner_v1.patch(budget_bytes, windows)
-    runner_v2.patch(budget_bytes, windows)
+    refuse_adapters_of_heads()
+    runners.patch_v1(budget_bytes, windows)
+    runners.patch_v2(budget_bytes, windows)
     GPUModelRunner._scoremode_patched = True
+
+
+def refuse_adapters_of_heads() -> None:
+    """Refuse LoRA adapters with weights for the LM head when they are loaded.
+
+    vLLM keeps one adapter for each sequence of a step whose logits are sampled from, and takes them by row. Prompt
+    logprobs have other rows. An adapter without weights for the LM head adds nothing to logits, whatever its row; one
+    that has some would add them to the rows of other requests.
+    """
+    from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
+
+    set_lora = LogitsProcessorWithLoRA.set_lora
+
+    def set_lora_of_zeros(self: Any, index: int, lora_a: torch.Tensor, lora_b: torch.Tensor) -> None:
+        # vLLM warms up with adapters of zeros for every layer.
+        if lora_b.any():
+            raise ValueError(
+                "this adapter has weights for the LM head, with which vLLM would make prompt logprobs of other "
+                "adapters' logits; merge it into the model, or serve it without Scoremode"
+            )
+        set_lora(self, index, lora_a, lora_b)
+
+    LogitsProcessorWithLoRA.set_lora = set_lora_of_zeros

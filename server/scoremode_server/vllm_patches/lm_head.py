@@ -16,7 +16,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from scoremode_server.kernels.tensor_parallel import Shard, agreed
+from scoremode_server.kernels.reduced_rows import Shard, agreed
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -36,8 +36,10 @@ class LogitsSource:
 class LMHead:
     """How to project hidden states onto the vocabulary."""
 
+    whole: LogitsFunction
+    """[rows, hidden] -> logits [rows, vocabulary]."""
     project: LogitsFunction
-    """[rows, hidden] -> logits [rows, vocabulary], or those of the shard's tokens, maybe with padding after them."""
+    """The same, or [rows, hidden] -> logits of the shard's tokens, maybe with padding after them."""
     copies: int | None
     """How many times over the logits are held at the peak of it; None where that is not known."""
     shard: Shard | None
@@ -61,29 +63,29 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
     # Not zeros, whose logits would hide a change that is made to them afterwards.
     example = torch.linspace(-1, 1, 2 * hidden_size, dtype=dtype, device=group.device).view(2, hidden_size)
     call = _observe(logits_fn, example)
-    shard = _shard(call, group) if call else None
-    local = _LocalProjection(logits_fn, call.processor) if call else None
-    # What a rank computes by itself must be the very columns that it gets from all.
-    same = call is not None and shard is not None and local is not None and _same(local(example), shard, call.output)
-    if group.world_size > 1 and not agreed(group, [same])[0]:
-        logger.warning(
-            "Prompt logprobs gather the whole vocabulary on each rank: the module that computes logits is not known"
-        )
-        shard = None
-    copies = _copies(call) if call else None
+    project, shard, copies, is_local = logits_fn, None, None, False
+    if call is not None:
+        # Scaling is in place in `LogitsProcessor`, and cutting off the vocabulary's padding is a view; capping is not.
+        method = getattr(call.lm_head, "quant_method", None)
+        plain = isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
+        copies = 1 if plain and call.bias is None and call.processor.soft_cap is None else 2
+        shard = _shard(call, group)
+    if call is not None and shard is not None:
+        project = _without_gathering(logits_fn, call.processor)
+        # What a rank computes by itself must be the very columns that it gets from all.
+        gathered = call.output[:, shard.first : shard.first + shard.columns]
+        is_local = torch.equal(project(example)[:, : shard.columns], gathered)
+    if group.world_size > 1:
+        if agreed(group, [is_local])[0]:
+            logger.info("Prompt logprobs of each of %d ranks keep to its part of the vocabulary", group.world_size)
+        else:
+            logger.warning(
+                "Prompt logprobs gather the whole vocabulary on each rank: the module that computes logits is not known"
+            )
+            project, shard = logits_fn, None
     # Some models scale hidden states before they project them.
     source = call if call is not None and torch.equal(call.hidden_states, example) else None
-    if shard is None or local is None:
-        return LMHead(logits_fn, copies, None, source)
-    logger.info("Prompt logprobs of each of %d ranks keep to its part of the vocabulary", group.world_size)
-    return LMHead(local, copies, shard, source)
-
-
-def _copies(call: LogitsSource) -> int:
-    # Scaling is in place in `LogitsProcessor`, and cutting off the vocabulary's padding is a view; capping is neither.
-    method = getattr(call.lm_head, "quant_method", None)
-    plain = isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod)
-    return 1 if plain and call.bias is None and call.processor.soft_cap is None else 2
+    return LMHead(logits_fn, project, copies, shard, source)
 
 
 def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> _Call | None:
@@ -126,22 +128,15 @@ def _shard(call: _Call, group: Any) -> Shard | None:
     return Shard(first, min(max(call.processor.org_vocab_size - first, 0), per_rank), group)
 
 
-def _same(local: torch.Tensor, shard: Shard, gathered: torch.Tensor) -> bool:
-    return bool(torch.equal(local[:, : shard.columns], gathered[:, shard.first : shard.first + shard.columns]))
+def _without_gathering(logits_fn: LogitsFunction, processor: LogitsProcessor) -> LogitsFunction:
+    """A model's `compute_logits` that gives this rank's columns, and padding."""
 
-
-class _LocalProjection:
-    """A model's `compute_logits` without the gathering of all ranks' logits."""
-
-    def __init__(self, logits_fn: LogitsFunction, processor: LogitsProcessor) -> None:
-        self._logits_fn = logits_fn
-        self._processor = processor
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, columns of this rank, and padding]."""
+    def project(hidden_states: torch.Tensor) -> torch.Tensor:
         # An attribute of the object hides the method of its class.
-        self._processor._gather_logits = lambda logits: logits
+        processor._gather_logits = lambda logits: logits
         try:
-            return self._logits_fn(hidden_states)
+            return logits_fn(hidden_states)
         finally:
-            del self._processor._gather_logits
+            del processor._gather_logits
+
+    return project

@@ -20,7 +20,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.rows import PromptLogprobs
-from scoremode_server.vllm_patches.scoring_params import ScoringParams
+from scoremode_server.vllm_patches.row_spec import ScoringParams
 
 DECODED_TOKENS = 16
 """Tokens at a prompt's end that the text of the next token may depend on. A character has at most four bytes, so that
@@ -44,9 +44,7 @@ def decode_within_character(tokenizer: TokenizerLike, token_id: int, context: Se
 
 
 def patch() -> None:
-    """Patch vLLM's output processing in this process; once is enough, and more does no harm."""
-    if getattr(LogprobsProcessor, "_scoremode_patched", False):
-        return
+    """Patch vLLM's output processing in this process."""
     make, update = LogprobsProcessor.from_new_request.__func__, LogprobsProcessor._update_prompt_logprobs
     make_detokenizer = IncrementalDetokenizer.from_new_request.__func__
 
@@ -61,7 +59,7 @@ def patch() -> None:
 
     def update_prompt_logprobs(self: Any, tensors: LogprobsTensors) -> None:
         if isinstance(self.prompt_logprobs, PromptLogprobs):
-            self.prompt_logprobs.append(tensors)
+            self.prompt_logprobs = PromptLogprobs(tensors)
         else:
             update(self, tensors)
 
@@ -75,7 +73,6 @@ def patch() -> None:
     LogprobsProcessor.from_new_request = classmethod(from_new_request)
     LogprobsProcessor._update_prompt_logprobs = update_prompt_logprobs
     IncrementalDetokenizer.from_new_request = classmethod(detokenizer_from_new_request)
-    LogprobsProcessor._scoremode_patched = True
 
 
 def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) -> EngineCoreRequest:

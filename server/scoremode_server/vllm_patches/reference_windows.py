@@ -1,11 +1,10 @@
 """Windows of references in an engine worker: what becomes of their rows, and the files and the memory for that."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
-from scoremode_server.vllm_patches.head_memory import HeadMemory
-from scoremode_server.vllm_patches.reference_head import HeadLayer, ReferenceHead, copy_through_pinned
+from scoremode_server.vllm_patches.reference_heads import HeadLayer, HeadMemory, ReferenceHead, copy_through_pinned
 from scoremode_server.vllm_patches.row_spec import WindowMark
 
 # vLLM shows only the messages of loggers below its own.
@@ -105,23 +103,21 @@ class ReferenceWindows:
 
     Attributes:
         root: where references are.
+        head_bytes: memory for LM heads, all ranks together.
         heads: made while vLLM profiles, or, where it does not (on a CPU), when it is first needed.
     """
 
     def __init__(self, root: ReferenceDirectory, head_bytes: int = 0) -> None:
         self.root = root
         self.heads: HeadMemory | None = None
-        self._head_bytes = head_bytes
-        """Memory for LM heads, all ranks together."""
+        self.head_bytes = head_bytes
         self._threads = FileThreads()
         self._read: dict[str, Future[torch.Tensor]] = {}
         """Hidden states by ticket."""
         self._written: OrderedDict[str, Future[str]] = OrderedDict()
         """By ticket: why something was not written, or nothing if it was."""
-        self._unwritten: Counter[str] = Counter()
-        """Bytes by the name of the reference."""
-        self._lock = Lock()
-        """Of the bytes."""
+        self._unwritten: list[tuple[Future[str], str, int]] = []
+        """Windows that are being written, with the name of the reference and bytes."""
 
     def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
         """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
@@ -131,13 +127,11 @@ class ReferenceWindows:
         is_read = self._file_state(mark.ticket) == ""
         return ComparedWindow(mark.head, self._read[mark.ticket].result() if is_read else None, self.heads)
 
-    def allocate_heads(self, config: VllmConfig, device: torch.device) -> HeadMemory:
-        """The memory for references' heads."""
+    def allocate_heads(self, config: VllmConfig, device: torch.device) -> None:
+        """Make the memory for references' heads, once."""
         if self.heads is None:
-            part = self._head_bytes // config.parallel_config.tensor_parallel_size
-            make_layer = partial(HeadLayer, config=config)
-            self.heads = HeadMemory(self._head_bytes, part, device, make_layer, self._threads)
-        return self.heads
+            num_bytes = self.head_bytes // config.parallel_config.tensor_parallel_size
+            self.heads = HeadMemory(num_bytes, device, partial(HeadLayer, config=config), self._threads)
 
     def exchange(self, holder: str, orders: Orders, *, pinned: bool) -> dict[str, Any]:
         """Begin what an API server, the `holder`, orders. Hidden states are `pinned` if they are for a GPU.
@@ -191,8 +185,13 @@ class ReferenceWindows:
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
 
         def write() -> None:
-            weights = [_on_host(each) for each in (weight, bias) if each is not None]
-            self.root.open_same(name, identity).write_head(*weights)
+            weights = [each for each in (weight, bias) if each is not None]
+            # Copied next to what the device computes.
+            on_host = [
+                copy_through_pinned(each, torch.empty_like(each, device="cpu")) if each.is_cuda else each
+                for each in weights
+            ]
+            self.root.open_same(name, identity).write_head(*on_host)
 
         self._written_later(name, ticket, "the LM head", write)
 
@@ -209,20 +208,14 @@ class ReferenceWindows:
             reference = self.root.open_same(mark.reference, mark.identity)
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 
-        if self._unwritten[mark.reference] + num_bytes > MAX_UNWRITTEN_BYTES:
-            refused = Future[str]()
-            refused.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
-            self._keep(mark.ticket, refused)
-            return
-        self._count_unwritten(mark.reference, num_bytes)
-        written = self._written_later(mark.reference, mark.ticket, f"window {mark.index}", write)
-        written.add_done_callback(lambda _: self._count_unwritten(mark.reference, -num_bytes))
-
-    def _count_unwritten(self, reference: str, num_bytes: int) -> None:
-        with self._lock:
-            self._unwritten[reference] += num_bytes
-            if not self._unwritten[reference]:
-                del self._unwritten[reference]
+        self._unwritten = [each for each in self._unwritten if not each[0].done()]
+        if num_bytes + sum(size for _, name, size in self._unwritten if name == mark.reference) > MAX_UNWRITTEN_BYTES:
+            written = Future[str]()
+            written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
+            self._keep(mark.ticket, written)
+        else:
+            written = self._written_later(mark.reference, mark.ticket, f"window {mark.index}", write)
+            self._unwritten.append((written, mark.reference, num_bytes))
 
     def _written_later(self, name: str, ticket: str, what: str, write: Callable[[], None]) -> Future[str]:
         def attempt() -> str:
@@ -234,19 +227,15 @@ class ReferenceWindows:
                 return _reason(error)
             return ""
 
-        return self._keep(ticket, self._threads.submit(name, attempt))
+        written = self._threads.submit(name, attempt)
+        self._keep(ticket, written)
+        return written
 
-    def _keep(self, ticket: str, written: Future[str]) -> Future[str]:
+    def _keep(self, ticket: str, written: Future[str]) -> None:
         self._written[ticket] = written
         if len(self._written) > MAX_WRITTEN:
             self._written.popitem(last=False)
-        return written
 
 
 def _reason(error: BaseException) -> str:
     return str(error) or repr(error)
-
-
-def _on_host(weight: torch.Tensor) -> torch.Tensor:
-    """A weight on the host, copied next to what the device computes."""
-    return copy_through_pinned(weight, torch.empty(weight.shape, dtype=weight.dtype)) if weight.is_cuda else weight

@@ -6,30 +6,28 @@ from nothing that one rank alone knows.
 """
 
 import math
-from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.sampler import Sampler
 
 from scoremode_server.kernels import fused_logprobs, kl_divergence
-from scoremode_server.kernels.joined_rows import JoinedRows
-from scoremode_server.kernels.tensor_parallel import agreed
+from scoremode_server.kernels.reduced_rows import JoinedRows, agreed
 from scoremode_server.kernels.working_memory import (
+    MAX_TOP,
     RESERVED_TOP,
     RESULT_BYTES,
     LogitsShape,
     block_bytes,
     row_bytes_compared,
     row_bytes_fused,
-    row_bytes_unfused,
     rows_per_chunk,
 )
 from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
-from scoremode_server.vllm_patches.reference_head import ReferenceHead
+from scoremode_server.vllm_patches.reference_heads import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
@@ -127,8 +125,9 @@ class RowScorer:
         self._shape = shape
         self._gives_logprobs = logprobs_mode.endswith("_logprobs")
         self._windows = windows
-        self._requests: dict[str, RequestRows] = {}
-        self._examined: tuple[LogitsFunction, LMHead] | None = None
+        self.requests: dict[str, RequestRows] = {}
+        """Those that were begun, and are not complete."""
+        self._logits_fn: LogitsFunction | None = None
 
     def begin(self, request_id: str, spec: RowSpec) -> None:
         """Begin a request; again after it was preempted."""
@@ -138,20 +137,7 @@ class RowScorer:
             candidates = async_tensor_h2d(table, device=self._device)
         if spec.window is not None and self._windows is not None:
             window = self._windows.begin(spec.window, writes=self._group.rank_in_group == 0)
-        self._requests[request_id] = RequestRows(spec, candidates, window)
-
-    def get(self, request_id: str) -> RequestRows | None:
-        """The rows of a request that are not complete."""
-        return self._requests.get(request_id)
-
-    def drop(self, request_id: str) -> None:
-        """Forget a request that has ended or was preempted."""
-        self._requests.pop(request_id, None)
-
-    def keep_only(self, request_ids: Container[str]) -> None:
-        """Drop all other requests."""
-        for request_id in [each for each in self._requests if each not in request_ids]:
-            del self._requests[request_id]
+        self.requests[request_id] = RequestRows(spec, candidates, window)
 
     def score(
         self, parts: Iterable[StepPart], hidden_states: torch.Tensor, targets: torch.Tensor, logits_fn: LogitsFunction
@@ -168,7 +154,7 @@ class RowScorer:
         head = self._head(logits_fn, hidden_states)
         pieces, ended, last_rows, last_tokens = [], [], [], []
         for part in parts:
-            request = self._requests[part.request_id]
+            request = self.requests[part.request_id]
             spec, offset = request.spec, part.row - part.position
             request.end = end = min(part.position + part.num_tokens, part.num_fed)
             num_wanted = end - (start := max(part.position, spec.first - 1))
@@ -186,7 +172,7 @@ class RowScorer:
             targets.scatter_(0, last[0], last[1])
         for group in self._groups(pieces, head):
             self._compute(group, hidden_states, targets, head)
-        results = {request_id: self._requests.pop(request_id).finish() for request_id in ended}
+        results = {request_id: self.requests.pop(request_id).finish() for request_id in ended}
         return {request_id: rows for request_id, rows in results.items() if rows is not None}
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor) -> None:
@@ -205,10 +191,10 @@ class RowScorer:
 
     def _head(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LMHead:
         """The LM head, examined again if the model is another one."""
-        if self._examined is None or self._examined[0] != logits_fn:
-            head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self._group)
-            self._examined = logits_fn, head
-        return self._examined[1]
+        if self._logits_fn != logits_fn:
+            self._lm_head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self._group)
+            self._logits_fn = logits_fn
+        return self._lm_head
 
     def _groups(self, pieces: Sequence[_Piece], head: LMHead) -> Iterable[list[_Piece]]:
         """Group pieces that one call of a kernel can compute. Those whose reference's head a rank lacks get rows of
@@ -220,7 +206,7 @@ class RowScorer:
         for piece in pieces:
             spec = piece.request.spec
             if (window := piece.compared) is None:
-                key: Hashable = spec.temperature, spec.num_candidates, self._is_fused(spec)
+                key: Hashable = spec.temperature, spec.num_candidates, 0 <= spec.num_top <= MAX_TOP
             elif next(on_all_ranks):
                 key = window.key, spec.num_top
             else:
@@ -228,10 +214,6 @@ class RowScorer:
                 continue
             groups.setdefault(key, []).append(piece)
         return groups.values()
-
-    def _is_fused(self, spec: RowSpec) -> bool:
-        """Whether `fused_logprobs` can compute it; modes of logits and larger top k are left to vLLM's sampler."""
-        return self._gives_logprobs and 0 <= spec.num_top <= fused_logprobs.MAX_TOP
 
     def _compute(self, group: list[_Piece], hidden_states: torch.Tensor, targets: torch.Tensor, head: LMHead) -> None:
         """Compute a group's rows, and store each request's own with it."""
@@ -259,9 +241,10 @@ class RowScorer:
     def _scored(self, group: list[_Piece], targets: torch.Tensor, states: JoinedRows, head: LMHead) -> Columns:
         spec = group[0].request.spec
         num_tops = [piece.request.spec.num_top for piece in group]
-        num_top = max(num_tops)
-        if not self._is_fused(spec):
-            return self._unfused(targets, states, self._shape.vocab_size if -1 in num_tops else num_top)
+        num_top = self._shape.vocab_size if -1 in num_tops else max(num_tops)
+        if num_top > MAX_TOP:
+            # A rank would give the others its whole part of the vocabulary.
+            head = replace(head, project=head.whole, shard=None)
         tables = [(piece, table) for piece in group if (table := piece.request.candidates) is not None]
         return fused_logprobs.compute(
             targets,
@@ -272,20 +255,9 @@ class RowScorer:
             head.shard,
             candidates=torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None,
             temperature=spec.temperature,
-        )
-
-    def _unfused(self, targets: torch.Tensor, states: JoinedRows, num_top: int) -> Columns:
-        assert self._examined is not None
-        limit = self._rows_within(row_bytes_unfused(self._shape, num_top))
-        chunks = []
-        for start in range(0, len(targets), limit):
-            part = slice(start, min(start + limit, len(targets)))
-            logits = self._examined[0](states[part])
             # Prompt tokens are not sampled, so that processed and raw are the same.
-            scores = Sampler.compute_logprobs(logits) if self._gives_logprobs else logits.float()
-            chunks.append(Sampler.gather_logprobs(scores, num_top, targets[part]))
-        tokens, logprobs, ranks, *_ = LogprobsTensors.cat(chunks)
-        return tokens, logprobs, ranks
+            gives_logits=not self._gives_logprobs,
+        )
 
     def _compared(
         self,
@@ -322,11 +294,11 @@ class RowScorer:
 
     def _chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
         row_bytes = row_bytes_fused(self._shape, num_top, head.copies, head.shard is not None)
-        return self._rows_within(row_bytes + RESULT_BYTES * num_candidates)
+        return self._rows_within(row_bytes + RESULT_BYTES * num_candidates, in_blocks=num_top > MAX_TOP)
 
-    def _rows_within(self, row_bytes: int, num_budgets: int = 1) -> int:
-        on_host = block_bytes(self._shape) if self._device.type == "cpu" else 0
-        return rows_per_chunk(max(1, num_budgets * self._budget_bytes - on_host), row_bytes)
+    def _rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
+        of_blocks = block_bytes(self._shape) if in_blocks or self._device.type == "cpu" else 0
+        return rows_per_chunk(max(1, num_budgets * self._budget_bytes - of_blocks), row_bytes)
 
 
 def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,14 +1,44 @@
-"""Which versions of vLLM Scoremode runs on, and with which of its API servers."""
+"""Which versions of vLLM Scoremode runs on: those whose private parts have the source text that was looked at.
 
+`private.toml` lists all that vLLM does not promise to keep, and `manifest.json` has a hash of each one's source text
+for every supported version, and of every name that Scoremode imports from vLLM. `scripts/check_vllm.py VERSION --write`
+writes it. Source text is found without importing vLLM: it may be a version that Scoremode does not know, or a wheel.
+"""
+
+import ast
+import hashlib
+import json
 import os
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources.abc import Traversable
 from pathlib import Path
-
-from scoremode_server.vllm_patches.manifest import PRIVATE, Hashes, recorded_hashes
-from scoremode_server.vllm_patches.source import Sources, digest
+from typing import NamedTuple
 
 SUPPORTED = ">=0.32,<0.34"
 SUPPORTED_SERIES = ("0.32.", "0.33.")
 RUST_FRONTEND_VARIABLE = "VLLM_USE_RUST_FRONTEND"
+HASHES_FILE = Path(__file__).with_name("manifest.json")
+PRIVATE_FILE = Path(__file__).with_name("private.toml")
+
+Hashes = dict[str, dict[str, str | None]]
+"""Version -> "module:name" -> hash of the source text, None where that version has no such name."""
+
+
+def recorded_hashes() -> Hashes:
+    """The content of `manifest.json`."""
+    hashes: Hashes = json.loads(HASHES_FILE.read_text(encoding="utf-8"))
+    return hashes
+
+
+PRIVATE: dict[str, str] = {
+    f"{module}:{name}": why
+    for module, names in tomllib.loads(PRIVATE_FILE.read_text(encoding="utf-8")).items()
+    for name, why in names.items()
+}
+"""What is listed: "module:name" -> what is done with it. Names are dotted inside the module, such as `Class.method`;
+`Class.*` is the set of a class's names."""
 
 
 def require_supported() -> None:
@@ -34,18 +64,95 @@ def require_supported() -> None:
     refusal = f"Scoremode runs on vLLM {' and '.join(hashes)} (range: {SUPPORTED}), and found vLLM {vllm.__version__}"
     if not version.startswith(SUPPORTED_SERIES):
         raise RuntimeError(f"{refusal}. Install one of these: pip install 'vllm{SUPPORTED}'")
-    closest, changes = closest_release(hashes, Sources(Path(vllm.__file__).parents[1]))
+    sources = Sources(Path(vllm.__file__).parents[1])
+    found = {key: digest(sources.segment(key)) for key in PRIVATE}
+    differences = {
+        known: [
+            f"{key} ({'gone' if now is None else 'changed'})" for key, now in found.items() if recorded.get(key) != now
+        ]
+        for known, recorded in hashes.items()
+    }
+    closest, changes = min(differences.items(), key=lambda difference: len(difference[1]))
     if changes:
         raise RuntimeError(f"{refusal}, which differs from {closest} in what Scoremode patches: {', '.join(changes)}")
 
 
-def closest_release(hashes: Hashes, sources: Sources) -> tuple[str, list[str]]:
-    """The recorded release that differs least from these sources in what is private, and the names that differ."""
-    found = {key: digest(sources.segment(key)) for key in PRIVATE}
-    differences = {
-        version: [
-            f"{key} ({'gone' if now is None else 'changed'})" for key, now in found.items() if recorded.get(key) != now
-        ]
-        for version, recorded in hashes.items()
-    }
-    return min(differences.items(), key=lambda difference: len(difference[1]))
+class Module(NamedTuple):
+    """A module's text, and what it is parsed into."""
+
+    text: str
+    tree: ast.Module
+
+
+class Sources:
+    """The modules under a folder, which may be inside a wheel. Each is parsed once."""
+
+    def __init__(self, root: Traversable) -> None:
+        self.module = cache(lambda path: _parse(root, path))
+
+    def segment(self, key: str) -> str | None:
+        """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None where none does.
+
+        A name that is defined several times, as overloads and properties are, has all definitions. Imports are none.
+        For "module:Class.*": the class's bases and the names of its public attributes, one per line.
+        """
+        module, _, name = key.partition(":")
+        found = self.module(module)
+        if found is None:
+            return None
+        if name.endswith(".*"):
+            owners = _definitions(found.tree, *name.split(".")[:-1])
+            return "\n".join(line for owner in owners for line in _interface(owner)) or None
+        return "\n".join(as_written(found.text, node) for node in _definitions(found.tree, *name.split("."))) or None
+
+
+def digest(segment: str | None) -> str | None:
+    """A short hash of a source text, as it stands in the manifest; None of a name that is gone."""
+    return None if segment is None else hashlib.sha256(segment.encode()).hexdigest()[:16]
+
+
+def as_written(text: str, node: ast.stmt) -> str:
+    """A statement of a text, decorators included, without the indentation of where it stands."""
+    first = [*getattr(node, "decorator_list", []), node][0]
+    # Lines as the parser counts them: `splitlines` knows more line ends.
+    lines = text.split("\n")[first.lineno - 1 : node.end_lineno]
+    # Not `textwrap.dedent`: lines of a string may be indented less than the statement.
+    indentation = lines[0][: node.col_offset]
+    return "\n".join(line.removeprefix(indentation) for line in lines)
+
+
+def _parse(root: Traversable, path: str) -> Module | None:
+    """The module of a dotted name, or None where there is none."""
+    files = [root / f"{path.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
+    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
+    return None if text is None else Module(text, ast.parse(text))
+
+
+def _definitions(scope: ast.AST, name: str, *inner: str) -> list[ast.stmt]:
+    """The statements that define a name in a scope, or one in the class of that name."""
+    found = [statement for defined, statement in _defined_names(scope) if defined == name]
+    if not inner:
+        return found
+    return [node for owner in found if isinstance(owner, ast.ClassDef) for node in _definitions(owner, *inner)]
+
+
+def _interface(owner: ast.stmt) -> Iterator[str]:
+    """The bases of a class, and its public names."""
+    if isinstance(owner, ast.ClassDef):
+        yield f"{owner.name}({', '.join(map(ast.unparse, owner.bases))})"
+        yield from sorted({name for name, _ in _defined_names(owner) if not name.startswith("_")})
+
+
+def _defined_names(scope: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """(a name, the statement that defines it) in a scope, the branches of `if`, `try` and the like included."""
+    for node in ast.iter_child_nodes(scope):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, node
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, node
+            case ast.Assign(targets=targets):
+                names = [part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+                yield from ((part.id, node) for part in names if isinstance(part.ctx, ast.Store))
+            case _:
+                yield from _defined_names(node)

@@ -5,9 +5,8 @@ from typing import Any
 from vllm.distributed import get_pp_group, get_tp_group
 
 from scoremode_server.references.manifest import HeadFormat
-from scoremode_server.vllm_patches.head_memory import HeadMemory
 from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
-from scoremode_server.vllm_patches.reference_head import UnsuitableHeadError, describe_head, gather_head
+from scoremode_server.vllm_patches.reference_heads import UnsuitableHeadError, describe_head, gather_head
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 
 
@@ -19,7 +18,7 @@ class ReferenceWorker:
         """Bytes of memory for the LM heads of references, all ranks together; None on a rank without one."""
         if not get_pp_group().is_last_rank:
             return None
-        return self._scoremode_heads().num_bytes
+        return self._scoremode_windows().head_bytes
 
     def scoremode_describe_head(self) -> dict[str, Any] | str:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
@@ -50,9 +49,9 @@ class ReferenceWorker:
         index = runner.vllm_config.parallel_config.data_parallel_index
         if not get_pp_group().is_last_rank or index not in orders:
             return None
-        self._scoremode_heads()
-        pinned = runner.device.type == "cuda"
-        return self._scoremode_windows().exchange(holder, Orders(**orders[index]), pinned=pinned)
+        windows = self._scoremode_windows()
+        windows.allocate_heads(runner.vllm_config, runner.device)
+        return windows.exchange(holder, Orders(**orders[index]), pinned=runner.device.type == "cuda")
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
         runner = self._scoremode_runner()
@@ -67,10 +66,6 @@ class ReferenceWorker:
 
     def _scoremode_runner(self) -> Any:
         return self.model_runner  # type: ignore[attr-defined]
-
-    def _scoremode_heads(self) -> HeadMemory:
-        runner = self._scoremode_runner()
-        return self._scoremode_windows().allocate_heads(runner.vllm_config, runner.device)
 
     def _scoremode_windows(self) -> ReferenceWindows:
         windows: ReferenceWindows = type(self._scoremode_runner())._scoremode_windows

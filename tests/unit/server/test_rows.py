@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError, UnfinishedError
 from scoremode_server.offline import SequenceScore, read_score, score_params
-from scoremode_server.rows import NO_RANK, PromptLogprobs, Rows, json_logprobs, read_rows
+from scoremode_server.rows import NO_RANK, Rows, json_logprobs, read_rows
 
 TOKENS = [4, 7, 9]
 
@@ -73,17 +72,6 @@ def test_rows_are_valid_after_the_last_that_is_not(first: int, spoilt: int | Non
     assert missing == num_missing
     assert rows.logprobs[missing:, 0].tolist() == [-1, -2, -3, -4][missing:]
     assert rows.ranks[missing:].tolist() == [1, 1, 3, 4][missing:]
-
-
-def test_parts_of_a_prompt_are_joined():
-    logprobs = PromptLogprobs()
-    assert [part.shape for part in logprobs.columns(2)] == [(0, 2), (0, 2), (0,)]
-    for start in (0, 3):
-        ids = torch.arange(start, start + 3)
-        logprobs.append((ids[:, None], -ids[:, None].float(), ids + 1))
-    ids, values, ranks = logprobs.columns(1)
-    assert (ids[:, 0].tolist(), ranks.tolist()) == ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6])
-    assert values[:, 0].tolist() == [-0.0, -1, -2, -3, -4, -5]
 
 
 def test_rows_are_stored_bit_for_bit():

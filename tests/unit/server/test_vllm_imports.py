@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from scoremode_server.vllm_patches.source import Sources
+from scoremode_server.vllm_patches.versions import Sources
 
 SERVER = Path(__file__).parents[3] / "server" / "scoremode_server"
 EXEMPT = ("vllm_patches", "completions")

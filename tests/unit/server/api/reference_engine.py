@@ -14,8 +14,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.scorer import Turns
-from scoremode_server.vllm_patches.head_memory import HeadMemory
-from scoremode_server.vllm_patches.reference_head import ReferenceHead
+from scoremode_server.vllm_patches.reference_heads import HeadMemory, ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
@@ -70,7 +69,7 @@ class HeadInMemory:
 def allocate_heads(windows: ReferenceWindows, num_heads: int) -> HeadMemory:
     """The room for heads in a worker, without that for the padding of vLLM's layers: hundreds of these heads."""
     num_bytes = num_heads * HEAD_FORMAT.num_bytes
-    room = HeadMemory(num_bytes, num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
+    room = HeadMemory(num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
     room._memory = room._memory[:num_bytes]
     return room
 
@@ -129,8 +128,7 @@ class ReferenceEngine(HeldEngine):
         if self.nan_at is not None:
             hidden_states[spec.first - 1 + self.nan_at] = torch.nan
         worker = LinearWorker(make_scorer(VOCABULARY, self.windows, chunk=100), self.model.project)
-        logprobs = PromptLogprobs()
-        logprobs.append(worker.whole(spec, hidden_states, token_ids))
+        logprobs = PromptLogprobs(worker.whole(spec, hidden_states, token_ids))
         self.computed.append(spec.window.index)
         completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=0)

@@ -6,12 +6,12 @@ not at all: `test_interpreter.py` starts processes that are.
 
 import os
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 
 from scoremode_server.kernels import fused_logprobs, kl_divergence
-from scoremode_server.kernels.implementations import Kernels, kernels_for
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED = torch.cuda.is_available() and not INTERPRETED
@@ -20,9 +20,9 @@ collect_ignore = ["test_interpreter.py"] if INTERPRETED or COMPILED else []
 
 
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.interpreter)])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """One implementation, and its device, on which the test makes its tensors."""
-    found = kernels_for(torch.device("cuda" if request.param == "triton" else "cpu"))
+    found = fused_logprobs.kernels_for(torch.device("cuda" if request.param == "triton" else "cpu"))
     for module in (fused_logprobs, kl_divergence):
         monkeypatch.setattr(module, "kernels_for", lambda device: found)
     with torch.device("cuda" if request.param == "triton" and COMPILED else "cpu"):

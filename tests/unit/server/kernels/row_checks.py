@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scoremode_server.kernels.tensor_parallel import Shard
+from scoremode_server.kernels.reduced_rows import Shard
 
 Scores = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

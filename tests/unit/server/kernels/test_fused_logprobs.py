@@ -2,6 +2,7 @@
 
 import math
 import os
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,10 +10,8 @@ from row_checks import DTYPES, Scores, check, in_parts, random_logits
 
 from scoremode_server.kernels import fused_logprobs
 from scoremode_server.kernels.fused_logprobs import MAX_TOP
-from scoremode_server.kernels.implementations import Kernels
-from scoremode_server.kernels.reduced_rows import ReducedRows
-from scoremode_server.kernels.tensor_parallel import Shard
-from scoremode_server.kernels.tiling import TILING, Tiling
+from scoremode_server.kernels.reduced_rows import ReducedRows, Shard
+from scoremode_server.kernels.working_memory import TILING, Tiling
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -68,7 +67,7 @@ def test_excluded_candidates_and_rows_with_a_nan():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_errors_have_no_direction(kernels: Kernels, dtype: torch.dtype):
+def test_errors_have_no_direction(kernels: ModuleType, dtype: torch.dtype):
     """PyTorch's float32 log-softmax on a CPU is 8e-6 nats too high in every row, which no larger sample cancels."""
     rows = 100 if INTERPRETED else 2_000
     logits = random_logits(rows, 8192, 8192, dtype, seed=4)
@@ -86,7 +85,7 @@ def test_errors_have_no_direction(kernels: Kernels, dtype: torch.dtype):
 
 @TRITON_ONLY
 @pytest.mark.parametrize("tiling", [Tiling(16, 4, 1, 1), Tiling(64, 8, 2, 3), Tiling(32, 1, 1, 1)])
-def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: Kernels, tiling: Tiling):
+def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: ModuleType, tiling: Tiling):
     logits = random_logits(5, 777, 800, torch.bfloat16, seed=3)
     targets = torch.tensor([0, 776, 100, 31, 512])
     for num_top in (0, 1, 9):

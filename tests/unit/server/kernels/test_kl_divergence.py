@@ -11,7 +11,7 @@ from row_checks import DTYPES, check, in_parts, randn, random_logits
 
 from scoremode_server.kernels import kl_divergence
 from scoremode_server.kernels.kl_divergence import Comparison, LogitsFunction
-from scoremode_server.kernels.tensor_parallel import Shard
+from scoremode_server.kernels.reduced_rows import Shard
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -13,32 +13,23 @@ from scoremode_server.kernels.working_memory import (
     block_bytes,
     row_bytes_compared,
     row_bytes_fused,
-    row_bytes_unfused,
     rows_per_chunk,
 )
 
 MEBIBYTE = 1024**2
 
 
-BFLOAT16, FLOAT32 = LogitsShape(128_256, 2), LogitsShape(128_256, 4)
+BFLOAT16 = LogitsShape(128_256, 2)
 TWO_RANKS = LogitsShape(128_256, 2, 2)
 LANES = (1024 + 20 * 128) * 4
 """1,024 lanes with 16 tiles of 8 entries: their maxima, and 20 lanes' entries, in float32."""
 
 
-def test_bytes_of_a_row_in_vllms_functions():
-    # 2 logits + 4 float32 copy + 4 logprobs; 588 bytes of results for 20 top tokens and the actual one.
-    assert row_bytes_unfused(BFLOAT16, 20) == 128_256 * 10 + 588
-    # No copy.
-    assert row_bytes_unfused(FLOAT32, 20) == 128_256 * 8 + 588
-    # Half a row, a row gathered, a row in order.
-    assert row_bytes_unfused(LogitsShape(128_256, 4, 2), 20) == 128_256 * 10 + 588
-    # 50,257 is padded to 50,304.
-    assert row_bytes_unfused(LogitsShape(50_257, 2), 20) == 50_304 * 10 + 588
-
-
 def test_bytes_of_a_row_that_is_read_once():
-    # 28 bytes of results for the actual token.
+    # 28 bytes of results for the actual token; 50,257 entries are padded to 50,304.
+    assert row_bytes_fused(LogitsShape(50_257, 2), 0, 1) == 50_304 * 2 + 28
+    # More top tokens than Triton finds need no lanes.
+    assert row_bytes_fused(BFLOAT16, 300, 1) == 128_256 * 2 + 28 * 301
     assert row_bytes_fused(BFLOAT16, 0, 1) == 128_256 * 2 + 28
     assert row_bytes_fused(BFLOAT16, 1, 1) == 128_256 * 2 + 56
     assert row_bytes_fused(BFLOAT16, 20, 1) == 128_256 * 2 + 588 + LANES

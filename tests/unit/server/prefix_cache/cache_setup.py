@@ -20,8 +20,7 @@ from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
-from scoremode_server.vllm_patches.row_spec import RowSpec
-from scoremode_server.vllm_patches.scoring_params import ScoringParams
+from scoremode_server.vllm_patches.row_spec import RowSpec, ScoringParams
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestError, expected_rows
 
 ROOM = 1 << 24

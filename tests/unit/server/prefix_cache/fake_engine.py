@@ -56,10 +56,7 @@ def row_of(state: bytes, token_id: int) -> tuple[list[int], list[float], int]:
 
 def prompt_logprobs(*rows: np.ndarray) -> PromptLogprobs:
     """Ids and logprobs [rows, columns] and ranks [rows], as they arrive from the engine."""
-    result = PromptLogprobs()
-    if len(rows[0]):
-        result.append(LogprobsTensors(*map(torch.from_numpy, rows)))
-    return result
+    return PromptLogprobs(LogprobsTensors(*map(torch.from_numpy, rows)) if len(rows[0]) else ())
 
 
 def rows_after(states: Sequence[bytes], token_ids: Sequence[int], width: int) -> tuple[np.ndarray, ...]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scoremode_server.prefix_cache.block_hashes import BlockHasher
+from scoremode_server.prefix_cache.store import BlockHasher
 
 SIZE = 4
 HASHER = BlockHasher(SIZE)

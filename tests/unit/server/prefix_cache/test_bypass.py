@@ -97,7 +97,7 @@ class BrokenEngine(FakeEngine):
     async def generate(self, *given: Any, **options: Any) -> Any:
         async for output in super().generate(*given, **options):
             if self.num_requests <= self.num_spoilt:
-                rows = output.prompt_logprobs.columns(1)
+                rows = output.prompt_logprobs.columns
                 output.prompt_logprobs = prompt_logprobs(*self.spoil(*(array.copy() for array in rows)))
             yield output
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
-from scoremode_server.vllm_patches.weight_changes import CHANGES, within_changes
+from scoremode_server.vllm_patches.engine_client import CHANGES, within_changes
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, outcome, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestError
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scoremode_server.vllm_patches.head_memory import ALIGNMENT, FAILED, HeadMemory
+from scoremode_server.vllm_patches.reference_heads import ALIGNMENT, FAILED, HeadMemory
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def threads() -> Threads:
 
 @pytest.fixture
 def room(threads: Threads) -> HeadMemory:
-    room = HeadMemory(0, 0, CPU, Layer, threads)  # type: ignore[arg-type]
+    room = HeadMemory(0, CPU, Layer, threads)  # type: ignore[arg-type]
     room._memory = room._memory[: 4 * ALIGNMENT]
     room._placing = threads  # type: ignore[assignment]
     return room

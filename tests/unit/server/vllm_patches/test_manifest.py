@@ -6,8 +6,7 @@ import pytest
 import vllm
 
 from check_vllm import SERVER, imported_names, used_names
-from scoremode_server.vllm_patches.manifest import PRIVATE, recorded_hashes
-from scoremode_server.vllm_patches.source import Sources, digest
+from scoremode_server.vllm_patches.versions import PRIVATE, Sources, digest, recorded_hashes
 from vllm_sources import segment
 
 INSTALLED = vllm.__version__.partition("+")[0]

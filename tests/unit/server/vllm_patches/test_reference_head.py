@@ -23,10 +23,11 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches import worker_extension
-from scoremode_server.vllm_patches.head_memory import FAILED, HeadMemory
 from scoremode_server.vllm_patches.lm_head import examine
-from scoremode_server.vllm_patches.reference_head import (
+from scoremode_server.vllm_patches.reference_heads import (
+    FAILED,
     HeadLayer,
+    HeadMemory,
     ReferenceHead,
     UnsuitableHeadError,
     describe_head,
@@ -128,8 +129,8 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
 
 
 def room_for(num_bytes: int, config: VllmConfig) -> HeadMemory:
-    part = num_bytes // config.parallel_config.tensor_parallel_size
-    return HeadMemory(num_bytes, part, CPU, partial(HeadLayer, config=config), FileThreads())
+    num_bytes //= config.parallel_config.tensor_parallel_size
+    return HeadMemory(num_bytes, CPU, partial(HeadLayer, config=config), FileThreads())
 
 
 def load(room: HeadMemory, reference: StoredReference, *, local: bool = False) -> ReferenceHead:

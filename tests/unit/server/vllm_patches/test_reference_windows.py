@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsTensors
 from scoremode_server.kernels import kl_divergence
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.vllm_patches.lm_head import LMHead
-from scoremode_server.vllm_patches.reference_head import ReferenceHead
+from scoremode_server.vllm_patches.reference_heads import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, files
@@ -255,7 +255,7 @@ def test_all_ranks_compare_or_none_does(reference: StoredReference):
     with windows_in(reference.path.parent) as windows:
         read(windows, *specs.values())
         worker = LinearWorker(make_scorer(VOCAB, windows, group=others), project)
-        worker.scorer._examined = worker.logits_fn, LMHead(project, 1, None, None)
+        worker.scorer._logits_fn, worker.scorer._lm_head = worker.logits_fn, LMHead(project, project, 1, None, None)
         found = worker.together(specs, STATES, TOKENS[:-1])
     assert not found["first"].logprobs.isnan().any()
     assert found["second"].logprobs.isnan().all()
@@ -279,5 +279,5 @@ def test_a_window_that_is_released_early_is_not_written(tmp_path: Path):
     with windows_in(tmp_path) as windows:
         worker = add(windows, spec("record", 1))
         steps(worker, 5)
-        worker.scorer.drop("request")
+        del worker.scorer.requests["request"]
     assert reference.recorded() == set()

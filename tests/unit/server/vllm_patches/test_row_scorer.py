@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from scoremode_server.vllm_patches.row_scorer import RowScorer
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import LinearWorker, make_scorer
 
@@ -63,7 +62,7 @@ def test_rows_from_the_first_target_on_however_the_prompt_is_split(lengths: list
         start += length
     check(rows, spec, first)
     assert np.array_equal(rows.logprob_token_ids[:, 1:4], OWN[first - 1 :])
-    assert worker.scorer.get("one") is None
+    assert not worker.scorer.requests
 
 
 def test_rows_of_cached_positions_are_left_out():
@@ -98,7 +97,7 @@ def test_requests_of_one_step_are_computed_in_groups(chunk: int):
 
 
 @pytest.mark.parametrize(("mode", "num_top"), [("raw_logprobs", -1), ("raw_logprobs", 300), ("raw_logits", 2)])
-def test_vllm_computes_what_one_pass_does_not_give(mode: str, num_top: int):
+def test_more_top_tokens_than_the_kernels_find_and_logits(mode: str, num_top: int):
     vocab = 400
     weight = torch.randn(HIDDEN, vocab, generator=torch.Generator().manual_seed(2))
     worker = LinearWorker(make_scorer(vocab, chunk=30, mode=mode), lambda states: states @ weight)
@@ -119,14 +118,3 @@ def test_profiling_computes_the_largest_chunks():
     targets_alone, with_top = worker.num_projected
     assert targets_alone == 30
     assert 0 < with_top < 30
-
-
-def test_requests_that_are_gone_are_dropped():
-    scorer: RowScorer = make_scorer(VOCAB)
-    for name in "abc":
-        scorer.begin(name, RowSpec())
-    scorer.keep_only({"b": None})
-    assert [name for name in "abc" if scorer.get(name)] == ["b"]
-    scorer.drop("b")
-    scorer.drop("b")
-    assert scorer.get("b") is None

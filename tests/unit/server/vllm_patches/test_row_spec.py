@@ -11,8 +11,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from scoremode_server.prefix_cache.run import RowsRequest
-from scoremode_server.vllm_patches.row_spec import ROWS, RowSpec, WindowMark
-from scoremode_server.vllm_patches.scoring_params import ScoringParams, guard_rows
+from scoremode_server.vllm_patches.row_spec import ROWS, RowSpec, ScoringParams, WindowMark, guard_rows
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
 COMPARED = RowSpec(4, num_top=2, window=WindowMark("compare", "base", "identity", 3, 6, "ticket", "head"))

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample import prompt_logprob
 
 from scoremode_server.references.directory import ReferenceDirectory
-from scoremode_server.vllm_patches import runner_v2
+from scoremode_server.vllm_patches import runners
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, make_scorer
@@ -99,7 +99,7 @@ class Engine:
 
     def check(self, results: dict[str, Any]) -> None:
         """Compare with float64."""
-        assert not any(map(self.worker._scoremode_scorer.get, results))
+        assert not self.worker._scoremode_scorer.requests.keys() & results.keys()
         for name, rows in results.items():
             spec, length = SCORED if name == "scored" else RowSpec(num_top=TOPS[name]), LENGTHS[name]
             targets = self.tokens[list(LENGTHS).index(name), spec.first : length].tolist()
@@ -121,7 +121,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     worker_class = prompt_logprob.PromptLogprobsWorker
     for name in ("add_request", "remove_request", "compute_prompt_logprobs"):
         monkeypatch.setattr(worker_class, name, getattr(worker_class, name))
-    runner_v2._patch_worker(worker_class)
+    runners._patch_worker(worker_class)
     return Engine()
 
 
@@ -138,7 +138,7 @@ def test_specifications_and_ordinary_requests_in_one_batch(engine: Engine):
 def test_a_preempted_request_starts_again_unless_its_prompt_was_over(engine: Engine):
     assert not engine.step({"scored": 6})
     engine.worker.remove_request("scored")
-    assert engine.worker._scoremode_scorer.get("scored") is None
+    assert "scored" not in engine.worker._scoremode_scorer.requests
     engine.add("scored")
     assert not engine.step({"scored": 2})
     engine.check(found := engine.step({"scored": 7}))
@@ -171,9 +171,9 @@ def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_
     loaded = []
     monkeypatch.setattr(GPUModelRunner, "load_model", lambda self, **options: loaded.append(self))
     monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
-    monkeypatch.setattr(runner_v2, "get_tp_group", lambda: ALONE)
+    monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    runner_v2.patch(256 * MEBIBYTE, windows)
+    runners.patch_v2(256 * MEBIBYTE, windows)
     # `ReferenceWorker` looks for them there.
     assert GPUModelRunner._scoremode_windows is windows
     model = SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16, logprobs_mode="raw_logprobs")

@@ -12,7 +12,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from scoremode_server.vllm_patches import runner_v1
+from scoremode_server.vllm_patches import runners
 from scoremode_server.vllm_patches.row_scorer import RowScorer
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, make_scorer
@@ -24,7 +24,7 @@ VOCAB, HIDDEN = 128, 8
 
 def computing(scorer: RowScorer) -> Any:
     """What the patch puts in the place of vLLM's method."""
-    return lambda runner, states, scheduled: runner_v1.prompt_logprobs(runner, scorer, states, scheduled)
+    return lambda runner, states, scheduled: runners.prompt_logprobs(runner, scorer, states, scheduled)
 
 
 class Runner:
@@ -137,10 +137,10 @@ def test_rows_from_the_prefix_cache_are_left_out_or_not_numbers(spec: RowSpec | 
 def test_rows_of_requests_that_have_ended_are_dropped():
     scorer, runner = make_scorer(VOCAB), Runner({"one": [1] * 9}, {"one": 0}, "raw_logprobs")
     runner.step(computing(scorer), {"one": 5}, torch.zeros(5, HIDDEN))
-    assert scorer.get("one") is not None
+    assert "one" in scorer.requests
     del runner.requests["one"], runner.num_prompt_logprobs["one"]
     runner.step(computing(scorer), {}, torch.zeros(0, HIDDEN))
-    assert scorer.get("one") is None
+    assert not scorer.requests
 
 
 def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch):
@@ -157,8 +157,8 @@ def test_prompt_logprobs_are_made_before_drafts(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(GPUModelRunner, name, getattr(GPUModelRunner, name))
     monkeypatch.setattr(GPUModelRunner, "_scoremode_windows", None, raising=False)
     monkeypatch.setattr(GPUModelRunner, "sample_tokens", draft_then_bookkeep)
-    monkeypatch.setattr(runner_v1, "get_tp_group", lambda: ALONE)
-    runner_v1.patch(MEBIBYTE, None)
+    monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
+    runners.patch_v1(MEBIBYTE, None)
 
     def sample(runner: Runner, hidden_states: torch.Tensor, scheduled: dict[str, int]) -> dict[str, Any]:
         schedule = SimpleNamespace(num_scheduled_tokens=scheduled, total_num_scheduled_tokens=sum(scheduled.values()))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scoremode_server.vllm_patches.source import Sources
+from scoremode_server.vllm_patches.versions import Sources
 
 ENGINE = '''\
 import torch

@@ -9,8 +9,13 @@ import vllm
 
 from scoremode_server import cli, enable, plugin
 from scoremode_server.vllm_patches import versions
-from scoremode_server.vllm_patches.manifest import PRIVATE, recorded_hashes
-from scoremode_server.vllm_patches.versions import SUPPORTED, SUPPORTED_SERIES, require_supported
+from scoremode_server.vllm_patches.versions import (
+    PRIVATE,
+    SUPPORTED,
+    SUPPORTED_SERIES,
+    recorded_hashes,
+    require_supported,
+)
 
 INSTALLED = Path(vllm.__file__).parents[1]
 VERSION = vllm.__version__.partition("+")[0]

@@ -1,17 +1,19 @@
-"""What changes the weights of a running engine, or drops its prefix cache.
-
-vLLM has no event for it, so the methods of the engine client that do so are wrapped.
+"""What vLLM's engine client does differently for scoring requests: changes of weights drop cached rows, and bounds of
+queued requests do not count them. vLLM has no event for a change, so the methods that change weights are wrapped.
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
+
+from scoremode_server.vllm_patches.output_processor import is_scoring
 
 CHANGES = (
     "reset_prefix_cache",
@@ -68,3 +70,36 @@ def may_go_unnoticed(config: VllmConfig) -> bool:
     loading adapters, which vLLM refuses where there are several.
     """
     return bool(envs.VLLM_SERVER_DEV_MODE and config.parallel_config._api_process_count > 1)
+
+
+_exempt = ContextVar("scoremode_exempt", default=False)
+
+
+@contextmanager
+def exempt_from_queue_bounds() -> Iterator[None]:
+    """What this task sends to the engine inside is not refused by the bounds."""
+    token = _exempt.set(True)
+    try:
+        yield
+    finally:
+        _exempt.reset(token)
+
+
+def bound_generation_alone(engine: Any) -> None:
+    """Let an engine client's bounds count neither scoring requests nor their tokens.
+
+    The bound of requests is one for all API servers: each makes its own number known to the others whenever it changes.
+    So scoring requests are left out where each counts.
+    """
+    check_admission, processor = engine.check_admission, engine.output_processor
+
+    def check_generation(n: int = 1, request_id: str | None = None) -> None:
+        if not _exempt.get():
+            check_admission(n, request_id)
+
+    def generating() -> list[Any]:
+        return [state for state in processor.request_states.values() if not is_scoring(state)]
+
+    engine.check_admission = check_generation
+    engine.get_num_queued_tokens = lambda: sum(state.prompt_len for state in generating() if state.is_prefilling)
+    processor.get_num_unfinished_requests = lambda: len(generating())

@@ -1,4 +1,4 @@
-"""vLLM's bounds of queued requests and tokens are for generation, however many API servers share them."""
+"""What vLLM's output processing and bounds of queues do with scoring requests, however many API servers share them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +9,40 @@ from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from scoremode_server.offline import score_params
-from scoremode_server.vllm_patches.queue_bounds import bound_generation_alone, exempt_from_queue_bounds
+from scoremode_server.rows import PromptLogprobs
+from scoremode_server.vllm_patches import output_processor
+from scoremode_server.vllm_patches.engine_client import bound_generation_alone, exempt_from_queue_bounds
 
-pytestmark = pytest.mark.usefixtures("patched")
+
+@pytest.fixture(autouse=True)
+def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM patched for one test, also where an engine of an earlier one has patched it already."""
+    for owner, name in (
+        (LogprobsProcessor, "from_new_request"),
+        (LogprobsProcessor, "_update_prompt_logprobs"),
+        (output_processor.IncrementalDetokenizer, "from_new_request"),
+    ):
+        monkeypatch.setattr(owner, name, owner.__dict__[name])
+    output_processor.patch()
+
+
+def engine_request(request_id: str, params: SamplingParams, num_tokens: int) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        external_req_id=request_id,
+        prompt_token_ids=[5] * num_tokens,
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
 
 
 class Client:
@@ -35,19 +63,7 @@ class Client:
         bound_generation_alone(self)
 
     def add(self, request_id: str, params: SamplingParams, num_tokens: int = 10) -> None:
-        request = EngineCoreRequest(
-            request_id=request_id,
-            external_req_id=request_id,
-            prompt_token_ids=[5] * num_tokens,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
-        self.output_processor.add_request(request, None)
+        self.output_processor.add_request(engine_request(request_id, params, num_tokens), None)
 
     def score(self, count: int) -> None:
         for number in range(count):
@@ -98,3 +114,9 @@ def test_scores_use_nothing_of_a_bound_that_two_servers_share():
         generating.check_admission()
     scoring.end("cmpl-0")
     generating.check_admission()
+
+
+def test_scoring_requests_keep_arrays_and_all_others_vllms_objects():
+    for params, keeps_arrays in ((score_params([1, 2, 3]), True), (SamplingParams(prompt_logprobs=0), False)):
+        processor = LogprobsProcessor.from_new_request(None, engine_request("id", params, 2))
+        assert isinstance(processor.prompt_logprobs, PromptLogprobs) == keeps_arrays
