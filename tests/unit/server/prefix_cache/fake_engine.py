@@ -84,34 +84,26 @@ class FakeEngine:
     """
 
     def __init__(
-        self,
-        block_size: int,
-        *,
-        seed: int = 0,
-        losses: float = 0,
-        give_ups: float = 0,
-        evictions: float = 0,
-        preemptions: float = 0,
-        latency: int = 4,
-        in_order: bool = False,
+        self, block_size: int, *, seed: int = 0, latency: int = 4, in_order: bool = False, **chances: float
     ) -> None:
         self.block_size = block_size
         self.random = random.Random(seed)
-        self.losses, self.give_ups, self.evictions, self.preemptions = losses, give_ups, evictions, preemptions
+        self.chances = dict.fromkeys(("losses", "give_ups", "evictions", "preemptions"), 0.0) | chances
         self.latency = latency
         self.in_order = in_order
         """Requests are scheduled as they come and take equally long, instead of as chance has it."""
         self.weights = [0, 0, 0]
         """A version of the weights for each adapter, 0 without."""
         self.prefix_cache: dict[bytes, bytes] = {}
-        self.num_computed = 0
-        self.num_requests = 0
-        self.num_running = 0
+        self.num_computed = self.num_requests = self.num_running = 0
         self.salts: list[str | None] = []
         self.aborted: list[list[str]] = []
         """Ids of each call."""
         self.requests: list[tuple[list[int], Any]] = []
         self.vllm_config = SimpleNamespace()
+
+    def _happens(self, what: str) -> bool:
+        return self.random.random() < self.chances[what]
 
     async def _pause(self) -> None:
         for _ in range(self.latency if self.in_order else self.random.randrange(self.latency + 1)):
@@ -129,7 +121,7 @@ class FakeEngine:
         self.salts.append(prompt.get("cache_salt"))
         try:
             await self._pause()
-            if self.random.random() < self.losses:
+            if self._happens("losses"):
                 raise LostRequestError(request_id)
             yield await self._compute(prompt, params, request_id, lora_request)
         finally:
@@ -139,13 +131,13 @@ class FakeEngine:
         token_ids = prompt["prompt_token_ids"]
         adapter = 0 if lora is None else lora.lora_int_id
         salt = prompt.get("cache_salt", "")
-        if self.random.random() < self.evictions:
+        if self._happens("evictions"):
             for key in [key for key in self.prefix_cache if self.random.random() < 0.3]:
                 del self.prefix_cache[key]
         keys = self._keys(token_ids, adapter, salt)
         start = self._num_hit(keys, len(token_ids)) if not params.skip_reading_prefix_cache else 0
         reported = start
-        if self.random.random() < self.preemptions and not params.skip_reading_prefix_cache:
+        if self._happens("preemptions") and not params.skip_reading_prefix_cache:
             start = self.random.randrange(len(keys) + 1) * self.block_size
             start = min(start, self._num_hit(keys, len(token_ids)))
         states = self._states(token_ids, adapter, salt, start, keys)
@@ -157,10 +149,13 @@ class FakeEngine:
         await self._pause()
         self.prefix_cache.update(full[cut:])
         await self._pause()
-        if self.random.random() < self.losses:
+        if self._happens("losses"):
             raise LostRequestError(request_id)
-        if self.random.random() < self.give_ups:
-            return self._given_up(token_ids, request_id, reported)
+        if self._happens("give_ups"):
+            completion = CompletionOutput(0, "", [], None, FlatLogprobs(), finish_reason="abort")
+            return RequestOutput(
+                request_id, None, token_ids, PromptLogprobs(), [completion], True, num_cached_tokens=reported
+            )
         return self._output(token_ids, params, request_id, states, reported, start)
 
     def _keys(self, token_ids: list[int], adapter: int, salt: str) -> list[bytes]:
@@ -182,12 +177,10 @@ class FakeEngine:
     def _states(self, token_ids: list[int], adapter: int, salt: str, start: int, keys: list[bytes]) -> list[bytes]:
         """The state after each token; those taken from the prefix cache are known only at its end, as in vLLM."""
         *_, caller_salt = salt.split("-", 3) if salt.startswith("scoremode-") else [salt]
-        state = self.prefix_cache[keys[start // self.block_size - 1]] if start else first_state(adapter, caller_salt)
         states = [b""] * start
-        if start:
-            states[-1] = state
-            for index, key in enumerate(keys[: start // self.block_size]):
-                states[(index + 1) * self.block_size - 1] = self.prefix_cache[key]
+        for index, key in enumerate(keys[: start // self.block_size]):
+            states[(index + 1) * self.block_size - 1] = self.prefix_cache[key]
+        state = states[-1] if states else first_state(adapter, caller_salt)
         for token_id in token_ids[start:]:
             state = next_state(state, token_id, self.weights[adapter])
             states.append(state)
@@ -201,31 +194,14 @@ class FakeEngine:
         targets = [*token_ids[1:], *([] if spec.last_token is None else [spec.last_token])]
         first = max(start, spec.first - 1)
         rows = rows_after(states[first : len(targets)], targets[first:], spec.num_columns)
-        sampled = 7
-        logprobs = prompt_logprobs(*rows)
-        completion = CompletionOutput(0, "", [sampled], None, None, finish_reason="length")
+        completion = CompletionOutput(0, "", [7], None, None, finish_reason="length")
         if params.logprobs is not None:
-            completion.logprobs = self._sampled_logprobs(states[-1], sampled, params.logprobs + 1)
-        return RequestOutput(request_id, None, token_ids, logprobs, [completion], True, num_cached_tokens=reported)
-
-    def _sampled_logprobs(self, state: bytes, token_id: int, width: int) -> FlatLogprobs:
-        ids, logprobs, rank = row_of(state, token_id)
-        flat = FlatLogprobs()
-        flat.append_fast(ids[:width], logprobs[:width], [rank, *range(1, width)], [None] * width)
-        return flat
-
-    def _given_up(self, token_ids: list[int], request_id: str, reported: int) -> RequestOutput:
-        completion = CompletionOutput(0, "", [], None, FlatLogprobs(), finish_reason="abort")
+            ids, logprobs, rank = row_of(states[-1], 7)
+            width, completion.logprobs = params.logprobs + 1, FlatLogprobs()
+            completion.logprobs.append_fast(ids[:width], logprobs[:width], [rank, *range(1, width)], [None] * width)
         return RequestOutput(
-            request_id, None, token_ids, PromptLogprobs(), [completion], True, num_cached_tokens=reported
+            request_id, None, token_ids, prompt_logprobs(*rows), [completion], True, num_cached_tokens=reported
         )
-
-    async def _change(self, *, forget: bool) -> None:
-        await self._pause()
-        self.weights = [version + 1 for version in self.weights]
-        if forget:
-            self.prefix_cache.clear()
-        await self._pause()
 
     async def reset_prefix_cache(self) -> bool:
         self.prefix_cache.clear()
@@ -239,14 +215,16 @@ class FakeEngine:
         return True
 
     async def update_weights(self, request: Any = None) -> None:
-        await self._change(forget=False)
-
-    async def collective_rpc(self, method: str) -> None:
-        await self._change(forget=False)
+        await self._pause()
+        self.weights = [version + 1 for version in self.weights]
+        await self._pause()
 
     async def sleep(self) -> None:
-        await self._change(forget=True)
+        # Not the method that the store may have wrapped.
+        await FakeEngine.update_weights(self)
+        self.prefix_cache.clear()
 
+    async def collective_rpc(self, method: str) -> None: ...
     async def wake_up(self) -> None: ...
     async def release_kv_cache_memory(self) -> None: ...
     async def remove_lora(self, lora_id: int) -> None: ...

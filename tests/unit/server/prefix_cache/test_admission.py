@@ -1,13 +1,12 @@
 """Which sequences go to the engine, and when."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
 
-from scoremode_server.errors import BusyError, OverdueError, RequestError, TooLargeError, UnavailableError
+from scoremode_server.errors import BusyError, OverdueError, TooLargeError, UnavailableError
 from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate, RequestQueue
 
 
@@ -35,22 +34,19 @@ class Engine:
         queue.done(num_tokens, 0)
         return name
 
-    def scores(self, queue: RequestQueue, names: list[str], num_tokens: int = 10) -> Iterator[Coroutine[Any, Any, str]]:
-        return (self.score(queue, name, num_tokens) for name in names)
-
-    def begun(self, queue: RequestQueue, names: list[str], num_tokens: int) -> Iterator[Coroutine[Any, Any, str]]:
-        """`scores` that are counted when they are begun."""
+    def scores(
+        self, queue: RequestQueue, names: list[str], num_tokens: int, *, counts: bool
+    ) -> Iterator[Coroutine[Any, Any, str]]:
+        """Where it `counts`, each is counted when it is begun."""
         for name in names:
-            queue.add(1, num_tokens)
+            if counts:
+                queue.add(1, num_tokens)
             yield self.score(queue, name, num_tokens)
 
-    async def windows(self, names: list[str], num_tokens: int) -> list[str]:
-        async with self.admission.request() as queue:
-            return [name async for name in queue.in_order(self.begun(queue, names, num_tokens))]
-
-    async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
-        async with self.admission.request(len(names), len(names) * num_tokens) as queue:
-            return [name async for name in queue.in_order(self.scores(queue, names, num_tokens))]
+    async def request(self, names: list[str], num_tokens: int = 10, *, counts: bool = False) -> list[str]:
+        accepted = (0, 0) if counts else (len(names), len(names) * num_tokens)
+        async with self.admission.request(*accepted) as queue:
+            return [name async for name in queue.in_order(self.scores(queue, names, num_tokens, counts=counts))]
 
     async def begin(self, names: list[str], num_tokens: int = 10) -> "asyncio.Task[list[str]]":
         task = asyncio.create_task(self.request(names, num_tokens))
@@ -96,7 +92,7 @@ async def test_the_engine_gets_all_but_one_of_the_sequences_that_it_holds():
 
 async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
     engine = Engine(tokens=300)
-    answer = asyncio.create_task(engine.windows(names("a", 4), num_tokens=5000))
+    answer = asyncio.create_task(engine.request(names("a", 4), num_tokens=5000, counts=True))
     steps = []
     while not answer.done():
         await settle()
@@ -171,14 +167,9 @@ async def test_a_failure_cancels_the_rest_and_is_raised_as_it_is():
         await asyncio.sleep(0)
         raise ValueError("broken")
 
-    async def mixed(queue: RequestQueue) -> AsyncGenerator[str, None]:
-        async with aclosing(queue.in_order([fail(), engine.score(queue, "a")])) as answers:
-            async for answer in answers:
-                yield answer
-
-    with pytest.raises(ValueError, match="broken"):
-        async with engine.admission.request(2, 20) as queue:
-            _ = [answer async for answer in mixed(queue)]
+    async with engine.admission.request(2, 20) as queue:
+        with pytest.raises(ValueError, match="broken"):
+            _ = [answer async for answer in queue.in_order([fail(), engine.score(queue, "a")])]
     assert engine.aborted == [["a"]]
     engine.check_nothing_is_left()
 
@@ -224,26 +215,9 @@ async def test_after_the_grace_period_the_remaining_requests_end():
     await settle()
     await engine.admission.drain(0)
     assert sorted(engine.aborted[0]) == ["a0", "a1", "b0"]
-    assert engine.admission.is_stopped
     await engine.step()
-    for request in requests:
-        with pytest.raises(RequestError, match="shutting down"):
-            await request
-    engine.check_nothing_is_left()
-
-
-async def test_a_turn_that_is_given_at_the_end_is_not_used():
-    engine = Engine(sequences=2)
-    async with engine.admission.request(2, 20) as queue:
-        for name in names("a", 2):
-            await queue.enter(name, 10)
-        waiting = await engine.begin(["b"])
-        queue.leave("a0", 10)
-        engine.admission.is_stopped = True
-        with pytest.raises(RequestError, match="shutting down"):
-            await asyncio.wait_for(waiting, 10)
-        assert engine.admission.num_running == 1
-        queue.leave("a1", 10)
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert [str(result) for result in results] == 3 * ["the server is shutting down"]
     engine.check_nothing_is_left()
 
 

@@ -57,17 +57,6 @@ async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(first: int):
     assert made.counted("hits") == 0, "none of the rows that were asked for was there"
 
 
-async def test_a_continuation_leaves_no_rows_that_were_not_computed():
-    made = setup()
-    context = list(range(40))
-    await made.ask(Ask([*context, 1, 2]))
-    made.store._blocks.clear()
-    made.store.num_bytes = 0
-    await made.ask(Ask([*context, 3, 4, 5, 6, 7, 8], first=40))
-    # Every row of the whole sequence is right.
-    assert (await made.ask(Ask([*context, 3, 4, 5, 6, 7, 8]))).num_cached_tokens == 0
-
-
 def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=prefix_caching),
@@ -116,21 +105,15 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-async def test_an_output_other_than_requested_is_requested_again_once(spoil: Any):
+async def test_an_output_other_than_requested_is_requested_again_once_with_a_cache(spoil: Any):
     made = Setup(BrokenEngine(spoil, 1), RowStore(SIZE, ROOM))
     await made.ask(Ask(list(range(13))))
     assert made.engine.num_requests == 2
     # What is kept now is right as well.
     assert (await made.ask(Ask([*range(13), 20, 21]))).num_cached_tokens == 12
-    broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, ROOM))
-    with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
-        await broken.ask(Ask(list(range(13))))
-    assert len(broken.store) == 0
-    broken.check_nothing_is_left()
-
-
-@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
-async def test_without_the_cache_such_an_output_is_an_error(spoil: Any):
-    broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, 0))
-    with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
-        await broken.ask(Ask(list(range(13))))
+    for max_bytes in (ROOM, 0):
+        broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, max_bytes))
+        with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
+            await broken.ask(Ask(list(range(13))))
+        assert len(broken.store) == 0
+        broken.check_nothing_is_left()

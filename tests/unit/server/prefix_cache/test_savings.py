@@ -1,4 +1,4 @@
-"""What the cache saves: the tokens that the engine computes."""
+"""What the cache saves: the tokens that the engine computes. `test_streams.py` tests that every answer is right."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from scoremode_server.prefix_cache.store import RowStore
+from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
+from scoremode_server.vllm_patches.engine_client import CHANGES, within_changes
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine
 
@@ -92,3 +93,37 @@ async def test_no_request_waits_for_rows_that_a_continuation_leaves_out():
     answers = await asyncio.gather(made.ask(continuation), made.ask(whole))
     assert answers[1].num_cached_tokens == 0
     assert made.counted("joined") == 0
+
+
+async def test_a_waiter_gets_rows_of_the_owner_that_the_cache_did_not_store():
+    made = Setup(FakeEngine(SIZE, in_order=True), RowStore(SIZE, ENTRY_BYTES))
+    outputs = await asyncio.gather(*(made.ask(Ask([*range(22), option, 50])) for option in range(3)))
+    assert len(made.store) == 0
+    assert sorted(output.num_cached_tokens for output in outputs) == [0, 20, 20]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: str):
+    made = setup()
+    ask = Ask(list(range(13)))
+    await made.ask(ask)
+    generation = made.store.generation
+    arguments = {
+        "add_lora": [LORAS[1]],
+        "remove_lora": [1],
+        "collective_rpc": ["reload"],
+        "update_weight_version": ["2"],
+    }
+    await getattr(made.engine, name)(*arguments.get(name, []))
+    assert len(made.store) == 0
+    assert made.store.generation == generation + 2
+    assert (await made.ask(ask)).num_cached_tokens == 0
+    assert (await made.ask(ask)).num_cached_tokens == 8
+
+
+async def test_an_engine_without_a_method_that_changes_weights_is_refused():
+    class OlderEngine(FakeEngine):
+        update_weights = None
+
+    with pytest.raises(RuntimeError, match="update_weights"):
+        within_changes(OlderEngine(SIZE), RowStore(SIZE, ROOM).change, lambda: None)

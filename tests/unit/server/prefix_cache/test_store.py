@@ -1,15 +1,16 @@
-"""The store as a data structure."""
+"""The store as a data structure, and block hashes: the same for the same tokens, and for nothing else."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
+from scoremode_server.prefix_cache.store import ENTRY_BYTES, BlockHasher, RowStore
 from scoremode_server.rows import Rows
 
 SIZE = 2
 ROOM = 1 << 20
+HASHER = BlockHasher(4)
 
 
 def block(value: int, num_columns: int = 1) -> bytes:
@@ -57,15 +58,6 @@ def test_the_last_blocks_of_the_least_recently_used_sequence_go_first():
     store.get([b"a", b"b"], 1)
     store.put(0, [b"z", b"w"], {b"z": block(0), b"w": block(0)})
     assert list(store.get([b"a", b"b", b"x", b"y", b"z", b"w"], 1)) == [b"w", b"z", b"b", b"a"]
-
-
-def test_storing_a_sequence_again_with_new_last_blocks_uses_it_again():
-    store = RowStore(SIZE, 3 * cost(block(0)))
-    store.put(0, [b"a"], {b"a": block(0)})
-    store.put(0, [b"x"], {b"x": block(0)})
-    store.put(0, [b"a", b"b"], {b"b": block(0)})
-    store.put(0, [b"y"], {b"y": block(0)})
-    assert set(store.get([b"a", b"b", b"x", b"y"], 1)) == {b"a", b"b", b"y"}
 
 
 def test_nothing_of_an_earlier_generation_stays():
@@ -131,3 +123,37 @@ def test_blocks_that_may_not_evict_use_free_bytes_and_go_first():
     assert store.put(0, [b"b", b"c"], {b"b": block(2), b"c": block(2)}) == 2
     assert set(store.get([b"a", b"w", b"x", b"b", b"c"], 1)) == {b"a", b"b", b"c"}
     assert store.num_bytes == 3 * cost(block(0))
+
+
+def hashes(*token_ids: int, identity: str = "m") -> list[bytes]:
+    return HASHER.hashes(np.array(token_ids, np.int32), identity)
+
+
+@pytest.mark.parametrize(("length", "num_blocks"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (4001, 1000)])
+def test_a_hash_for_each_whole_block_after_the_first_token(length: int, num_blocks: int):
+    assert len(set(hashes(*range(length)))) == num_blocks
+
+
+def test_every_token_up_to_the_end_of_a_block_matters():
+    """The first token too, which has no row."""
+    unchanged = hashes(*range(13))
+    seen = {tuple(unchanged)}
+    for position in range(13):
+        changed = list(range(13))
+        changed[position] += 1
+        others = hashes(*changed)
+        first = max(0, (position - 1) // 4)
+        assert others[:first] == unchanged[:first]
+        assert not set(others[first:]) & set(unchanged)
+        seen.add(tuple(others))
+    assert len(seen) == 14
+
+
+def test_sequences_in_another_order_or_of_another_identity_have_other_hashes():
+    sequence = range(1, 10)
+    assert len({*hashes(*sequence), *hashes(*reversed(sequence)), *hashes(*sequence, identity="m, adapter")}) == 6
+
+
+def test_no_two_processes_have_the_same_hashes():
+    token_ids = np.arange(9, dtype=np.int32)
+    assert not set(BlockHasher(4).hashes(token_ids, "m")) & set(BlockHasher(4).hashes(token_ids, "m"))

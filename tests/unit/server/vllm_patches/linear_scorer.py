@@ -34,6 +34,18 @@ def let_all_be_written(windows: ReferenceWindows) -> None:
         time.sleep(0.001)
 
 
+def check_rows(rows: Any, spec: RowSpec, logits: torch.Tensor, targets: list[int]) -> None:
+    """Compare the rows of targets with float64; they are predicted by logits [targets, vocabulary]."""
+    exact = (logits.double() / spec.temperature).log_softmax(1)
+    named = rows.logprob_token_ids.long()
+    assert named[:, 0].tolist() == targets
+    assert rows.logprobs.shape == (len(targets), spec.num_columns)
+    assert torch.allclose(rows.logprobs.double(), exact.gather(1, named), atol=1e-5)
+    top = rows.logprobs[:, 1 + spec.num_candidates :].double()
+    assert torch.allclose(top, exact.topk(spec.num_top).values, atol=1e-5)
+    assert torch.equal(rows.selected_token_ranks.long(), (logits >= logits.gather(1, named[:, :1])).sum(1))
+
+
 class LinearWorker:
     """A worker that feeds each prompt by itself.
 

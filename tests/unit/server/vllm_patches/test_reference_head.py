@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ from scoremode_server.vllm_patches.row_spec import RowSpec
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
-from tests.unit.server.vllm_patches.linear_scorer import let_all_be_written
+from tests.unit.server.vllm_patches.linear_scorer import check_rows, let_all_be_written
 
 pytestmark = pytest.mark.processes
 
@@ -257,25 +258,17 @@ def rows_of_a_step(root: Path, config: VllmConfig) -> None:
     """Of a model that ranks keep their own parts of, and of one whose logits each gathers."""
     group = get_tp_group()
     targets = torch.tensor([7, 999, 0, 3, 8, 8])
+    plain, warm = RowSpec(1, 500, 3), RowSpec(2, 501, 2, 0.5, 2, np.array([5, 998], np.int32).tobytes())
     for model, shape in ((Model(1000), LogitsShape(1000, 4, group.world_size)), (Masked(1000), LogitsShape(1000, 4))):
         states = model.hidden_states()
         scorer = RowScorer(2**30, shape, "raw_logprobs", group)
-        chosen = torch.tensor([5, 998], dtype=torch.int32).numpy().tobytes()
-        scorer.begin("plain", RowSpec(1, 500, 3))
-        scorer.begin("warm", RowSpec(2, 501, 2, 0.5, 2, chosen))
+        scorer.begin("plain", plain)
+        scorer.begin("warm", warm)
         parts = [StepPart("plain", 0, 0, 3, 3), StepPart("warm", 0, 3, 2, 2)]
         found = scorer.score(parts, states, targets.clone(), model.compute_logits)
-        logits = model.compute_logits(states).double()
-        for name, rows, expected in (
-            ("plain", [7, 999, 500], logits[:3].log_softmax(1)),
-            ("warm", [501], (logits[4:5] / 0.5).log_softmax(1)),
-        ):
-            tokens, logprobs, ranks, *_ = found[name]
-            assert tokens[:, 0].tolist() == rows
-            assert torch.allclose(logprobs.double(), expected.gather(1, tokens.long()), atol=1e-5)
-            num_top = tokens.shape[1] - (1 if name == "plain" else 3)
-            assert torch.allclose(logprobs[:, -num_top:].double(), expected.topk(num_top).values, atol=1e-5)
-            assert torch.equal(ranks.long(), (expected >= expected.gather(1, tokens[:, :1].long())).sum(1))
+        logits = model.compute_logits(states)
+        check_rows(found["plain"], plain, logits[:3], [7, 999, 500])
+        check_rows(found["warm"], warm, logits[4:5], [501])
 
 
 def ranks_without_a_head(root: Path, config: VllmConfig) -> None:

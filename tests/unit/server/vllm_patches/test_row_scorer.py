@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scoremode_server.vllm_patches.row_spec import RowSpec
-from tests.unit.server.vllm_patches.linear_scorer import LinearWorker, make_scorer
+from tests.unit.server.vllm_patches.linear_scorer import LinearWorker, check_rows, make_scorer
 
 VOCAB, HIDDEN = 50, 16
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8]
@@ -24,23 +24,10 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states @ WEIGHT
 
 
-def exact(temperature: float = 1.0) -> torch.Tensor:
-    return ((STATES @ WEIGHT).double() / temperature).log_softmax(1)
-
-
 def check(rows: Any, spec: RowSpec, first: int) -> None:
     """Compare the rows of the targets from a position on with float64."""
-    expected = exact(spec.temperature)[first - 1 :]
     targets = TOKENS[first:] if spec.last_token is not None else TOKENS[first:-1]
-    assert rows.logprob_token_ids[:, 0].tolist() == targets
-    assert rows.logprobs.shape == (len(targets), spec.num_columns)
-    found = expected[: len(targets)].gather(1, rows.logprob_token_ids.long())
-    assert torch.allclose(rows.logprobs.double(), found, atol=1e-5)
-    top = expected[: len(targets)].topk(spec.num_top).values
-    assert torch.allclose(rows.logprobs[:, 1 + spec.num_candidates :].double(), top, atol=1e-5)
-    of_targets = (STATES @ WEIGHT)[first - 1 :][: len(targets)]
-    ranks = (of_targets >= of_targets.gather(1, torch.tensor(targets)[:, None])).sum(1)
-    assert torch.equal(rows.selected_token_ranks.long(), ranks)
+    check_rows(rows, spec, project(STATES[first - 1 :][: len(targets)]), targets)
 
 
 def candidates_from(first: int, **fields: Any) -> RowSpec:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
@@ -105,3 +106,16 @@ def test_room_for_heads_is_what_is_set_or_needed(
     )
     model = SimpleNamespace(get_vocab_size=lambda: 100, get_hidden_size=lambda: 8, dtype=torch.bfloat16)
     assert install.room_for_heads(setting, model) == expected
+
+
+def test_an_adapter_for_the_lm_head_is_refused_when_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(LogitsProcessorWithLoRA, "set_lora", LogitsProcessorWithLoRA.set_lora)
+    install.refuse_adapters_of_heads()
+    layer = LogitsProcessorWithLoRA.__new__(LogitsProcessorWithLoRA)
+    torch.nn.Module.__init__(layer)
+    layer.lora_a_stacked, layer.lora_b_stacked = torch.ones(1, 1, 8, 16), torch.ones(1, 1, 32, 8)
+    with pytest.raises(ValueError, match="weights for the LM head"):
+        layer.set_lora(0, torch.zeros(8, 16), torch.ones(32, 8))
+    # As vLLM's own, with which it warms up: a server would not start.
+    layer.set_lora(0, torch.zeros(8, 16), torch.zeros(32, 8))
+    assert not layer.lora_b_stacked.any()
