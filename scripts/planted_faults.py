@@ -117,8 +117,8 @@ SERVER_FAULTS = {
     "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
         ("self._waiting[queue] = line", "self._waiting[queue] = line; self._waiting.move_to_end(queue, last=False)"),
-        ("enter(self, num_tokens - num_known, gate)", "enter(self, num_tokens, gate)"),
     ],
+    "prefix_cache/run.py < prefix_cache": [("request.num_fed - num_known", "request.num_fed")],
     "kernels/torch_kernels.py < kernels/test_fused_logprobs.py kernels/test_kl_divergence.py": [
         ("torch.ge(values", "torch.gt(values"),
         ("(column < columns)", "(column < logits.shape[1])"),

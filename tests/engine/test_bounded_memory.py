@@ -52,20 +52,6 @@ def test_chunks_score_as_transformers_does(llm, random_model, top):
     assert max(rows) == (CHUNK if top else 2 * CHUNK)
 
 
-def test_rows_from_the_prefix_cache_are_not_numbers(llm):
-    prompt = TokensPrompt(prompt_token_ids=[5 + number % 900 for number in range(180)])
-    params = SamplingParams(
-        max_tokens=1, prompt_logprobs=0, flat_logprobs=True, skip_reading_prefix_cache=False, detokenize=False
-    )
-    first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
-    cached = second.num_cached_tokens
-    assert first.num_cached_tokens == 0
-    assert cached > 0
-    computed, repeated = (np.array(output.prompt_logprobs.logprobs) for output in (first, second))
-    assert np.isnan(repeated[:cached]).all()
-    oracle.assert_close(repeated[cached:], computed[cached:])
-
-
 def test_profiling_computes_one_chunk(llm):
     llm.collective_rpc(record_rows)
     llm.collective_rpc(profile)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scoremode_server.kernels import torch_kernels
-from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, gather_rows, highest, share_targets
+from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, gather_rows, highest
 from scoremode_server.kernels.working_memory import MAX_TOP, TILE_ROWS
 
 
@@ -78,7 +78,8 @@ def compute(
         chunk = reduced[part]
         kernels.take_targets(logits, targets[part], first, columns, chunk)
         if shard:
-            share_targets(shard.group, chunk)
+            # All ranks but one lack a target's logit (-inf).
+            chunk.logits[:, 0] = highest(shard.group, chunk.logits[:, 0].contiguous())
         kernels.reduce_rows(logits, first, columns, chunk, temperature)
         if candidates is not None:
             chosen.append(torch_kernels.take(logits, candidates[part], first, columns))
@@ -90,7 +91,7 @@ def compute(
     if candidates is None:
         return reduced.tokens, logprobs, reduced.ranks
     taken = torch.cat(chosen)
-    taken = reduced.logprobs_of(highest(shard.group, taken) if shard else taken, temperature)
+    taken = reduced.logprobs(temperature, highest(shard.group, taken) if shard else taken)
     return (
         torch.cat((reduced.tokens[:, :1], candidates, reduced.tokens[:, 1:]), 1),
         torch.cat((logprobs[:, :1], taken, logprobs[:, 1:]), 1),

@@ -60,14 +60,10 @@ class ReducedRows:
         """The k."""
         return int(self.tokens.shape[1]) - 1
 
-    def logprobs(self, temperature: float = 1.0) -> torch.Tensor:
-        """[rows, 1 + k] float32, in nats; see `logprobs_of`."""
-        return self.logprobs_of(self.logits, temperature)
-
-    def logprobs_of(self, logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """Of entries of the rows, [rows, any] float32: (logit - m) / T - log(sum), which rounds less than
-        logit / T - logsumexp. The temperature is the one of the sums. Rounded to float32 once."""
-        below = logits.double().sub_(self.maxima[:, None]).div_(temperature)
+    def logprobs(self, temperature: float = 1.0, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, 1 + k] float32, in nats; or of other entries of the rows, [rows, any]: (logit - m) / T - log(sum),
+        which rounds less than logit / T - logsumexp. The temperature is that of the sums. Rounded to float32 once."""
+        below = (self.logits if logits is None else logits).double().sub_(self.maxima[:, None]).div_(temperature)
         return below.sub_(self.sums.log()[:, None]).float()
 
 
@@ -109,11 +105,6 @@ def agreed(group: Any, answers: list[bool]) -> list[bool]:
     gathered = group.all_gather(torch.tensor(answers, dtype=torch.float32, device=group.device), 0)
     whole: list[bool] = gathered.view(group.world_size, -1).bool().all(0).tolist()
     return whole
-
-
-def share_targets(group: Any, rows: ReducedRows) -> None:
-    """Let every rank have the logits of the targets, which all but one lack (-inf)."""
-    rows.logits[:, 0] = highest(group, rows.logits[:, 0].contiguous())
 
 
 def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -158,20 +149,14 @@ def _merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
     maximum = maxima.amax(0)
     # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
     scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
-    tokens, logits = _top(shards)
-    return ReducedRows(
-        tokens=torch.cat((shards[0].tokens[:, :1], tokens), 1),
-        logits=torch.cat((shards[0].logits[:, :1], logits), 1),
-        maxima=maximum,
-        sums=(torch.stack([shard.sums for shard in shards]) * scales).sum(0),
-        ranks=torch.stack([shard.ranks for shard in shards]).sum(0, dtype=torch.int32),
-    )
-
-
-def _top(shards: list[ReducedRows]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and logits [rows, k] of the k highest among each part's k."""
     tokens = torch.cat([shard.tokens[:, 1:] for shard in shards], 1)
     logits = torch.cat([shard.logits[:, 1:] for shard in shards], 1)
     # Tokens of probability 0 come before those that a part with fewer than k does not have.
     order = logits.clamp(min=LOWEST).masked_fill_(tokens < 0, -math.inf).topk(shards[0].num_top).indices
-    return tokens.gather(1, order), logits.gather(1, order)
+    return ReducedRows(
+        tokens=torch.cat((shards[0].tokens[:, :1], tokens.gather(1, order)), 1),
+        logits=torch.cat((shards[0].logits[:, :1], logits.gather(1, order)), 1),
+        maxima=maximum,
+        sums=(torch.stack([shard.sums for shard in shards]) * scales).sum(0),
+        ranks=torch.stack([shard.ranks for shard in shards]).sum(0, dtype=torch.int32),
+    )

@@ -63,13 +63,14 @@ class Gate:
         self._admission.refuse(self, error)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     """A sequence that waits for the engine."""
 
     admitted: asyncio.Future[None]
     num_tokens: int
     gate: Gate | None
+    is_inside: bool = False
 
     @property
     def may_enter(self) -> bool:
@@ -170,8 +171,11 @@ class Admission:
         finally:
             self._not_accepted.remove(task)
 
-    async def enter(self, queue: "RequestQueue", num_tokens: int, gate: Gate | None = None) -> None:
-        """Wait until a request may have one more sequence in the engine, of which `num_tokens` must be computed."""
+    @asynccontextmanager
+    async def inside(
+        self, queue: "RequestQueue", request_id: str, num_tokens: int, gate: Gate | None
+    ) -> AsyncGenerator[None, None]:
+        """As `RequestQueue.inside`."""
         if self.is_stopped:
             raise stopping()
         waiting = _Waiting(asyncio.get_running_loop().create_future(), num_tokens, gate)
@@ -179,20 +183,17 @@ class Admission:
         self.admit_waiting()
         try:
             await waiting.admitted
-        except asyncio.CancelledError:
-            if waiting.admitted.done() and not waiting.admitted.cancelled() and waiting.admitted.exception() is None:
+            if self.is_stopped:
+                raise stopping()
+            queue.entered = queue.entered or time.monotonic()
+            queue.running.add(request_id)
+            yield
+        finally:
+            queue.running.discard(request_id)
+            if waiting.is_inside:
                 self._count(queue, -num_tokens, -1, gate)
-            # Cancelled tasks must not hold up others.
+            # Others may enter, and cancelled tasks must not hold them up.
             self.admit_waiting()
-            raise
-        if self.is_stopped:
-            self._count(queue, -num_tokens, -1, gate)
-            raise stopping()
-
-    def leave(self, queue: "RequestQueue", num_tokens: int, gate: Gate | None = None) -> None:
-        """A sequence has left the engine, so others may enter."""
-        self._count(queue, -num_tokens, -1, gate)
-        self.admit_waiting()
 
     def admit_waiting(self) -> None:
         """Let in as many sequences as the engine has space for."""
@@ -205,6 +206,7 @@ class Admission:
             if line:
                 self._waiting[queue] = line
             if not first.admitted.done():
+                first.is_inside = True
                 self._count(queue, first.num_tokens, 1, first.gate)
                 first.admitted.set_result(None)
 
@@ -327,16 +329,10 @@ class RequestQueue:
         """Whether the request ends without an answer, because the server stops."""
         return self._admission.is_stopped
 
-    async def enter(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:
-        """Wait until a sequence, of whose tokens `num_known` need not be computed, may enter the engine and its gate is
-        open."""
-        await self._admission.enter(self, num_tokens - num_known, gate)
-        self.entered = self.entered or time.monotonic()
-        self.running.add(request_id)
-
-    def leave(self, request_id: str, num_tokens: int, num_known: int = 0, gate: Gate | None = None) -> None:
-        self.running.remove(request_id)
-        self._admission.leave(self, num_tokens - num_known, gate)
+    def inside(self, request_id: str, num_tokens: int, gate: Gate | None = None) -> AbstractAsyncContextManager[None]:
+        """Wait until a sequence, of which `num_tokens` must be computed, may enter the engine and its gate is open. It
+        is in the engine inside this."""
+        return self._admission.inside(self, request_id, num_tokens, gate)
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:

@@ -6,6 +6,7 @@ sequence as long as the model's context fits. The token that vLLM samples is not
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -156,14 +157,13 @@ async def in_engine(
     """
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
-    request_id = request.request_id + suffix
-    queue, output = request.queue, None
-    if queue is not None:
-        await queue.enter(request_id, request.num_fed, num_known, request.gate)
+    request_id, queue, output = request.request_id + suffix, request.queue, None
+    num_tokens = request.num_fed - num_known
     try:
-        with exempt_from_queue_bounds():
-            async for part in engine.generate(request.prompt, params, request_id, **request.options):
-                output = part
+        async with nullcontext() if queue is None else queue.inside(request_id, num_tokens, request.gate):
+            with exempt_from_queue_bounds():
+                async for part in engine.generate(request.prompt, params, request_id, **request.options):
+                    output = part
         if output is None:
             raise EngineOutputError("the engine ended a request without an output")
         check_finished(output)
@@ -174,6 +174,3 @@ async def in_engine(
         if queue is not None and queue.is_stopped:
             raise stopping() from None
         raise
-    finally:
-        if queue is not None:
-            queue.leave(request_id, request.num_fed, num_known, request.gate)

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,25 +65,23 @@ class Ranks:
         self._barrier = threading.Barrier(world_size)
         self._given: list[torch.Tensor] = [torch.empty(0)] * world_size
 
-    def run(self, work: Callable[["Rank"], Any]) -> list[Any]:
-        results: dict[int, Any] = {}
+    def run(self, work: Callable[[Any], Any]) -> list[Any]:
+        """The results of `work(group)` on every rank, with what is used of vLLM's group of ranks."""
 
-        def one(rank: int) -> None:
+        def one(rank: int) -> Any:
+            group = SimpleNamespace(world_size=self.world_size, rank_in_group=rank)
+            group.all_gather = lambda tensor, dim: self._exchange(rank, tensor)
             try:
                 with self._lock:
-                    results[rank] = work(Rank(self, rank))
+                    return work(group)
             except BaseException:
                 self._barrier.abort()
                 raise
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [results[rank] for rank in range(self.world_size)]
+        with ThreadPoolExecutor(self.world_size) as threads:
+            return list(threads.map(one, range(self.world_size)))
 
-    def exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         self.calls[rank] += 1
         self._given[rank] = tensor.clone()
         self._meet()
@@ -97,25 +97,13 @@ class Ranks:
             self._lock.acquire()
 
 
-class Rank:
-    """What is used of vLLM's group of ranks, as one of them sees it."""
-
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.world_size, self.rank_in_group = ranks.world_size, rank
-        self._ranks = ranks
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        assert dim == 0
-        return self._ranks.exchange(self.rank_in_group, tensor)
-
-
 def in_parts(ends: list[int], sides: list[torch.Tensor], work: Callable[..., Any]) -> tuple[list[Any], list[int]]:
     """Call `work(shard, *sides)` with the columns up to each of `ends` on a rank of their own, padded.
 
     Returns what each rank returned, and how often each exchanged.
     """
 
-    def one(rank: Rank) -> Any:
+    def one(rank: Any) -> Any:
         first, end = list(pairwise([0, *ends]))[rank.rank_in_group]
         parts = [
             torch.cat((side[:, first:end], side.new_full((len(side), padding), PADDING)), 1)

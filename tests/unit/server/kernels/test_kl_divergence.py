@@ -169,13 +169,6 @@ def test_a_row_of_minus_infinity_alone_is_not_a_distribution():
         assert comparison.acceptance.isnan().all()
 
 
-def test_fewer_tokens_than_requested():
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
-    served = compared(logits, logits, 5).served
-    assert served.tokens.tolist() == [[0, 1, 2, 0, -1, -1]]
-    assert served.logprobs()[0, 4:].tolist() == [-math.inf] * 2
-
-
 LOGIT = st.one_of(
     st.floats(-50, 50, width=32), st.sampled_from([0.0, -math.inf, -1e4, 1e4, torch.finfo(torch.float32).min])
 )
@@ -209,12 +202,6 @@ def test_chunks_of_sides_with_other_hidden_sizes_give_the_same_rows(limit: int):
     check_all(served @ weights[0], reference @ weights[1], comparison, torch.arange(8))
 
 
-def compare_in_parts(
-    ends: list[int], targets: torch.Tensor, sides: list[torch.Tensor], *options: int
-) -> tuple[list[Comparison], list[int]]:
-    return in_parts(ends, sides, lambda shard, *parts: compare(targets, *parts, *options, shard))
-
-
 @pytest.mark.parametrize("ends", [[500, 1000], [334, 334, 1000], [125, 250, 375, 500, 625, 750, 1000, 1000]], ids=len)
 @pytest.mark.parametrize("num_top", [1, 20])
 def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_top: int):
@@ -226,7 +213,9 @@ def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_to
     reference[3, 6:] = -math.inf
     served[4] = served[4, 0]
     targets = torch.tensor([0, 999, 0, 999, 500, 3, ends[0], ends[0] - 1, 998])
-    ranks, calls = compare_in_parts(ends, targets, [served, reference], num_top, 4)
+    ranks, calls = in_parts(
+        ends, [served, reference], lambda shard, *sides: compare(targets, *sides, num_top, 4, shard)
+    )
     for comparison in ranks:
         check_all(served, reference, comparison, targets)
     # For each of three chunks targets and reduced rows, and the sums at the end.
@@ -234,8 +223,10 @@ def test_parts_of_a_vocabulary_give_what_the_whole_gives(ends: list[int], num_to
 
 
 def test_nan_in_any_part_is_never_a_number():
-    served, reference = (random_logits(4, 300, 300, torch.float32, seed=seed) for seed in (17, 18))
-    served[0, 0] = reference[1, 150] = served[2, 299] = math.nan
-    for comparison in compare_in_parts([100, 200, 300], torch.arange(4), [served, reference], 1, 9)[0]:
+    sides = [random_logits(4, 300, 300, torch.float32, seed=seed) for seed in (17, 18)]
+    sides[0][0, 0] = sides[1][1, 150] = sides[0][2, 299] = math.nan
+    targets = torch.arange(4)
+    for comparison in in_parts([100, 200, 300], sides, lambda shard, *parts: compare(targets, *parts, 1, 9, shard))[0]:
         for figures in (comparison.kld, comparison.reverse_kld, comparison.acceptance):
             assert figures.isnan().tolist() == [True, True, True, False]
+        assert comparison.served.logprobs().isnan().all(1).tolist() == [True, False, True, False]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import EngineResult, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
-from scoremode_server.vllm_patches.row_spec import RowSpec, ScoringParams
+from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, LostRequestError, expected_rows
 
 ROOM = 1 << 24
@@ -65,17 +65,9 @@ class Ask:
             logprobs=self.top,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        spec = RowSpec(num_top=self.top)
-        return RowsRequest(
-            request_id,
-            self.fed,
-            spec,
-            tokens_input(self.fed, cache_salt=self.salt),
-            ScoringParams.of(params, spec),
-            first=self.first,
-            use_cache=self.cached,
-            options=options,
-        )
+        prompt = tokens_input(self.fed, cache_salt=self.salt)
+        request = RowsRequest.sample(self.fed, request_id, prompt, params, "", options)
+        return replace(request, first=self.first, use_cache=self.cached)
 
 
 class Names:

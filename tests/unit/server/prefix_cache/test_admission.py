@@ -23,14 +23,13 @@ class Engine:
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted.append(request_ids)
 
-    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10) -> str:
-        await queue.enter(name, num_tokens)
-        self.inside[name] = asyncio.Event()
-        try:
-            await self.inside[name].wait()
-        finally:
-            del self.inside[name]
-            queue.leave(name, num_tokens)
+    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10, gate: Gate | None = None) -> str:
+        async with queue.inside(name, num_tokens, gate):
+            self.inside[name] = asyncio.Event()
+            try:
+                await self.inside[name].wait()
+            finally:
+                del self.inside[name]
         queue.done(num_tokens, 0)
         return name
 
@@ -266,52 +265,42 @@ async def test_a_timeout_of_something_else_is_not_the_requests_limit():
 # Sequences that may enter the engine at some times only
 
 
-@pytest.fixture
-def admission() -> Admission:
-    return Engine(tokens=100, sequences=3).admission
-
-
-async def entering(queue: RequestQueue, name: str, gate: Gate | None) -> asyncio.Task[None]:
-    task = asyncio.create_task(queue.enter(name, 10, 0, gate))
-    await asyncio.sleep(0)
-    return task
-
-
-async def test_those_at_a_closed_gate_let_others_pass(admission: Admission):
-    idle: list[int] = []
-    gate, other = Gate(admission, lambda: idle.append(1)), Gate(admission, lambda: None)
-    one, two = RequestQueue(admission), RequestQueue(admission)
-    first = await entering(one, "first", gate)
-    second = await entering(one, "second", gate)
-    passing = await entering(two, "passing", None)
+async def test_those_at_a_closed_gate_let_others_pass():
+    engine, idle = Engine(tokens=100, sequences=3), list[int]()
+    gate, other = Gate(engine.admission, lambda: idle.append(1)), Gate(engine.admission, lambda: None)
     # Also of the same request, whose windows may be on several engines.
     other.open()
-    elsewhere = await entering(one, "elsewhere", other)
-    await asyncio.gather(passing, elsewhere)
-    assert (first.done(), admission.num_running, gate.num_running, other.num_running) == (False, 2, 0, 1)
-    gate.open()
-    await first
-    # The engine is full.
-    assert not second.done()
-    gate.is_open = False
-    two.leave("passing", 10)
-    assert (gate.num_running, second.done()) == (1, False)
-    assert not idle
-    one.leave("first", 10, 0, gate)
-    assert idle
-    second.cancel()
-    await asyncio.gather(second, return_exceptions=True)
-    one.leave("elsewhere", 10, 0, other)
-    assert admission.num_running == gate.num_running == other.num_running == 0
-    assert not admission._waiting
+    async with engine.admission.request(3, 30) as one, engine.admission.request(1, 10) as two:
+        places = ((one, "first", gate), (one, "second", gate), (two, "passing", None), (one, "elsewhere", other))
+        tasks = [asyncio.create_task(engine.score(queue, name, 10, gate)) for queue, name, gate in places]
+        await settle()
+        assert list(engine.inside) == ["passing", "elsewhere"]
+        assert (gate.num_running, other.num_running) == (0, 1)
+        gate.open()
+        await settle()
+        # The engine is full.
+        assert list(engine.inside) == ["passing", "elsewhere", "first"]
+        gate.is_open = False
+        engine.inside["passing"].set()
+        await settle()
+        assert list(engine.inside) == ["elsewhere", "first"]
+        assert (gate.num_running, idle) == (1, [])
+        await engine.step()
+        assert (gate.num_running, bool(idle)) == (0, True)
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not engine.admission._waiting
+    engine.check_nothing_is_left()
 
 
-async def test_a_gate_that_never_opens_ends_those_who_wait(admission: Admission):
-    gate, queue = Gate(admission, lambda: None), RequestQueue(admission)
-    waiting = [await entering(queue, str(number), gate) for number in range(2)]
-    gate.refuse(lambda: ValueError("gone"))
-    results = await asyncio.gather(*waiting, return_exceptions=True)
+async def test_a_gate_that_never_opens_ends_those_who_wait():
+    engine = Engine()
+    gate = Gate(engine.admission, lambda: None)
+    async with engine.admission.request(2, 20) as queue:
+        waiting = [asyncio.create_task(engine.score(queue, name, 10, gate)) for name in "ab"]
+        await settle()
+        gate.refuse(lambda: ValueError("gone"))
+        results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(result) for result in results] == ["gone", "gone"]
     assert results[0] is not results[1]
-    assert not admission._waiting
-    assert admission.num_running == 0
+    engine.check_nothing_is_left()

@@ -181,16 +181,15 @@ def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.
             both_have_read.wait(0.5)
         return read
 
-    monkeypatch.setattr(Manifest, "from_json", classmethod(read_then_meet))
-    with ThreadPoolExecutor() as threads:
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as threads:
+        patch.setattr(Manifest, "from_json", classmethod(read_then_meet))
         for changes in ({"noise_floor": FLOOR}, {"result": RESULT}):
             threads.submit(ReferenceDirectory(tmp_path).update, reference, changes)
-    changed = ReferenceDirectory(tmp_path).open("base").manifest
+        threads.shutdown()
+    directory = ReferenceDirectory(tmp_path)
+    changed = directory.open("base").manifest
     assert (changed.noise_floor, changed.result) == (FLOOR, RESULT)
-
-
-def test_another_reference_of_the_name_is_not_changed(tmp_path: Path):
-    reference, directory = create(tmp_path), ReferenceDirectory(tmp_path)
+    # But not to another reference of the name.
     directory.delete("base")
     create(tmp_path, identity="two")
     with pytest.raises(ReplacedReferenceError):

@@ -83,9 +83,9 @@ async def loaded(
 
 async def enter(files: WorkerFiles, window: WindowMark, admission: Admission) -> None:
     """As a window that is read does: its gate lets it in, or refuses it."""
-    async with files.loaded(window, HEAD, 8) as (gate, _), admission.request(1, 8) as queue:
-        await queue.enter(window.ticket, 8, 0, gate)
-        queue.leave(window.ticket, 8, 0, gate)
+    loaded = files.loaded(window, HEAD, 8)
+    async with loaded as (gate, _), admission.request(1, 8) as queue, queue.inside(window.ticket, 8, gate):
+        pass
 
 
 async def until(condition: Callable[[], Any]) -> None:

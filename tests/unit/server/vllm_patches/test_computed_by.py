@@ -19,41 +19,31 @@ def made(name: str, module: str = "vllm.model_executor.layers", **attributes: An
 class Layer(torch.nn.Module):
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        vars(self).update(attributes)
 
 
 def attention(name: str, **impl: Any) -> Layer:
-    backend = SimpleNamespace(get_name=lambda: name)
-    return Layer(impl=SimpleNamespace(**impl), get_attn_backend=lambda: backend)
+    return Layer(impl=SimpleNamespace(**impl), get_attn_backend=lambda: SimpleNamespace(get_name=lambda: name))
 
 
 def default_unquantized_gemm() -> None: ...
 
 
-MACHETE = made("MacheteLinearKernel", "vllm.model_executor.kernels.linear.mixed_precision.machete")
-EXPERTS = SimpleNamespace(prepare_finalize=made("NoDPEP"), fused_experts=made("TritonExperts"))
-
-
-def worker(layers: list[torch.nn.Module], **attributes: Any) -> Any:
-    model = torch.nn.Sequential(*layers)
-    cache = SimpleNamespace(cache_dtype="auto")
-    runner = type("GPUModelRunner", (), {"__module__": "vllm.v1.worker.gpu.model_runner"})()
-    vars(runner).update(model=model, cache_config=cache, kv_cache_dtype=torch.bfloat16)
-    return SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0, **attributes))
-
-
 def test_kernels_are_those_of_every_kind_of_layer_once():
+    machete = made("MacheteLinearKernel", "vllm.model_executor.kernels.linear.mixed_precision.machete")
+    experts = SimpleNamespace(prepare_finalize=made("NoDPEP"), fused_experts=made("TritonExperts"))
     layers = [
         Layer(quant_method=made("UnquantizedLinearMethod", _gemm_impl=default_unquantized_gemm)),
-        *(Layer(quant_method=made("CTLinearMethod"), scheme=made("W4A16", kernel=MACHETE)) for _ in range(2)),
-        Layer(quant_method=made("ModularMethod", moe_kernel=EXPERTS, old_quant_method=made("Fp8MoEMethod"))),
+        *(Layer(quant_method=made("CTLinearMethod"), scheme=made("W4A16", kernel=machete)) for _ in range(2)),
+        Layer(quant_method=made("ModularMethod", moe_kernel=experts, old_quant_method=made("Fp8MoEMethod"))),
         Layer(quant_method=None),
         attention("FLASH_ATTN", vllm_flash_attn_version=3),
-        attention("GDN_ATTN"),
-        attention("GDN_ATTN"),
+        *(attention("GDN_ATTN") for _ in range(2)),
     ]
-    described = describe_worker(worker(layers))
+    cache = SimpleNamespace(cache_dtype="auto")
+    settings = {"model": torch.nn.Sequential(*layers), "cache_config": cache, "kv_cache_dtype": torch.bfloat16}
+    runner = made("GPUModelRunner", "vllm.v1.worker.gpu.model_runner", **settings)
+    described = describe_worker(SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0)))
     assert described is not None
     assert described["kernels"] == [
         "CTLinearMethod: W4A16, MacheteLinearKernel",

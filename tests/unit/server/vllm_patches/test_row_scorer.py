@@ -1,6 +1,5 @@
 """Rows in a worker: which a request gets, in one step or several, alone or grouped with others."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,12 +95,3 @@ def test_more_top_tokens_than_the_kernels_find_and_logits(mode: str, num_top: in
     assert torch.allclose(rows.logprobs[:, :1].double(), expected.double().gather(1, targets), atol=1e-4)
     top = expected.double().topk(rows.logprobs.shape[1] - 1).values
     assert torch.allclose(rows.logprobs[:, 1:].double(), top, atol=1e-4)
-
-
-def test_profiling_computes_the_largest_chunks():
-    worker = LinearWorker(make_scorer(VOCAB, chunk=40), project)
-    runner = SimpleNamespace(model=SimpleNamespace(compute_logits=worker.logits_fn), max_num_tokens=30)
-    worker.scorer.reserve(runner, torch.zeros(4, HIDDEN))
-    targets_alone, with_top = worker.num_projected
-    assert targets_alone == 30
-    assert 0 < with_top < 30

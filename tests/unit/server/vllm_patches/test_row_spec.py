@@ -12,7 +12,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.vllm_patches.row_spec import ROWS, RowSpec, ScoringParams, WindowMark, guard_rows
-from scoremode_server.vllm_patches.worker_extension import call_workers
 
 COMPARED = RowSpec(4, num_top=2, window=WindowMark("compare", "base", "identity", 3, 6, "ticket", "head"))
 CHOSEN = RowSpec(2, num_top=3, temperature=0.5, num_candidates=2, candidates=b"12345678")
@@ -77,16 +76,3 @@ async def test_forged_specs_are_refused(forged: dict[str, Any]):
         ScoringParams.of(params, RowSpec())
     for others in (SamplingParams(), SamplingParams(extra_args={"other": 1}), PoolingParams()):
         assert (await engine.add_request("id", "prompt", others))[2] is others
-
-
-async def test_all_workers_of_all_engines_are_asked():
-    """vLLM's own `collective_rpc` returns what the first engine's workers do."""
-    asked = []
-
-    async def call_utility_all_async(*arguments: Any) -> list[list[str | None]]:
-        asked.append(arguments)
-        return [[None, None], [None, "no space left"]]
-
-    client = SimpleNamespace(engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async))
-    assert await call_workers(client, "scoremode_write_failure", "one", 3) == [None, None, None, "no space left"]
-    assert asked == [("collective_rpc", "scoremode_write_failure", None, ("one", 3), {})]

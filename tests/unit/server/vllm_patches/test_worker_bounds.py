@@ -93,6 +93,14 @@ def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
+def test_a_file_of_another_size_is_not_read(windows: ReferenceWindows):
+    create(windows.root.root).write_shard(1, *random_shard(4))
+    windows.exchange("test", Orders(read=[asdict(mark("compare", 1))]), pinned=False)
+    while told(windows, "1") == [None]:
+        pass
+    assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
+
+
 @pytest.mark.parametrize(
     ("setting", "largest", "expected"), [(None, 0, 1800), (None, 5000, 5000), (5, 5000, 5), (0, 1, 0)]
 )
