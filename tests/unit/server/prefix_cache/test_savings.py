@@ -1,15 +1,19 @@
-"""What the cache saves: the tokens that the engine computes. `test_streams.py` tests that every answer is right."""
+"""What the cache saves, what is not for it, and what the engine gets wrong. `test_streams.py` tests all answers."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.lora.request import LoRARequest
 
+from scoremode_server.errors import EngineOutputError
+from scoremode_server.prefix_cache.engine import make_store
 from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
 from scoremode_server.vllm_patches.engine_client import CHANGES, within_changes
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
-from tests.unit.server.prefix_cache.fake_engine import FakeEngine
+from tests.unit.server.prefix_cache.fake_engine import FakeEngine, prompt_logprobs
 
 
 @pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one after", "three after"])
@@ -127,3 +131,112 @@ async def test_an_engine_without_a_method_that_changes_weights_is_refused():
 
     with pytest.raises(RuntimeError, match="update_weights"):
         within_changes(OlderEngine(SIZE), RowStore(SIZE, ROOM).change, lambda: None)
+
+
+# What is not for the cache
+
+
+@pytest.mark.parametrize(
+    ("ask", "max_bytes"),
+    [(Ask(range(13), cached=False), ROOM), (Ask([0, 1, 2]), ROOM), (Ask(range(13)), 0)],
+    ids=["that do without", "shorter than a block", "of an engine without a budget"],
+)
+async def test_other_requests_are_computed_whole_and_leave_nothing(ask: Ask, max_bytes: int):
+    made = setup(max_bytes)
+    for _ in range(2):
+        assert (await made.ask(ask)).num_cached_tokens == 0
+    assert set(made.engine.salts) == {None}
+    assert all(params.skip_reading_prefix_cache for _, params in made.engine.requests)
+    assert len(made.store) == 0
+
+
+async def test_the_engine_refuses_a_token_outside_the_vocabulary():
+    class RefusingEngine(FakeEngine):
+        async def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
+            raise ValueError(f"Token id {max(prompt['prompt_token_ids'])} is out of vocabulary")
+            yield
+
+    made = Setup(RefusingEngine(SIZE), RowStore(SIZE, ROOM))
+    with pytest.raises(ValueError, match=f"{1 << 40} is out of vocabulary"):
+        await made.ask(Ask([*range(12), 1 << 40, 1]))
+
+
+# Rows that are needed from a position on
+
+
+@pytest.mark.parametrize("first", [40, 41, 42, 43])
+async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(first: int):
+    """A continuation after a prompt whose rows were let go, while its keys and values are still with the engine."""
+    made = setup()
+    context = [index % 7 for index in range(first)]
+    await made.ask(Ask([*context, 10, 11, 12, 13]))
+    made.store._blocks.clear()
+    made.store.num_bytes = 0
+    before = made.engine.num_computed
+    answer = await made.ask(Ask([*context, 20, 21, 22, 23], first=first))
+    assert len(answer.rows) == 4
+    assert answer.num_cached_tokens >= first - SIZE
+    assert made.engine.num_computed - before <= 2 * SIZE + 4
+    assert made.counted("hits") == 0, "none of the rows that were asked for was there"
+
+
+def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> Any:
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=prefix_caching),
+        parallel_config=SimpleNamespace(_api_process_count=num_api_servers),
+    )
+
+
+@pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])
+def test_no_rows_are_stored_where_another_server_may_change_the_weights(
+    monkeypatch: pytest.MonkeyPatch, mode: str, count: int, enabled: bool
+):
+    """The routes that do so are vLLM's development mode's, and reach one of the processes."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
+    assert make_store(engine_config(num_api_servers=count), 9).enabled == enabled
+
+
+# What the engine gets wrong
+
+
+class BrokenEngine(FakeEngine):
+    """Spoils the rows of the first requests: `spoil` is given the arrays and returns others."""
+
+    def __init__(self, spoil: Any, num_spoilt: int) -> None:
+        super().__init__(SIZE)
+        self.spoil, self.num_spoilt = spoil, num_spoilt
+
+    async def generate(self, *given: Any, **options: Any) -> Any:
+        async for output in super().generate(*given, **options):
+            if self.num_requests <= self.num_spoilt:
+                rows = output.prompt_logprobs.columns
+                output.prompt_logprobs = prompt_logprobs(*self.spoil(*(array.copy() for array in rows)))
+            yield output
+
+
+def with_nan(row: int) -> Any:
+    return lambda ids, logprobs, ranks: (ids, np.where(np.arange(len(ids))[:, None] == row, np.nan, logprobs), ranks)
+
+
+SPOILS = {
+    "NaN": with_nan(5),
+    "NaN in the first block": with_nan(1),
+    "of other tokens": lambda ids, logprobs, ranks: (ids + 1, logprobs, ranks),
+    "too few": lambda *rows: tuple(array[1:] for array in rows),
+    "too many": lambda *rows: tuple(np.concatenate([array[:2], array]) for array in rows),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS.keys())
+async def test_an_output_other_than_requested_is_requested_again_once_with_a_cache(spoil: Any):
+    made = Setup(BrokenEngine(spoil, 1), RowStore(SIZE, ROOM))
+    await made.ask(Ask(list(range(13))))
+    assert made.engine.num_requests == 2
+    # What is kept now is right as well.
+    assert (await made.ask(Ask([*range(13), 20, 21]))).num_cached_tokens == 12
+    for max_bytes in (ROOM, 0):
+        broken = Setup(BrokenEngine(spoil, 9), RowStore(SIZE, max_bytes))
+        with pytest.raises(EngineOutputError, match="no logprob, or NaN"):
+            await broken.ask(Ask(list(range(13))))
+        assert len(broken.store) == 0
+        broken.check_nothing_is_left()
