@@ -208,16 +208,9 @@ class ReferenceWindows:
             reference = self.root.open_same(mark.reference, mark.identity)
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 
-        self._unwritten = [each for each in self._unwritten if not each[0].done()]
-        if num_bytes + sum(size for _, name, size in self._unwritten if name == mark.reference) > MAX_UNWRITTEN_BYTES:
-            written = Future[str]()
-            written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
-            self._keep(mark.ticket, written)
-        else:
-            written = self._written_later(mark.reference, mark.ticket, f"window {mark.index}", write)
-            self._unwritten.append((written, mark.reference, num_bytes))
+        self._written_later(mark.reference, mark.ticket, f"window {mark.index}", write, num_bytes)
 
-    def _written_later(self, name: str, ticket: str, what: str, write: Callable[[], None]) -> Future[str]:
+    def _written_later(self, name: str, ticket: str, what: str, write: Callable[[], None], num_bytes: int = 0) -> None:
         def attempt() -> str:
             try:
                 write()
@@ -227,11 +220,13 @@ class ReferenceWindows:
                 return _reason(error)
             return ""
 
-        written = self._threads.submit(name, attempt)
-        self._keep(ticket, written)
-        return written
-
-    def _keep(self, ticket: str, written: Future[str]) -> None:
+        self._unwritten = [each for each in self._unwritten if not each[0].done()]
+        if num_bytes + sum(size for _, other, size in self._unwritten if other == name) > MAX_UNWRITTEN_BYTES:
+            written = Future[str]()
+            written.set_result(f"{MAX_UNWRITTEN_BYTES} bytes wait for the disk already")
+        else:
+            written = self._threads.submit(name, attempt)
+            self._unwritten.append((written, name, num_bytes))
         self._written[ticket] = written
         if len(self._written) > MAX_WRITTEN:
             self._written.popitem(last=False)
