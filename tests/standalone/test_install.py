@@ -60,7 +60,7 @@ LINE = "-" * 9 + "\n"
 LOAD_AND_COMPARE = f"""
 import functools, importlib, inspect, sys
 
-from scoremode_server.vllm_patches.manifest import PRIVATE
+from scoremode_server.vllm_patches.versions import PRIVATE
 
 
 def found(key):
@@ -110,7 +110,7 @@ def test_its_plugins_print_nothing_and_patch_nothing(python: Path):
     number, patched, imported = after.split("\n")[:3]
     assert (printed, patched) == ("", "")
     assert int(number) > 50, "most of what is patched is in this version too"
-    ours = {"settings", "plugin", "vllm_patches", "vllm_patches.manifest"}
+    ours = {"settings", "plugin", "vllm_patches", "vllm_patches.versions"}
     assert set(imported.split()) <= {"scoremode_server", *(f"scoremode_server.{name}" for name in ours)}
 
 

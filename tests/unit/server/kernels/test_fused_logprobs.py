@@ -79,11 +79,11 @@ def test_errors_have_no_direction(kernels: ModuleType, dtype: torch.dtype):
 def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: ModuleType, tiling: Tiling):
     logits = random_logits(5, 777, 800, torch.bfloat16, seed=3)
     targets = torch.tensor([0, 776, 100, 31, 512])
-    for num_top in (0, 1, 9):
+    for num_top, temperature in ((0, 1.0), (1, 0.5), (9, 1.0)):
         reduced = ReducedRows.empty(5, num_top, logits.device)
         kernels.take_targets(logits, targets, 0, 777, reduced)
-        kernels.reduce_rows(logits, 0, 777, reduced, tiling=tiling)
-        check(logits, targets, (reduced.tokens, reduced.logprobs(), reduced.ranks))
+        kernels.reduce_rows(logits, 0, 777, reduced, temperature, tiling)
+        check(logits, targets, (reduced.tokens, reduced.logprobs(temperature), reduced.ranks), temperature=temperature)
 
 
 @TRITON_ONLY
