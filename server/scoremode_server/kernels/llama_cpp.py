@@ -1,0 +1,34 @@
+"""Rows of log-probabilities as llama.cpp's `llama-perplexity --kl-divergence-base` keeps them.
+
+A row over a vocabulary of V tokens is 4 + 2 ceil(V / 2) numbers of 16 bits: a float32 `step`, a float32 `lowest`, and a
+q for each token, whose log-probability is `lowest + step * q`. `lowest` is that of the least likely token, or 16 nats
+below the most likely one where that is more; what is below it has a q of 0. Source: `log_softmax` in llama.cpp's
+tools/perplexity/perplexity.cpp.
+"""
+
+import torch
+
+DEPTH = 16.0
+"""Nats below the most likely token of a row."""
+STEPS = 65535
+
+
+def num_words(vocab_size: int) -> int:
+    """Words of 32 bits in a row."""
+    return 2 + (vocab_size + 1) // 2
+
+
+def quantized(logits: torch.Tensor) -> torch.Tensor:
+    """Rows [rows, num_words(vocabulary)] int32, of logits [rows, vocabulary]. `lowest` is NaN where a logit is."""
+    logits = logits.float()
+    top = logits.amax(-1, keepdim=True)
+    low = torch.maximum(logits.amin(-1, keepdim=True), top - DEPTH)
+    log_sum = (logits - top).exp_().sum(-1, keepdim=True, dtype=torch.float64).log()
+    lowest = ((low - top).double() - log_sum).float()
+    step = (top - low) / STEPS
+    # A row of equal logits has a step of 0, and only its `lowest`.
+    steps = ((logits - low) * torch.where(step > 0, 1 / step, 0.0)).round_().clamp_(0, STEPS).to(torch.int32)
+    if steps.shape[-1] % 2:
+        steps = torch.nn.functional.pad(steps, (0, 1))
+    pairs = steps[:, ::2] | (steps[:, 1::2] << 16)
+    return torch.cat((step.view(torch.int32), lowest.view(torch.int32), pairs), 1)
