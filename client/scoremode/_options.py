@@ -13,6 +13,7 @@ from scoremode.client import API_KEY_VARIABLE, DEFAULT_TIMEOUT, server_root
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT
 from scoremode.results import NUM_TOP
 from scoremode.runs import corpora
+from scoremode.runs.calibration import DEFAULT_THRESHOLD
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.runs.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
@@ -39,6 +40,12 @@ def _at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[st
 
 def _names(text: str) -> list[str]:
     return text.split(",")
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
+    return value
 
 
 def _seconds(text: str) -> float:
@@ -125,6 +132,18 @@ _WINDOWS: Options = {
     "--stride N": _number("default: a quarter of the context where the method takes a stride"),
     "--max-tokens N": _number("the first N tokens of the text only"),
 }
+_CALIBRATION: Options = {
+    "--calibration FILE": _path(
+        "what a quantization was calibrated on (parquet, jsonl or txt): say which windows share text with it, and the "
+        "figures without them"
+    ),
+    "--calibration-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
+    "--calibration-share SHARE": _option(
+        "of a window's sequences of 13 tokens, with more of which it is left out; default: %(default)g",
+        type=_share,
+        default=DEFAULT_THRESHOLD,
+    ),
+}
 _CONCURRENCY: Options = {
     "--concurrency N": _number(
         "windows in flight at once at each server; default: as many sequences as it runs at once, "
@@ -151,6 +170,7 @@ _COMMANDS = {
             "text": _TEXT,
             "dataset": _DATASET,
             "measurement": {**_WINDOWS, **_CONCURRENCY},
+            "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
             "output": _output(
                 "write the result and all NLLs as JSON, and the values of every token next to it as safetensors"
@@ -183,12 +203,29 @@ _COMMANDS = {
                 ),
                 **_CONCURRENCY,
             },
+            "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
             "output": {
                 **_output("write the result as JSON, and the values of every token next to it as safetensors"),
                 "--top-logprobs N": _number("top tokens in --output; default: %(default)s", 0, NUM_TOP),
             },
         },
+    ),
+    "export": _Command(
+        "Write a reference for another engine: `llama-perplexity --kl-divergence --kl-divergence-base FILE` then "
+        "measures a GGUF file on the same tokens, against the same model. The same command again resumes.",
+        {
+            "export": {
+                "--reference NAME": _option("a reference that was recorded with --method llama.cpp", required=True),
+                "--llama-cpp FILE": _path(
+                    "the base file; two bytes a token of the vocabulary and position", required=True
+                ),
+                "--force": _flag("replace an earlier FILE"),
+            },
+            "server": _server(f"of the server, with or without /v1; default: {DEFAULT_URL}"),
+            "output": {"--quiet": _QUIET},
+        },
+        success="the file is written",
     ),
     "compare": _Command(
         "Several finished runs next to each other, from the files that `ppl-client` and `ppl-client kld` wrote with "
@@ -299,9 +336,10 @@ _COMMANDS = {
 }
 """`cli.main` runs them."""
 _MORE = (
-    "five more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` measures "
-    "another model's KL divergence from them, `ppl-client compare` compares finished runs, `ppl-client sweep` does all "
-    "of it for the models of a plan, `ppl-client corpus` scores every document of files; each has its own --help. "
+    "six more commands: `ppl-client record` records a model's distributions over a text, `ppl-client kld` measures "
+    "another model's KL divergence from them, `ppl-client export` writes them for llama.cpp, `ppl-client compare` "
+    "compares finished runs, `ppl-client sweep` does all of it for the models of a plan, `ppl-client corpus` scores "
+    "every document of files; each has its own --help. "
 )
 
 
@@ -368,8 +406,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
             return f"--{name.replace('_', '-')} does not work with --preset, {why}"
     if "resume" in given and "output" not in given:
         return "--resume needs --output: the journal is next to it"
-    if options.command == "record" and len(urls) > 1:
-        return "record takes one --url: that server records all windows"
+    if options.command in ("record", "export") and len(urls) > 1:
+        return f"{options.command} takes one --url: that server has all windows"
     if "floor" in given:
         if "resume" in given:
             return "--resume does not work with --floor, which is one request"

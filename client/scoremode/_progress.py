@@ -9,16 +9,19 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.progress import Progress as ProgressBar
 
 from scoremode._printable import printable
 from scoremode.corpus import CorpusProgress, OnCorpusProgress
+from scoremode.runs.export import OnBytes
 from scoremode.runs.run import OnProgress, Progress
 
 
@@ -71,6 +74,15 @@ def corpus_bar(*, quiet: bool) -> Iterator[OnCorpusProgress]:
             update(progress.num_files, progress.files_done, num_new, figure=so_far, documents=documents)
 
         yield advance
+
+
+@contextmanager
+def export_bar(*, quiet: bool) -> Iterator[OnBytes]:
+    """Show a bar of bytes, unless `quiet`; gives the function that advances it."""
+    columns = (BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with ProgressBar(*columns, console=Console(stderr=True), disable=quiet) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda written, size: bar.update(task, completed=written, total=size)
 
 
 @contextmanager

@@ -9,15 +9,17 @@ from typing import Any, TypeVar, cast
 
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
 from scoremode._printable import printable
-from scoremode._progress import corpus_bar, lines_on_stderr, progress_bar
+from scoremode._progress import corpus_bar, export_bar, lines_on_stderr, progress_bar
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
 from scoremode.errors import MissingPackageError, ScoremodeError
 from scoremode.runs import kld_report, report
+from scoremode.runs.calibration import Calibration, load_calibration, measure_overlap
 from scoremode.runs.corpora import Corpus, load_corpus
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import evaluate
+from scoremode.runs.export import export_llama_cpp
 from scoremode.runs.output import Output
 from scoremode.runs.recording import record_reference
 from scoremode.windows import WindowError, WindowSettings
@@ -29,6 +31,7 @@ EXIT_INTERRUPTED = 130
 
 _HOW_TO_RESUME = {
     "record": ": the same command resumes it",
+    "export": ": the same command resumes it",
     "corpus": ": the same command with --resume resumes it",
     "sweep": ", servers are stopped: the same command resumes it",
 }
@@ -48,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     asyncio.run(_measure_perplexity(options, output))
                 case "record":
                     asyncio.run(_record(options))
+                case "export":
+                    asyncio.run(_export(options))
                 case "kld":
                     asyncio.run(_measure_kld(options, output))
                 case "compare":
@@ -78,7 +83,7 @@ def _resume_hint(output: Output | None) -> str:
 
 
 async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
-    corpus = _corpus(options)
+    corpus, calibration = _corpus(options), _calibration(options)
     async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
         evaluation = await evaluate(
             clients,
@@ -90,12 +95,16 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
+        overlap = None
+        if calibration is not None:
+            targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
+            overlap = await measure_overlap(clients[0], calibration, targets, sizes, options.calibration_share)
     try:
         if output is not None:
-            output.write(report.as_json(evaluation, options.urls), report.as_arrays(evaluation))
+            output.write(report.as_json(evaluation, options.urls, overlap), report.as_arrays(evaluation))
     finally:
         # A number that took hours is shown even where it cannot be written.
-        print(report.as_text(evaluation))
+        print(report.as_text(evaluation, overlap))
 
 
 async def _record(options: argparse.Namespace) -> None:
@@ -107,7 +116,16 @@ async def _record(options: argparse.Namespace) -> None:
     print(kld_report.recording_as_text(recording))
 
 
+async def _export(options: argparse.Namespace) -> None:
+    async with _connected(options, export_bar(quiet=options.quiet)) as (clients, on_bytes):
+        size = await export_llama_cpp(
+            clients[0], options.reference, options.llama_cpp, force=options.force, on_bytes=on_bytes
+        )
+    print(printable(f"{options.llama_cpp}: {size:,} bytes"))
+
+
 async def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
+    calibration = _calibration(options)
     async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
         if options.floor:
             measurement = await measure_noise_floor(
@@ -123,11 +141,15 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
                 start_journal=None if output is None else output.start_journal,
                 on_progress=on_progress,
             )
+        overlap = None
+        if calibration is not None:
+            targets, sizes = measurement.positions.token_ids, measurement.window_sizes
+            overlap = await measure_overlap(clients[0], calibration, targets, sizes, options.calibration_share)
     try:
         if output is not None:
-            output.write(kld_report.as_json(measurement, options.urls), kld_report.as_arrays(measurement))
+            output.write(kld_report.as_json(measurement, options.urls, overlap), kld_report.as_arrays(measurement))
     finally:
-        print(kld_report.as_text(measurement))
+        print(kld_report.as_text(measurement, overlap))
 
 
 @contextmanager
@@ -161,6 +183,11 @@ def _corpus(options: argparse.Namespace) -> Corpus:
         num_samples=options.num_samples,
         preset=options.preset,
     )
+
+
+def _calibration(options: argparse.Namespace) -> Calibration | None:
+    """Read before anything is measured, for it may be missing."""
+    return options.calibration and load_calibration(options.calibration, options.calibration_column)
 
 
 def _window_settings(options: argparse.Namespace) -> WindowSettings:

@@ -20,7 +20,7 @@ from scoremode._version import __version__
 from scoremode.errors import ResponseError
 from scoremode.results import KldResult, KldWindowValues, Score, kld_reader, parse_kld_result, parse_scores
 from scoremode.windows import WindowSettings
-from scoremode.wire.calls import Answer, Call, EventReader, call, stream
+from scoremode.wire.calls import Answer, BytesReader, Call, EventReader, call, stream
 from scoremode.wire.protocol import (
     Candidates,
     Continuations,
@@ -272,6 +272,17 @@ class _Client(Generic[Transport]):
     def reference(self, name: str) -> Call[Reference]:
         """What is known of a reference."""
         return call("GET", _path_of(name), Reference.model_validate_json)
+
+    @_Method
+    def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> Call[None]:
+        """The base file of llama.cpp that a reference is, from a window on; the first comes after the header.
+
+        Args:
+            name: Of a complete reference that was recorded with method `llama.cpp`.
+            first: Index of the first window.
+            write: Takes the file's bytes as they come. A connection lost after the first is an error, not tried again.
+        """
+        return Call("GET", f"{_path_of(name)}/llama.cpp?first={first}", lambda: BytesReader(write))
 
     @_Method
     def delete_reference(self, name: str) -> Call[None]:

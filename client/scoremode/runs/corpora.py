@@ -164,7 +164,7 @@ def _load_local(path: Path, config: str | None, split: str, column: str) -> _Row
         files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
         if not files:
             raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
-    rows = [row for file in files for row in _read_rows(file, column)]
+    rows = [row for file in files for row in read_rows(file, column)]
     source = f"{', '.join(str(file.resolve()) for file in files)}, column {column}"
     if folder is None:
         return _Rows(path.name, source, rows)
@@ -193,7 +193,12 @@ def _names(paths: Iterable[Path]) -> str:
     return ", ".join(path.name for path in paths) or "none"
 
 
-def _read_rows(file: Path, column: str) -> list[str]:
+def read_rows(file: Path, column: str) -> list[str]:
+    """The texts in a column of a parquet or jsonl file, or the text of a txt file.
+
+    Raises:
+        CorpusError: there are none.
+    """
     if file.suffix not in _SUFFIXES:
         raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
     if file.suffix == ".parquet":

@@ -61,6 +61,20 @@ class Reader(Generic[Answer]):
             raise protocol_error(error) from error
 
 
+class BytesReader(Reader[None]):
+    """Hands an answer's bytes on as they come."""
+
+    def __init__(self, write: Callable[[bytes], object]) -> None:
+        self._write = write
+
+    def feed(self, chunk: bytes) -> None:
+        self.can_restart = False
+        self._write(chunk)
+
+    def finish(self) -> None:
+        """The answer has ended."""
+
+
 class EventReader(Reader[Answer], Generic[Event, Answer]):
     """Reads a stream of windows and a result, each with the name of its kind in `object`.
 

@@ -1,0 +1,35 @@
+"""Windows that share n-grams with a calibration text, against sets of tuples."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scoremode.runs.calibration import NGRAM, Calibration, load_calibration, measure_overlap
+from tests.unit.client.fake_server import FakeServer, client_of
+
+
+def ngrams(tokens: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[start : start + NGRAM]) for start in range(len(tokens) - NGRAM + 1)]
+
+
+async def test_shares_are_those_of_sets_of_ngrams() -> None:
+    random = np.random.default_rng(3)
+    text = bytes(random.integers(97, 100, 2000).tolist()).decode()
+    texts = [text[:700], text[900:1500], "short"]
+    windows = [list(text[start : start + 250].encode()) for start in range(0, 2000, 250)] + [[97] * 5]
+    seen = {ngram for each in texts for ngram in ngrams(list(each.encode()))}
+    expected = [np.mean([ngram in seen for ngram in ngrams(window)]) if len(window) > 5 else 0 for window in windows]
+    async with client_of(FakeServer()) as client:
+        token_ids = [token for window in windows for token in window]
+        overlap = await measure_overlap(client, Calibration("text", texts), token_ids, [*map(len, windows)], 0.4)
+    np.testing.assert_allclose(overlap.shares, expected)
+    assert 0 < overlap.is_shared.sum() < len(windows)
+    assert overlap.is_shared.tolist() == [share > 0.4 for share in expected]
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_file_of_texts_is_read(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"calibration.{suffix}"
+    path.write_text("one text" if suffix == "txt" else '{"text": "one text"}\n')
+    assert load_calibration(path, "text").texts == ["one text"]
