@@ -25,16 +25,17 @@ from scoremode_server.api.requests import (
     ERROR_RESPONSES,
     EVENT_RESPONSES,
     ScoremodeRoute,
+    accepted,
     scoremode_state,
     until_disconnect,
 )
-from scoremode_server.api.responses import as_base64, respond, top_arrays, top_entries
+from scoremode_server.api.responses import Stream, as_base64, owned, respond, top_arrays, top_entries
 from scoremode_server.app import ReferenceParts
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.comparer import WindowComparison
+from scoremode_server.scoring.comparer import WindowComparison, exported_window_bytes, llama_cpp_header
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
@@ -114,6 +115,49 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         yield (await references.stored.describe(reference.name)).model_dump()
 
     return await respond(state.admission, ROUTE, request_id, events, stream=request.stream)
+
+
+@router.get(
+    f"{ROUTE}/{{name}}/llama.cpp",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}, **ERROR_RESPONSES},
+    summary="A reference as the base file of llama-perplexity",
+)
+async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
+    """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
+    method `llama.cpp`. `first` leaves out the header and the windows before it. Where the server cannot go on, the
+    connection ends."""
+    state, references = scoremode_state(raw_request), references_of(raw_request)
+    state.admission.check()
+    with state.admission.until_stopped():
+        model, limits = await state.models.resolve(None), state.limits
+        reference = await references.comparer.open(name, limits.vocab_size, limits.max_model_len)
+        num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
+        if not 0 <= first < num_windows:
+            raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
+        options = await state.models.engine_options(raw_request, model)
+    request_id = f"export-{raw_request.state.request_id}"
+
+    async def parts(queue: RequestQueue) -> AsyncGenerator[bytes | memoryview, None]:
+        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
+        async with aclosing(references.comparer.export(reference, range(first, num_windows), settings)) as in_order:
+            before = b"" if first else header
+            async for rows in in_order:
+                content = rows.data.cast("B")
+                yield b"".join((before, content)) if before else content
+                before = b""
+
+    async def content() -> AsyncGenerator[bytes | memoryview, None]:
+        async with aclosing(written):
+            yield beginning
+            async for part in written:
+                yield part
+
+    written = owned(accepted(state.admission, f"{ROUTE}/llama.cpp", request_id), parts)
+    # What is wrong with the first window has a status.
+    beginning = await anext(written)
+    size = (num_windows - first) * exported_window_bytes(reference) + (0 if first else len(header))
+    return Stream(content(), media_type="application/octet-stream", headers={"Content-Length": str(size)})
 
 
 @router.post(

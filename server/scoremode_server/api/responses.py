@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -19,6 +19,8 @@ from scoremode_server.api.requests import accepted, cancel_and_wait, error_conte
 from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import Admission, RequestQueue
 from scoremode_server.rows import json_logprobs
+
+T = TypeVar("T")
 
 Events = Callable[[RequestQueue], AsyncGenerator[dict[str, Any], None]]
 """The windows of a request, then its result."""
@@ -68,7 +70,7 @@ async def respond(
     alone, with the windows in `data` if wanted."""
     in_queue = accepted(admission, route, request_id)
     if stream:
-        return EventStream(in_queue, events, request_id)
+        return Stream(_written(in_queue, events, request_id), media_type="text/event-stream")
     kept: deque[dict[str, Any]] = deque(maxlen=None if with_windows else 1)
     async with in_queue as queue, aclosing(events(queue)) as all_events:
         async for event in all_events:
@@ -79,50 +81,57 @@ async def respond(
         return json_response(result)
 
 
-class EventStream(StreamingResponse):
-    """The events of a request that is `accepted`, as JSON, and `[DONE]` at the end.
+class Stream(StreamingResponse):
+    """Content that ends when the client leaves."""
 
-    An error is an event, because the status line was sent before. A task of its own owns the request, whose time may
-    run out while the client reads. If the client leaves or the server stops, the request ends at once.
-    """
-
-    def __init__(self, in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str) -> None:
-        self._events = _written(in_queue, events, request_id)
-        super().__init__(self._events, media_type="text/event-stream")
+    def __init__(self, content: AsyncGenerator[Any, None], **options: Any) -> None:
+        self._content = content
+        super().__init__(content, **options)
 
     async def stream_response(self, send: Send) -> None:
-        """Send all events; Starlette would leave the end of `_events` to the garbage collector."""
-        async with aclosing(self._events):
+        """Send all; Starlette would leave the end of the generator to the garbage collector."""
+        async with aclosing(self._content):
             await super().stream_response(send)
+
+
+async def owned(
+    in_queue: AbstractAsyncContextManager[RequestQueue], parts: Callable[[RequestQueue], AsyncGenerator[T, None]]
+) -> AsyncGenerator[T, None]:
+    """The parts of the answer to a request that is `accepted`. A task of its own owns the request, whose time may run
+    out while the client reads. If the reader stops, the request ends at once."""
+    made: asyncio.Queue[T | None] = asyncio.Queue()
+
+    async def own() -> None:
+        async with in_queue as queue, aclosing(parts(queue)) as all_parts:
+            async for part in all_parts:
+                made.put_nowait(part)
+                # Until the client reads on.
+                await made.join()
+
+    owner = asyncio.create_task(own())
+    owner.add_done_callback(lambda _: made.put_nowait(None))
+    try:
+        while (part := await made.get()) is not None:
+            yield part
+            made.task_done()
+        await owner
+    finally:
+        await cancel_and_wait(owner)
 
 
 async def _written(
     in_queue: AbstractAsyncContextManager[RequestQueue], events: Events, request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    written: asyncio.Queue[bytes | None] = asyncio.Queue()
-
-    async def own() -> None:
-        try:
-            async with in_queue as queue, aclosing(events(queue)) as all_events:
-                async for event in all_events:
-                    written.put_nowait(_event(event))
-                    # Until the client reads on.
-                    await written.join()
-        except Exception as error:
-            if not isinstance(error, RequestError):
-                logger.exception("Request %s failed", request_id)
-            written.put_nowait(_event(error_content(error)))
-
-    owner = asyncio.create_task(own())
-    owner.add_done_callback(lambda _: written.put_nowait(None))
+    """The events as JSON, and `[DONE]` at the end. An error is an event, because the status line was sent before."""
     try:
-        while event := await written.get():
-            yield event
-            written.task_done()
-        await owner
-        yield b"data: [DONE]\n\n"
-    finally:
-        await cancel_and_wait(owner)
+        async with aclosing(owned(in_queue, events)) as all_events:
+            async for event in all_events:
+                yield _event(event)
+    except Exception as error:
+        if not isinstance(error, RequestError):
+            logger.exception("Request %s failed", request_id)
+        yield _event(error_content(error))
+    yield b"data: [DONE]\n\n"
 
 
 def _event(content: Any) -> bytes:

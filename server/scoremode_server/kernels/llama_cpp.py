@@ -12,6 +12,9 @@ DEPTH = 16.0
 """Nats below the most likely token of a row."""
 STEPS = 65535
 
+LOGIT_BYTES = 16
+"""For each logit that `quantized` needs besides."""
+
 
 def num_words(vocab_size: int) -> int:
     """Words of 32 bits in a row."""

@@ -1,6 +1,7 @@
 """Windows of a reference as requests to the engine, and their comparison with the served model. Threads and workers
 read files, the event loop none."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from vllm.utils import random_uuid
 
 from scoremode.kld import KldPositions
 from scoremode_server.errors import EngineOutputError, RequestError
+from scoremode_server.kernels import llama_cpp
 from scoremode_server.prefix_cache.admission import Gate
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
@@ -24,6 +26,33 @@ from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileErro
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
+
+EXPORTED_BYTES = 256 * 1024**2
+"""Of windows that are exported, between the engine and the client."""
+
+
+def llama_cpp_header(reference: StoredReference) -> bytes:
+    """What llama.cpp's base file begins with: context length, vocabulary, number of windows, and their tokens, which
+    are the text's. llama-perplexity itself puts BOS in the place of a window's first."""
+    head, plan, text = reference.manifest.head, reference.manifest.text, reference.text
+    assert head is not None
+    if plan.method != "llama.cpp":
+        raise RequestError(
+            f"reference {reference.name!r} was recorded with method {plan.method!r}, and llama-perplexity reads "
+            "windows of method 'llama.cpp' alone",
+            "name",
+        )
+    ends = (text.windows[:, 0] + text.windows[:, 2])[:, None]
+    tokens = text.token_ids[ends + np.arange(-plan.context_length, 0)]
+    numbers = np.array([plan.context_length, head.vocab_size, plan.num_windows])
+    return b"".join((b"_logits_", numbers.astype("<i4").data, np.ascontiguousarray(tokens, "<i4").data))
+
+
+def exported_window_bytes(reference: StoredReference) -> int:
+    """Of a reference whose windows have equally many targets."""
+    head, text = reference.manifest.head, reference.manifest.text
+    assert head is not None
+    return 4 * llama_cpp.num_words(head.vocab_size) * (text.num_scored // text.num_windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +68,7 @@ class MarkedWindow:
     @classmethod
     def begin(
         cls,
-        action: Literal["record", "compare"],
+        action: Literal["record", "compare", "export"],
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
@@ -178,19 +207,51 @@ class Comparer:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
         stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
+        async def compared(window: MarkedWindow) -> WindowComparison:
+            columns = await self._columns(reference, window)
+            # Infinite divergences are numbers.
+            window.check_rows(np.any(np.isnan(columns[1]), axis=1))
+            await self.turns.wait()
+            return WindowComparison.from_columns(window.mark.index, columns)
+
         def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
             for index in indices:
-                window = MarkedWindow.begin("compare", reference, index, settings, head_stamp=stamp, num_top=num_top)
-                yield self._compared(reference, window)
+                yield compared(
+                    MarkedWindow.begin("compare", reference, index, settings, head_stamp=stamp, num_top=num_top)
+                )
 
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
-        async with aclosing(settings.queue.in_order(windows(), loads=STEPS_READ)) as compared:
-            async for window in compared:
+        async with aclosing(settings.queue.in_order(windows(), loads=STEPS_READ)) as in_order:
+            async for window in in_order:
                 yield window
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
-    async def _compared(self, reference: StoredReference, window: MarkedWindow) -> WindowComparison:
+    async def export(
+        self, reference: StoredReference, indices: range, settings: ScoreSettings
+    ) -> AsyncGenerator[np.ndarray, None]:
+        """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
+        [scored, words] of each. The served model computes the windows too, and what it finds is not used."""
+        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
+        slots = asyncio.Semaphore(max(1, EXPORTED_BYTES // exported_window_bytes(reference)))
+
+        async def exported(window: MarkedWindow) -> np.ndarray:
+            await slots.acquire()
+            rows, logprobs, _ = await self._columns(reference, window)
+            window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
+            return rows
+
+        def windows() -> Iterator[Coroutine[Any, Any, np.ndarray]]:
+            for index in indices:
+                yield exported(MarkedWindow.begin("export", reference, index, settings, head_stamp=stamp))
+
+        async with aclosing(settings.queue.in_order(windows())) as in_order:
+            async for rows in in_order:
+                yield rows
+                slots.release()
+        await self.references.current(reference)
+
+    async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
@@ -200,7 +261,4 @@ class Comparer:
             await self.references.current(reference)
             raise self.references.broken(reference.name, BrokenFileError(str(error))) from None
         window.done()
-        # Infinite divergences are numbers.
-        window.check_rows(np.any(np.isnan(columns[1]), axis=1))
-        await self.turns.wait()
-        return WindowComparison.from_columns(window.mark.index, columns)
+        return columns

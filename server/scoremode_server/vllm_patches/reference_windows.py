@@ -51,10 +51,11 @@ class Orders:
 
 @dataclass(slots=True)
 class ComparedWindow:
-    """A window whose rows are compared with those of a reference."""
+    """A window whose rows are compared with those of a reference, or take their place."""
 
     key: str
     """Of the reference's LM head."""
+    is_export: bool
     hidden_states: torch.Tensor | None
     """The reference's, on the host; None if they could not be read."""
     heads: HeadMemory
@@ -125,7 +126,8 @@ class ReferenceWindows:
             return RecordedWindow(mark, self._write_later) if writes else None
         assert self.heads is not None
         is_read = self._file_state(mark.ticket) == ""
-        return ComparedWindow(mark.head, self._read[mark.ticket].result() if is_read else None, self.heads)
+        is_export = mark.action == "export"
+        return ComparedWindow(mark.head, is_export, self._read[mark.ticket].result() if is_read else None, self.heads)
 
     def allocate_heads(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for references' heads, once."""

@@ -14,7 +14,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.kernels import fused_logprobs, kl_divergence
+from scoremode_server.kernels import fused_logprobs, kl_divergence, llama_cpp
 from scoremode_server.kernels.reduced_rows import JoinedRows, agreed
 from scoremode_server.kernels.working_memory import (
     MAX_TOP,
@@ -201,14 +201,18 @@ class RowScorer:
         NaN: the ranks agree on them, so all must come here together."""
         groups: dict[Hashable, list[_Piece]] = {}
         local = head.shard is not None
-        found = [window.head(local=local) is not None for piece in pieces if (window := piece.compared)]
+        found = [
+            window.head(local=local and not window.is_export) is not None
+            for piece in pieces
+            if (window := piece.compared)
+        ]
         on_all_ranks = iter(agreed(self._group, found) if found else ())
         for piece in pieces:
             spec = piece.request.spec
             if (window := piece.compared) is None:
                 key: Hashable = spec.temperature, spec.num_candidates, 0 <= spec.num_top <= MAX_TOP
             elif next(on_all_ranks):
-                key = window.key, spec.num_top
+                key = window.key, window.is_export, spec.num_top
             else:
                 piece.request.parts.append(_not_compared(piece, self._device))
                 continue
@@ -230,9 +234,12 @@ class RowScorer:
             columns = self._scored(group, wanted, states, head)
         else:
             recorded = JoinedRows([_reference_states(piece) for piece in group], self._device)
-            reference = window.head(local=head.shard is not None)
+            reference = window.head(local=head.shard is not None and not window.is_export)
             assert reference is not None
-            columns = self._compared(wanted, states, recorded, head, reference, group[0].request.spec.num_top)
+            if window.is_export:
+                columns = self._exported(num_rows, recorded, reference)
+            else:
+                columns = self._compared(wanted, states, recorded, head, reference, group[0].request.spec.num_top)
         start = 0
         for piece in group:
             piece.store(columns, start, hidden_states)
@@ -291,6 +298,19 @@ class RowScorer:
             torch.cat((served.logprobs(), other.logprobs(), divergences), 1),
             served.ranks,
         )
+
+    def _exported(self, num_rows: int, reference_states: JoinedRows, reference: ReferenceHead) -> Columns:
+        """Rows of llama.cpp's base file in the place of tokens, on the host; logprobs and ranks of 0. Every rank has
+        whole rows."""
+        row_bytes = self._shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES)
+        step, chunks = self._rows_within(row_bytes), []
+        for start in range(0, num_rows, step):
+            logits = reference.logits_fn(reference_states[start : min(start + step, num_rows)])
+            # At once, because many rows do not fit the GPU.
+            chunks.append(llama_cpp.quantized(logits).cpu())
+            del logits
+        rows = torch.cat(chunks)
+        return rows, torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
 
     def _chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
         row_bytes = row_bytes_fused(self._shape, num_top, head.copies, head.shard is not None)

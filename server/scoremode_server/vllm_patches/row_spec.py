@@ -17,7 +17,8 @@ ROWS = "scoremode_rows"
 class WindowMark:
     """What becomes of the rows of a reference's window."""
 
-    action: Literal["record", "compare"]
+    action: Literal["record", "compare", "export"]
+    """To export is to return the reference's distributions, as llama.cpp keeps them; the rows are not used."""
     reference: str
     identity: str
     index: int
@@ -27,7 +28,7 @@ class WindowMark:
     ticket: str = ""
     """Names what is read for the window or written of it, for API servers."""
     head: str = ""
-    """The key of the reference's LM head, if the window is compared."""
+    """The key of the reference's LM head, if it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
