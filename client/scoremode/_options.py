@@ -42,6 +42,13 @@ def _names(text: str) -> list[str]:
     return text.split(",")
 
 
+def _named(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"must be NAME=FILE, got {text}")
+    return name, path
+
+
 def _share(text: str) -> float:
     if not 0 <= (value := float(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
@@ -243,6 +250,15 @@ _COMMANDS = {
                     type=_names,
                 ),
             },
+            "other engines": {
+                "--llama-cpp NAME=LOG": _option(
+                    "what `llama-perplexity` printed, with --kl-divergence or without, on the same text and windows: a "
+                    "row of its own, without intervals; several times",
+                    type=_named,
+                    action="append",
+                    default=[],
+                ),
+            },
             "tasks": {
                 "--tasks [NAME=]DIR": _option(
                     "accuracies on tasks, question by question: the folders that lm-eval wrote with --log_samples "
@@ -422,6 +438,8 @@ def _compare_contradiction(options: argparse.Namespace) -> str | None:
     runs, tasks = options.runs, options.tasks or []
     if not runs and not tasks:
         return "give finished runs, or --tasks"
+    if options.llama_cpp and not runs:
+        return "--llama-cpp needs a finished run to be beside"
     if len({path.resolve() for path in runs}) < len(runs):
         return "a run is named twice"
     if options.labels is not None:

@@ -4,6 +4,7 @@ measured in every way, none of which may show it to be better than itself."""
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -97,6 +98,43 @@ def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
     alone = positions_of(rounded_client.kld(reference, windows=(1, 2)))
     start = compared.data[0].num_scored
     oracle.assert_close(alone.kld, found.kld[start : start + STRIDE])
+
+
+def test_llama_cpp_gets_the_references_distributions_from_any_models_server(
+    smollm2_client, rounded_server, smollm2, text, tmp_path
+):
+    """The file as llama-perplexity reads it: header, the text's tokens, and rows for the second half of each window."""
+    length, path = 64, tmp_path / "base.kld"
+    smollm2_client.record_reference("chunks", text, method="llama.cpp", context_length=length)
+    server = ("--url", rounded_server, "--quiet")
+    assert main(["export", *server, "--reference", "chunks", "--llama-cpp", str(path)]) == 0
+    tokens = np.array(smollm2_client.tokenize(text), np.int32)
+    content, num_windows = path.read_bytes(), len(tokens) // length
+    vocab_size = smollm2_client.info().vocab_size
+    tokens = tokens[: num_windows * length]
+    header = b"_logits_" + np.array([length, vocab_size, num_windows], np.int32).tobytes() + tokens.tobytes()
+    assert content.startswith(header)
+    rows = np.frombuffer(content, np.uint16, offset=len(header)).reshape(num_windows, length // 2 - 1, -1)
+    beginnings = np.ascontiguousarray(rows[..., :4]).view(np.float32)
+    found = beginnings[..., 1:] + beginnings[..., :1] * rows[..., 4 : 4 + vocab_size]
+    for window, of_window in zip(tokens.reshape(num_windows, -1), found, strict=True):
+        expected = oracle.logits(smollm2, window.tolist()).log_softmax(-1).numpy()[length // 2 :]
+        # None is less than 16 nats below the top one.
+        expected = np.maximum(expected, expected.max(-1, keepdims=True) - 16)
+        assert np.abs(of_window - expected).max() <= 16 / 65535 / 2 + oracle.PER_TOKEN
+    part = httpx.get(f"{rounded_server}/v1/references/chunks/llama.cpp", params={"first": 1})
+    assert part.content == content[len(header) + rows[0].nbytes :]
+    smollm2_client.delete_reference("chunks")
+
+
+def test_what_llama_cpp_could_not_read_is_not_exported(smollm2_server, reference):
+    for path, status, param in (
+        (f"{reference}/llama.cpp", 400, "name"),
+        ("unknown/llama.cpp", 404, "reference"),
+        (f"{reference}/llama.cpp?first=-1", 400, "name"),
+    ):
+        refused = httpx.get(f"{smollm2_server}/v1/references/{path}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
 
 
 @pytest.fixture(scope="module")

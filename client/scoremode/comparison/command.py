@@ -10,6 +10,7 @@ from scoremode.accuracy.samples import load_tasks
 from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_markdown, tasks_as_text
 from scoremode.comparison.card import card
 from scoremode.comparison.compare import RunComparison, compare
+from scoremode.comparison.engine_log import with_logs
 from scoremode.comparison.run_file import load_runs
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 
@@ -25,6 +26,7 @@ def run_compare(options: argparse.Namespace) -> None:
     runs = load_runs(options.runs, options.labels)
     if runs:
         comparison = compare(runs, num_resamples=options.resamples, seed=options.seed)
+        comparison = with_logs(comparison, options.llama_cpp)
     for place, each in enumerate(options.tasks or ()):
         label, separator, folder = each.partition("=")
         if not separator:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Generic, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from scoremode.comparison.bootstrap import Resamples, resample
 from scoremode.comparison.run_file import RunFile
@@ -50,11 +51,27 @@ class Figure:
         return Figure(function(self.value), stderr, *sorted((function(self.low), function(self.high))))
 
 
-@dataclass(frozen=True, slots=True)
-class RunFigures:
+class Measured(Protocol):
+    """What tables say of a run besides its figures."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def weights(self) -> str: ...
+    @property
+    def gib(self) -> float | None: ...
+    @property
+    def bits_per_weight(self) -> float | None: ...
+
+
+M = TypeVar("M", bound=Measured, covariant=True, default=RunFile)
+
+
+@dataclass(frozen=True)
+class RunFigures(Generic[M]):
     """One run's own figures. Those of a comparison with a reference are None for a run that had none."""
 
-    run: RunFile
+    run: M
     nll: Figure
     """Mean NLL, nats per token."""
     perplexity: Figure
@@ -73,6 +90,11 @@ class RunFigures:
     """Share of positions with the reference's top token."""
     kld_over_noise_floor: float | None
     """Mean KL divergence over that of the reference's own model compared with itself."""
+
+    @property
+    def known(self) -> dict[str, Figure | float | None]:
+        """All figures by name."""
+        return {name: getattr(self, name) for name in RunFigures.__annotations__ if name != "run"}
 
     @property
     def has_no_divergence(self) -> bool:
@@ -109,6 +131,13 @@ class RunComparison:
     blocks: str
     """How the resamples were drawn, in words, or why there are none."""
     has_intervals: bool
+    logs: Sequence[RunFigures[Measured]] = ()
+    """Of other engines on the same text, without values of single tokens."""
+
+    @property
+    def rows(self) -> list[RunFigures[Measured]]:
+        """Runs and logs."""
+        return [*self.runs, *self.logs]
 
     @property
     def base(self) -> RunFile:

@@ -49,7 +49,7 @@ class Matrix:
 
 def run_table(comparison: RunComparison) -> tuple[list[str], list[list[Cell]]]:
     """Names of columns, and a row for each run, its label first, without the columns that no run has a figure for."""
-    runs = comparison.runs
+    runs = comparison.rows
     nothing = Figure(0.0, None, None, None)
     to_base = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     cells = {

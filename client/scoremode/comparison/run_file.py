@@ -20,7 +20,7 @@ from scoremode.errors import RunError
 from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
-from scoremode.runs.report import RECORD_VERSION
+from scoremode.runs.report import RECORD_VERSION, weights_in_words
 from scoremode.windows import Method
 from scoremode.wire.protocol import LOWEST_LOGPROB, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference
@@ -150,6 +150,11 @@ class RunFile:
         """Bits of the weight files for each parameter; None where the server did not say."""
         size, number = self.server.weight_bytes, self.server.num_parameters
         return None if size is None or not number else 8 * size / number
+
+    @property
+    def weights(self) -> str:
+        """Quantization and dtype, in words."""
+        return weights_in_words(self.server)
 
     @property
     def versions(self) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Generic, TypeVar
 
-from scoremode.comparison.compare import Figure, PairFigures, RunComparison, RunFigures, ppl_change
+from scoremode.comparison.compare import Figure, Measured, PairFigures, RunComparison, RunFigures, ppl_change
 from scoremode.comparison.report_tables import Cell, floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.runs.presets import comparable_with
-from scoremode.runs.report import weights_in_words
 
 Row = TypeVar("Row")
 
@@ -26,7 +25,7 @@ def as_text(comparison: RunComparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
     return paragraphs(
         _settings(comparison),
-        *(aligned(section, comparison.runs) for section in _run_sections(comparison)),
+        *(aligned(section, comparison.rows) for section in _run_sections(comparison)),
         *(aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
         summary(comparison),
     )
@@ -35,7 +34,7 @@ def as_text(comparison: RunComparison) -> str:
 def as_markdown(comparison: RunComparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
     return paragraphs(
-        markdown_rows(_merged(_run_sections(comparison)), comparison.runs),
+        markdown_rows(_merged(_run_sections(comparison)), comparison.rows),
         markdown_rows(_merged(_pair_sections(comparison)), comparison.pairs),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
         [escaped(" ".join(_settings(comparison)))],
@@ -61,9 +60,13 @@ def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) 
         for figures in comparison.runs:
             run = figures.run
             sizes = {"weight_bytes": run.server.weight_bytes, "num_parameters": run.server.num_parameters}
-            known = {name: getattr(figures, name) for name in RunFigures.__annotations__ if name != "run"}
-            for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **known}.items():
+            for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **figures.known}.items():
                 writer.writerows(_csv_rows(run, "", name, value))
+        for log in comparison.logs:
+            for name, value in {"bits_per_weight": log.run.bits_per_weight, **log.known}.items():
+                if value is not None:
+                    labels = {"run": log.run.label, "quantization": log.run.weights, "figure": name}
+                    writer.writerow(labels | (asdict(value) if isinstance(value, Figure) else {"value": value}))
         for pair in comparison.pairs:
             verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
             for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
@@ -122,18 +125,18 @@ def measured_by(comparison: RunComparison) -> str:
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _run_sections(comparison: RunComparison) -> list[list[TextColumn[RunFigures]]]:
+def _run_sections(comparison: RunComparison) -> list[list[TextColumn[RunFigures[Measured]]]]:
     base = comparison.base.label
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     change = ppl_change(comparison, comparison.base)
     if not comparison.pairs and change is not None and comparison.base_reference is not None:
         ratios = {base: replace(change, value=1 + change.value)}
         base = f"the reference {comparison.base_reference.name}"
-    label: TextColumn[RunFigures] = TextColumn("run", lambda row: row.run.label, right=False)
-    sections: list[list[TextColumn[RunFigures]]] = [
+    label: TextColumn[RunFigures[Measured]] = TextColumn("run", lambda row: row.run.label, right=False)
+    sections: list[list[TextColumn[RunFigures[Measured]]]] = [
         [
             label,
-            TextColumn("weights", lambda row: weights_in_words(row.run.server), right=False),
+            TextColumn("weights", lambda row: row.run.weights, right=False),
             TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
             TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
             TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
@@ -159,7 +162,7 @@ def _run_sections(comparison: RunComparison) -> list[list[TextColumn[RunFigures]
             TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
         ],
     ]
-    return sections if any(figures.kld is not None for figures in comparison.runs) else sections[:2]
+    return sections if any(figures.kld is not None for figures in comparison.rows) else sections[:2]
 
 
 def _pair_sections(comparison: RunComparison) -> list[list[TextColumn[PairFigures]]]:

@@ -21,7 +21,7 @@ from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
-from scoremode.wire.references import ConfidenceBucket, Reference
+from scoremode.wire.references import ConfidenceBucket, KldStatistics, Reference
 
 _QUANTILES = {
     "Maximum": "max",

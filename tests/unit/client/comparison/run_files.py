@@ -30,6 +30,12 @@ def made_up_nlls(seed: int, window_sizes=WINDOW_SIZES, shift: float = 0.0) -> np
     return np.abs(nlls).astype(np.float32).astype(np.float64)
 
 
+def made_up_kld(seed: int, mean: float, window_sizes=WINDOW_SIZES) -> np.ndarray:
+    """[n] divergences as float32 holds them."""
+    kld = np.random.default_rng([seed, 99]).exponential(mean, sum(window_sizes))
+    return kld.astype(np.float32).astype(np.float64)
+
+
 def made_up_tokens(window_sizes=WINDOW_SIZES) -> np.ndarray:
     return np.random.default_rng(6789).integers(0, 257, sum(window_sizes)).astype(np.int32)
 

@@ -5,7 +5,15 @@ import math
 
 import numpy as np
 import pytest
-from run_files import WINDOW_SIZES, kld_run, made_up_nlls, made_up_reference, made_up_tokens, perplexity_run
+from run_files import (
+    WINDOW_SIZES,
+    kld_run,
+    made_up_kld,
+    made_up_nlls,
+    made_up_reference,
+    made_up_tokens,
+    perplexity_run,
+)
 from scipy import stats
 
 from scoremode.comparison import compare
@@ -14,11 +22,6 @@ from scoremode.errors import RunError
 from scoremode.metrics import perplexity
 
 NLLS = made_up_nlls(1)
-
-
-def made_up_kld(seed, mean):
-    num_scored = sum(WINDOW_SIZES)
-    return np.random.default_rng([seed, 99]).exponential(mean, num_scored).astype(np.float32).astype(np.float64)
 
 
 KLD = made_up_kld(1, 0.1)

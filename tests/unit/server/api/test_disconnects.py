@@ -12,7 +12,7 @@ import pytest
 from scoremode_server.api import requests
 from scoremode_server.api.completions import GENERATE
 from scoremode_server.api.requests import CLIENT_CLOSED_REQUEST
-from scoremode_server.api.responses import EventStream
+from scoremode_server.api.responses import Stream, owned
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
@@ -97,9 +97,9 @@ async def entered(engine: HeldEngine, num_sequences: int) -> None:
 async def test_a_stream_that_no_client_can_read_is_closed_at_once():
     closed, sending = asyncio.Event(), asyncio.Event()
 
-    async def contents(queue: None) -> AsyncGenerator[int, None]:
+    async def contents(queue: None) -> AsyncGenerator[bytes, None]:
         try:
-            yield 1
+            yield b"1"
         finally:
             closed.set()
 
@@ -109,7 +109,7 @@ async def test_a_stream_that_no_client_can_read_is_closed_at_once():
             await asyncio.Event().wait()
 
     # Referenced here, so that the garbage collector does not close it.
-    stored = EventStream(nullcontext(), contents, "a request")
+    stored = Stream(owned(nullcontext(), contents))
     streaming = asyncio.create_task(stored.stream_response(send))
     await sending.wait()
     streaming.cancel()

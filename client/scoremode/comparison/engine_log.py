@@ -1,0 +1,140 @@
+"""What llama.cpp's `llama-perplexity` printed, as figures beside those of runs.
+
+Its own errors are kept, and what it does not print is None. It prints no value of single tokens, so there are no
+intervals and no verdicts.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scoremode._printable import printable
+from scoremode.comparison.compare import Figure, RunComparison, RunFigures
+from scoremode.errors import RunError
+
+_NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan))"
+_LINE = re.compile(rf"^(?P<name>[^:\n]+?) *: +{_NUMBER}(?: ± +{_NUMBER})? ?%?$", re.MULTILINE)
+_FINAL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
+_WINDOWS = re.compile(r"over (\d+) chunks, n_ctx=(\d+)")
+_WEIGHTS = re.compile(r"file type +=? *(.+)")
+_SIZE = re.compile(r"file size +=? *([\d.]+) (MiB|GiB) \(([\d.]+) BPW\)")
+
+_LARGEST_DIFFERENCE = 1e-2
+"""In ln(perplexity) of the same base: llama.cpp has no token less likely than 16 nats below the top one, which made
+that of SmolLM2 lower by 0.003."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLog:
+    """A run of another engine. What the log does not say is None."""
+
+    path: Path
+    label: str
+    num_windows: int
+    context_length: int
+    base_perplexity: float | None
+    """Of the base that it was compared with."""
+    file_type: str | None
+    gib: float | None
+    """Of the weights."""
+    bits_per_weight: float | None
+
+    @property
+    def weights(self) -> str:
+        return ", ".join(filter(None, ("llama.cpp", self.file_type)))
+
+
+def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
+    """Read what `llama-perplexity`, with `--kl-divergence` or without, printed on stdout and stderr.
+
+    Raises:
+        RunError: it cannot be read, or has no final figures.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    windows, final = _WINDOWS.search(text), _FINAL.search(text)
+    printed = {" ".join(match["name"].split()): _figure(match[2], match[3]) for match in _LINE.finditer(text)}
+    perplexity = printed.get("Mean PPL(Q)") or (_figure(final[1], final[2]) if final else None)
+    if windows is None or perplexity is None:
+        raise RunError(
+            f"{path} is not what llama-perplexity prints: it lacks the number of chunks or the final figures"
+        )
+    weights, size = _WEIGHTS.search(text), _SIZE.search(text)
+    base = printed.get("Mean PPL(base)")
+    log = EngineLog(
+        path=path,
+        label=printable(label),
+        num_windows=int(windows[1]),
+        context_length=int(windows[2]),
+        base_perplexity=None if base is None else base.value,
+        file_type=printable(weights[1].strip()) if weights else None,
+        gib=float(size[1]) / (1024 if size[2] == "MiB" else 1) if size else None,
+        bits_per_weight=float(size[3]) if size else None,
+    )
+    return _figures(log, perplexity, printed)
+
+
+def _figures(log: EngineLog, perplexity: Figure, printed: Mapping[str, Figure]) -> RunFigures[EngineLog]:
+    def quantile(name: str) -> float | None:
+        return printed[name].value if name in printed else None
+
+    def share(name: str) -> Figure | None:
+        return printed[name].through(lambda percent: percent / 100, 1 / 100) if name in printed else None
+
+    return RunFigures(
+        run=log,
+        nll=perplexity.through(math.log, 1 / perplexity.value),
+        perplexity=perplexity,
+        bits_per_byte=None,
+        kld=printed.get("Mean KLD"),
+        kld_median=quantile("Median KLD"),
+        kld_p95=quantile("95.0% KLD"),
+        kld_p99=quantile("99.0% KLD"),
+        kld_p999=quantile("99.9% KLD"),
+        kld_max=quantile("Maximum KLD"),
+        delta_p_rms=share("RMS Δp"),
+        same_top_p=share("Same top p"),
+        kld_over_noise_floor=None,
+    )
+
+
+def _figure(value: str, stderr: str | None) -> Figure:
+    return Figure(float(value), None if stderr is None else float(stderr), None, None)
+
+
+def with_logs(comparison: RunComparison, logs: Iterable[tuple[str, str]]) -> RunComparison:
+    """A comparison with what other engines found, each a label and the path of a log.
+
+    Raises:
+        RunError: a log cannot be read, is of other windows than the runs, or of another base than their reference, or a
+            label occurs twice.
+    """
+    found = [load_log(path, label) for label, path in logs]
+    for each in found:
+        _check(comparison, each.run)
+    with_found = replace(comparison, logs=found)
+    labels = [each.run.label for each in with_found.rows]
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+    return with_found
+
+
+def _check(comparison: RunComparison, log: EngineLog) -> None:
+    run, reference = comparison.base, comparison.base.reference
+    if (run.method, run.num_windows, run.context_length) != ("llama.cpp", log.num_windows, log.context_length):
+        raise RunError(
+            f"{log.path} has {log.num_windows} chunks of {log.context_length} tokens, and {run.path} {run.num_windows} "
+            f"windows of {run.context_length} by method {run.method}"
+        )
+    if log.base_perplexity is None or reference is None or reference.perplexity is None:
+        return
+    if abs(math.log(log.base_perplexity / reference.perplexity)) > _LARGEST_DIFFERENCE:
+        raise RunError(
+            f"{log.path} was compared with another base than the reference {reference.name}: its perplexity is "
+            f"{log.base_perplexity} instead of {reference.perplexity:.6f}"
+        )

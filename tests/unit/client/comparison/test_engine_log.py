@@ -1,0 +1,85 @@
+"""What llama-perplexity printed, beside runs of ours. The logs are of llama.cpp itself, on a Q4_K_M file of SmolLM2."""
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import pytest
+from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
+
+from scoremode.comparison import compare
+from scoremode.comparison.engine_log import load_log, with_logs
+from scoremode.comparison.report_tables import run_table
+from scoremode.comparison.tables import as_csv, as_markdown
+from scoremode.errors import RunError
+
+DATA = Path(__file__).parents[3] / "data"
+KLD, PERPLEXITY = DATA / "llama_perplexity_kld.txt", DATA / "llama_perplexity.txt"
+SIZES = [255] * 8
+NLLS = made_up_nlls(1, SIZES)
+
+
+@pytest.fixture
+def comparison(tmp_path: Path):
+    changes = {"method": "llama.cpp", "context_length": 512, "perplexity": 24.530176}
+    reference = made_up_reference(SIZES, **changes)
+    run = kld_run(tmp_path, "int8", NLLS, made_up_kld(1, 0.1, SIZES), window_sizes=SIZES, reference=reference)
+    return compare([run], num_resamples=100)
+
+
+def test_a_log_with_kl_divergence_gives_every_figure_that_it_prints():
+    figures = load_log(KLD, "q4_k_m")
+    assert (figures.run.num_windows, figures.run.context_length, figures.run.base_perplexity) == (8, 512, 24.530176)
+    assert (figures.perplexity.value, figures.perplexity.stderr) == (26.063299, 1.784940)
+    assert figures.nll.value == pytest.approx(math.log(26.063299))
+    assert figures.nll.stderr == pytest.approx(1.784940 / 26.063299)
+    assert (figures.kld.value, figures.kld.stderr, figures.kld.low) == (0.053622, 0.001553, None)
+    quantiles = (figures.kld_median, figures.kld_p95, figures.kld_p99, figures.kld_p999, figures.kld_max)
+    assert quantiles == (0.036718, 0.146770, 0.334010, 0.745685, 1.297598)
+    assert (figures.same_top_p.value, figures.same_top_p.stderr) == pytest.approx((0.85735, 0.00774))
+    assert (figures.delta_p_rms.value, figures.delta_p_rms.stderr) == pytest.approx((0.05537, 0.00350))
+
+
+def test_a_log_without_a_base_has_a_perplexity_alone():
+    figures = load_log(PERPLEXITY, "q4_k_m")
+    assert (figures.perplexity.value, figures.perplexity.stderr, figures.kld) == (24.4535, 0.73982, None)
+    assert (figures.run.num_windows, figures.run.context_length) == (41, 512)
+
+
+def test_the_weights_are_those_that_a_verbose_log_prints(tmp_path: Path):
+    verbose = "print_info: file type   = Q4_K - Medium\nprint_info: file size   = 98.87 MiB (6.16 BPW)\n"
+    path = tmp_path / "log.txt"
+    path.write_text(verbose + PERPLEXITY.read_text())
+    run = load_log(path, "q4_k_m").run
+    assert (run.weights, run.bits_per_weight) == ("llama.cpp, Q4_K - Medium", 6.16)
+    assert run.gib == pytest.approx(98.87 / 1024)
+
+
+def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
+    beside = with_logs(comparison, [("q4_k_m", str(KLD))])
+    [row] = [line for line in as_markdown(beside).splitlines() if line.startswith("| q4\\_k\\_m")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:7] == ["llama.cpp", "-", "-", "-", "26.0633 ± 1.7849", "-"]
+    assert cells[7:9] == ["0.053622 ± 0.001553", "85.735 ± 0.774"]
+    columns, rows = run_table(beside)
+    assert [row[0].text for row in rows] == ["int8", "q4_k_m"]
+    assert rows[1][columns.index("mean KL")].value == 0.053622
+    found = {row["figure"]: row for row in csv.DictReader(io.StringIO(as_csv(beside))) if row["run"] == "q4_k_m"}
+    assert (found["kld"]["value"], found["kld"]["low"]) == ("0.053622", "")
+
+
+def test_another_text_another_base_and_what_is_no_log_are_refused(comparison, tmp_path: Path):
+    with pytest.raises(RunError, match=r"41 chunks of 512 tokens, and .* 8 windows of 512"):
+        with_logs(comparison, [("other", str(PERPLEXITY))])
+    other_base = tmp_path / "other.txt"
+    other_base.write_text(KLD.read_text().replace("24.530176", "25.530176"))
+    with pytest.raises(RunError, match=r"another base than the reference base: its perplexity is 25\.530176"):
+        with_logs(comparison, [("other", str(other_base))])
+    with pytest.raises(RunError, match="2 runs are called 'int8'"):
+        with_logs(comparison, [("int8", str(KLD))])
+    with pytest.raises(RunError, match="is not what llama-perplexity prints"):
+        load_log(DATA / "wikitext.txt", "text")
+    run = perplexity_run(tmp_path, "sliding", NLLS, window_sizes=SIZES)
+    with pytest.raises(RunError, match="by method sliding"):
+        with_logs(compare([run], num_resamples=100), [("q4_k_m", str(KLD))])
