@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scoremode_server.kernels import torch_kernels
-from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, gather_rows, highest
+from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, gather_rows, highest, share_targets
 from scoremode_server.kernels.working_memory import MAX_TOP, TILE_ROWS
 
 
@@ -78,8 +78,7 @@ def compute(
         chunk = reduced[part]
         kernels.take_targets(logits, targets[part], first, columns, chunk)
         if shard:
-            # All ranks but one lack a target's logit (-inf).
-            chunk.logits[:, 0] = highest(shard.group, chunk.logits[:, 0].contiguous())
+            share_targets(shard.group, chunk)
         kernels.reduce_rows(logits, first, columns, chunk, temperature)
         if candidates is not None:
             chosen.append(torch_kernels.take(logits, candidates[part], first, columns))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from scoremode_server.kernels.fused_logprobs import chunk_rows, kernels_for
-from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, add_up, gather_rows, highest
+from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, add_up, gather_rows, share_targets
 
 LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -66,8 +66,7 @@ def compare(
         for side, reduced in sides:
             kernels.take_targets(side, targets[part], first, columns, reduced)
         if shard:
-            # All ranks but one lack a target's logit (-inf).
-            both.logits[:, 0] = highest(shard.group, both.logits[:, 0].contiguous())
+            share_targets(shard.group, both)
         for side, reduced in sides:
             kernels.reduce_rows(side, first, columns, reduced)
         if shard:

@@ -107,6 +107,11 @@ def agreed(group: Any, answers: list[bool]) -> list[bool]:
     return whole
 
 
+def share_targets(group: Any, rows: ReducedRows) -> None:
+    """Give each rank the logits of the targets, which all but one lack (-inf)."""
+    rows.logits[:, 0] = highest(group, rows.logits[:, 0].contiguous())
+
+
 def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
     """The highest that a rank has, of each entry."""
     gathered: torch.Tensor = group.all_gather(logits, 0).view(group.world_size, *logits.shape).amax(0)
