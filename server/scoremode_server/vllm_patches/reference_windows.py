@@ -61,8 +61,9 @@ class ComparedWindow:
     heads: HeadMemory
 
     def head(self, *, local: bool) -> ReferenceHead | None:
-        """The reference's head, with `local` this rank's part of it; None if this rank cannot compare."""
-        return None if self.hidden_states is None else self.heads.find(self.key, local=local)
+        """The reference's head, with `local` this rank's part of it, but whole for an export; None if this rank cannot
+        compare."""
+        return None if self.hidden_states is None else self.heads.find(self.key, local=local and not self.is_export)
 
 
 @dataclass(slots=True)

@@ -201,11 +201,7 @@ class RowScorer:
         NaN: the ranks agree on them, so all must come here together."""
         groups: dict[Hashable, list[_Piece]] = {}
         local = head.shard is not None
-        found = [
-            window.head(local=local and not window.is_export) is not None
-            for piece in pieces
-            if (window := piece.compared)
-        ]
+        found = [window.head(local=local) is not None for piece in pieces if (window := piece.compared)]
         on_all_ranks = iter(agreed(self._group, found) if found else ())
         for piece in pieces:
             spec = piece.request.spec
@@ -234,7 +230,7 @@ class RowScorer:
             columns = self._scored(group, wanted, states, head)
         else:
             recorded = JoinedRows([_reference_states(piece) for piece in group], self._device)
-            reference = window.head(local=head.shard is not None and not window.is_export)
+            reference = window.head(local=head.shard is not None)
             assert reference is not None
             if window.is_export:
                 columns = self._exported(num_rows, recorded, reference)
