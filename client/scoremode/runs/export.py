@@ -1,9 +1,5 @@
 """A reference as the base file of llama.cpp's `llama-perplexity --kl-divergence-base`: what `ppl-client export` runs,
 as a library. The server computes the log-probabilities.
-
-The file is `_logits_`, context length, vocabulary and number of windows as int32, the windows' tokens as int32, and for
-each target of each window its distribution in 4 + 2 ceil(vocabulary / 2) numbers of 16 bits
-(tools/perplexity/perplexity.cpp in llama.cpp).
 """
 
 import hashlib
@@ -11,45 +7,17 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, RateLimitError, ServerError, TransportError
-from scoremode.wire.references import Reference
+from scoremode.wire.base_file import BaseFile
 
 _log = logging.getLogger(__name__)
 
 OnBytes = Callable[[int, int], object]
 """Called with the bytes that are written and those of the whole file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Bytes of a base file: a header, and windows of one size."""
-
-    header: int
-    window: int
-    num_windows: int
-
-    @classmethod
-    def of(cls, reference: Reference) -> "_Layout":
-        num_targets = reference.num_scored // reference.num_windows
-        window = 2 * num_targets * (4 + 2 * ((reference.vocab_size + 1) // 2))
-        return cls(20 + 4 * reference.context_length * reference.num_windows, window, reference.num_windows)
-
-    @property
-    def size(self) -> int:
-        return self.header + self.num_windows * self.window
-
-    def num_complete(self, size: int) -> int:
-        """Windows that a file of that size has."""
-        return max(0, size - self.header) // self.window
-
-    def end_of(self, num_windows: int) -> int:
-        """What a file with so many windows has; without any it has no header."""
-        return self.header + num_windows * self.window if num_windows else 0
 
 
 async def export_llama_cpp(
@@ -73,12 +41,12 @@ async def export_llama_cpp(
     if not force:
         _check_absent(path)
     reference = await client.reference(name)
-    layout = _Layout.of(reference)
+    layout = BaseFile(reference.context_length, reference.num_windows, reference.num_scored, reference.vocab_size)
     identity = hashlib.sha256(f"{reference.fingerprint} {reference.text_fingerprint}".encode()).hexdigest()
     partial = path.with_name(f"{path.name}.{identity[:12]}.partial")
     try:
         with partial.open("ab") as file:
-            await _fill(client, reference, layout, file, path, on_bytes)
+            await _fill(client, name, layout, file, path, on_bytes)
     except OSError as error:
         raise OutputError(f"cannot write {partial}: {error.strerror}") from error
     partial.replace(path)
@@ -91,12 +59,7 @@ def _check_absent(path: Path) -> None:
 
 
 async def _fill(
-    client: AsyncScoreClient,
-    reference: Reference,
-    layout: _Layout,
-    file: BinaryIO,
-    path: Path,
-    on_bytes: OnBytes | None,
+    client: AsyncScoreClient, name: str, layout: BaseFile, file: BinaryIO, path: Path, on_bytes: OnBytes | None
 ) -> None:
     num_done = layout.num_complete(file.tell())
     missing, free = layout.size - layout.end_of(num_done), shutil.disk_usage(path.parent).free
@@ -112,7 +75,7 @@ async def _fill(
     while file.truncate(layout.end_of(num_done)) < layout.size:
         file.seek(0, os.SEEK_END)
         try:
-            await client.llama_cpp_base(reference.name, num_done, write)
+            await client.llama_cpp_base(name, num_done, write)
         except (TransportError, ServerError, RateLimitError):
             # As in a recording: a server that has sent a window since then is asked again.
             if layout.num_complete(file.tell()) == num_done:

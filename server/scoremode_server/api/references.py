@@ -35,7 +35,7 @@ from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.comparer import WindowComparison, exported_window_bytes, llama_cpp_header
+from scoremode_server.scoring.comparer import WindowComparison, base_file_of, llama_cpp_header
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
@@ -147,17 +147,11 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
                 yield b"".join((before, content)) if before else content
                 before = b""
 
-    async def content() -> AsyncGenerator[bytes | memoryview, None]:
-        async with aclosing(written):
-            yield beginning
-            async for part in written:
-                yield part
-
+    layout = base_file_of(reference)
+    headers = {"Content-Length": str(layout.size - layout.end_of(first))}
     written = owned(accepted(state.admission, f"{ROUTE}/llama.cpp", request_id), parts)
     # What is wrong with the first window has a status.
-    beginning = await anext(written)
-    size = (num_windows - first) * exported_window_bytes(reference) + (0 if first else len(header))
-    return Stream(content(), media_type="application/octet-stream", headers={"Content-Length": str(size)})
+    return Stream(written, await anext(written), media_type="application/octet-stream", headers=headers)
 
 
 @router.post(

@@ -82,11 +82,17 @@ async def respond(
 
 
 class Stream(StreamingResponse):
-    """Content that ends when the client leaves."""
+    """Content that ends when the client leaves, after a `beginning` that was taken from it."""
 
-    def __init__(self, content: AsyncGenerator[Any, None], **options: Any) -> None:
+    def __init__(self, content: AsyncGenerator[Any, None], beginning: Any = None, **options: Any) -> None:
         self._content = content
-        super().__init__(content, **options)
+        super().__init__(self._all(beginning), **options)
+
+    async def _all(self, beginning: Any) -> AsyncGenerator[Any, None]:
+        if beginning is not None:
+            yield beginning
+        async for part in self._content:
+            yield part
 
     async def stream_response(self, send: Send) -> None:
         """Send all; Starlette would leave the end of the generator to the garbage collector."""

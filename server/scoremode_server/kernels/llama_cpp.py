@@ -16,13 +16,8 @@ LOGIT_BYTES = 16
 """For each logit that `quantized` needs besides."""
 
 
-def num_words(vocab_size: int) -> int:
-    """Words of 32 bits in a row."""
-    return 2 + (vocab_size + 1) // 2
-
-
 def quantized(logits: torch.Tensor) -> torch.Tensor:
-    """Rows [rows, num_words(vocabulary)] int32, of logits [rows, vocabulary]. `lowest` is NaN where a logit is."""
+    """Rows [rows, 2 + ceil(vocabulary / 2)] int32, of logits [rows, vocabulary]. `lowest` is NaN where a logit is."""
     logits = logits.float()
     top = logits.amax(-1, keepdim=True)
     low = torch.maximum(logits.amin(-1, keepdim=True), top - DEPTH)

@@ -2,18 +2,18 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.utils import random_uuid
 
 from scoremode.kld import KldPositions
+from scoremode.wire.base_file import BaseFile
 from scoremode_server.errors import EngineOutputError, RequestError
-from scoremode_server.kernels import llama_cpp
 from scoremode_server.prefix_cache.admission import Gate
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
@@ -26,6 +26,8 @@ from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileErro
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
+
+T = TypeVar("T")
 
 EXPORTED_BYTES = 256 * 1024**2
 """Of windows that are exported, between the engine and the client."""
@@ -48,11 +50,11 @@ def llama_cpp_header(reference: StoredReference) -> bytes:
     return b"".join((b"_logits_", numbers.astype("<i4").data, np.ascontiguousarray(tokens, "<i4").data))
 
 
-def exported_window_bytes(reference: StoredReference) -> int:
-    """Of a reference whose windows have equally many targets."""
-    head, text = reference.manifest.head, reference.manifest.text
+def base_file_of(reference: StoredReference) -> BaseFile:
+    """The sizes of llama.cpp's base file for a reference that was recorded with method `llama.cpp`."""
+    head, plan = reference.manifest.head, reference.manifest.text
     assert head is not None
-    return 4 * llama_cpp.num_words(head.vocab_size) * (text.num_scored // text.num_windows)
+    return BaseFile(plan.context_length, plan.num_windows, plan.num_scored, head.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +203,10 @@ class Comparer:
             )
         return None
 
-    async def compare(
+    def compare(
         self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
     ) -> AsyncGenerator[WindowComparison, None]:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
-        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
 
         async def compared(window: MarkedWindow) -> WindowComparison:
             columns = await self._columns(reference, window)
@@ -214,26 +215,15 @@ class Comparer:
             await self.turns.wait()
             return WindowComparison.from_columns(window.mark.index, columns)
 
-        def windows() -> Iterator[Coroutine[Any, Any, WindowComparison]]:
-            for index in indices:
-                yield compared(
-                    MarkedWindow.begin("compare", reference, index, settings, head_stamp=stamp, num_top=num_top)
-                )
-
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
-        async with aclosing(settings.queue.in_order(windows(), loads=STEPS_READ)) as in_order:
-            async for window in in_order:
-                yield window
-        # Fail if the reference was deleted meanwhile.
-        await self.references.current(reference)
+        return self._in_order("compare", reference, indices, settings, compared, num_top=num_top, loads=STEPS_READ)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings
     ) -> AsyncGenerator[np.ndarray, None]:
         """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
         [scored, words] of each. The served model computes the windows too, and what it finds is not used."""
-        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
-        slots = asyncio.Semaphore(max(1, EXPORTED_BYTES // exported_window_bytes(reference)))
+        slots = asyncio.Semaphore(max(1, EXPORTED_BYTES // base_file_of(reference).window_size))
 
         async def exported(window: MarkedWindow) -> np.ndarray:
             await slots.acquire()
@@ -241,14 +231,33 @@ class Comparer:
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
 
-        def windows() -> Iterator[Coroutine[Any, Any, np.ndarray]]:
-            for index in indices:
-                yield exported(MarkedWindow.begin("export", reference, index, settings, head_stamp=stamp))
-
-        async with aclosing(settings.queue.in_order(windows())) as in_order:
+        async with aclosing(self._in_order("export", reference, indices, settings, exported)) as in_order:
             async for rows in in_order:
                 yield rows
                 slots.release()
+
+    async def _in_order(
+        self,
+        action: Literal["compare", "export"],
+        reference: StoredReference,
+        indices: Sequence[int],
+        settings: ScoreSettings,
+        answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
+        *,
+        num_top: int = 0,
+        loads: int = 1,
+    ) -> AsyncGenerator[T, None]:
+        """The answers of some windows, in the order of `indices`."""
+        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
+
+        def windows() -> Iterator[Coroutine[Any, Any, T]]:
+            for index in indices:
+                yield answer(MarkedWindow.begin(action, reference, index, settings, head_stamp=stamp, num_top=num_top))
+
+        async with aclosing(settings.queue.in_order(windows(), loads=loads)) as in_order:
+            async for each in in_order:
+                yield each
+        # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
     async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:

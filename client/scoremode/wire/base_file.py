@@ -1,0 +1,40 @@
+"""The sizes of llama.cpp's base file (`llama-perplexity --kl-divergence-base`), which a server computes and a client
+writes.
+
+The file is `_logits_`, context length, vocabulary and number of windows as int32, the windows' tokens as int32, and for
+each target of each window its distribution in 4 + 2 ceil(vocabulary / 2) numbers of 16 bits
+(tools/perplexity/perplexity.cpp in llama.cpp).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFile:
+    """Of windows that have equally many targets. Sizes are in bytes."""
+
+    context_length: int
+    num_windows: int
+    num_scored: int
+    """Targets of all windows."""
+    vocab_size: int
+
+    @property
+    def header_size(self) -> int:
+        return 20 + 4 * self.context_length * self.num_windows
+
+    @property
+    def window_size(self) -> int:
+        return 2 * (self.num_scored // self.num_windows) * (4 + 2 * ((self.vocab_size + 1) // 2))
+
+    @property
+    def size(self) -> int:
+        return self.header_size + self.num_windows * self.window_size
+
+    def num_complete(self, size: int) -> int:
+        """Windows that a file of that size has."""
+        return max(0, size - self.header_size) // self.window_size
+
+    def end_of(self, num_windows: int) -> int:
+        """What a file with so many windows has; without any it has no header."""
+        return self.header_size + num_windows * self.window_size if num_windows else 0
