@@ -98,7 +98,7 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
         overlap = None
         if calibration is not None:
             targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
-            overlap = await measure_overlap(clients[0], calibration, targets, sizes, options.calibration_share)
+            overlap = await measure_overlap(clients[0], calibration, targets, sizes, evaluation.result_of)
     try:
         if output is not None:
             output.write(report.as_json(evaluation, options.urls, overlap), report.as_arrays(evaluation))
@@ -144,7 +144,7 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
         overlap = None
         if calibration is not None:
             targets, sizes = measurement.positions.token_ids, measurement.window_sizes
-            overlap = await measure_overlap(clients[0], calibration, targets, sizes, options.calibration_share)
+            overlap = await measure_overlap(clients[0], calibration, targets, sizes, measurement.statistics_of)
     try:
         if output is not None:
             output.write(kld_report.as_json(measurement, options.urls, overlap), kld_report.as_arrays(measurement))
@@ -187,7 +187,9 @@ def _corpus(options: argparse.Namespace) -> Corpus:
 
 def _calibration(options: argparse.Namespace) -> Calibration | None:
     """Read before anything is measured, for it may be missing."""
-    return options.calibration and load_calibration(options.calibration, options.calibration_column)
+    if options.calibration is None:
+        return None
+    return load_calibration(options.calibration, options.calibration_column, options.calibration_share)
 
 
 def _window_settings(options: argparse.Namespace) -> WindowSettings:

@@ -6,20 +6,19 @@ Two texts share what they have of the same 13 tokens in a row, by which training
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
-from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
-from scoremode.metrics import Perplexity, perplexity
 from scoremode.runs.corpora import read_rows
-from scoremode.runs.plan import WindowNlls
-from scoremode.wire.references import KldStatistics
+
+Figures = TypeVar("Figures")
 
 NGRAM = 13
 DEFAULT_THRESHOLD = 0.3
@@ -36,6 +35,8 @@ class Calibration:
 
     name: str
     texts: list[str]
+    threshold: float = DEFAULT_THRESHOLD
+    """A window that shares more than this has been seen."""
 
     @property
     def fingerprint(self) -> str:
@@ -44,44 +45,45 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Overlap:
+class Overlap(Generic[Figures]):
     """How much the windows of a run share with a calibration text."""
 
     calibration: Calibration
     num_tokens: int
     """Of the calibration text."""
-    threshold: float
     shares: NDArray[np.float64]
     """[windows], of the n-grams of each window's targets; 0 where it has none."""
+    without: Figures | None
+    """Of the windows that share no more than the threshold; None if there are none."""
 
     @property
     def is_shared(self) -> NDArray[np.bool_]:
         """[windows], whether the share is more than the threshold."""
-        return self.shares > self.threshold
+        return self.shares > self.calibration.threshold
 
     def record(self, without: object) -> dict[str, object]:
-        """For a run's JSON, with the figures of the windows that share no more than the threshold."""
+        """For a run's JSON, with `without` as it has it."""
         text = {"name": self.calibration.name, "sha256": self.calibration.fingerprint, "num_tokens": self.num_tokens}
-        windows = {"ngram": NGRAM, "threshold": self.threshold, "shares": self.shares.tolist()}
+        windows = {"ngram": NGRAM, "threshold": self.calibration.threshold, "shares": self.shares.tolist()}
         return {"calibration": {**text, **windows, "without": without}}
 
     @property
     def in_words(self) -> str:
         """The text, and what windows share with it."""
+        num_shared, most = int(self.is_shared.sum()), self.calibration.threshold
         return (
-            f"{self.calibration.name}, {self.num_tokens:,} tokens: {int(self.is_shared.sum()):,} of "
-            f"{len(self.shares):,} windows share more than {self.threshold:.0%} of their {NGRAM}-grams with it, "
-            f"{self.shares.max():.1%} at most"
+            f"{self.calibration.name}, {self.num_tokens:,} tokens: {num_shared:,} of {len(self.shares):,} windows "
+            f"share more than {most:.0%} of their {NGRAM}-grams with it, {self.shares.max():.1%} at most"
         )
 
 
-def load_calibration(path: Path, column: str) -> Calibration:
+def load_calibration(path: Path, column: str, threshold: float = DEFAULT_THRESHOLD) -> Calibration:
     """Read a parquet, jsonl or txt file.
 
     Raises:
         CorpusError: it cannot be read.
     """
-    return Calibration(path.name, read_rows(path, column))
+    return Calibration(path.name, read_rows(path, column), threshold)
 
 
 async def measure_overlap(
@@ -89,8 +91,8 @@ async def measure_overlap(
     calibration: Calibration,
     token_ids: Sequence[int] | NDArray[np.int32],
     window_sizes: Sequence[int],
-    threshold: float = DEFAULT_THRESHOLD,
-) -> Overlap:
+    figures_of: Callable[[NDArray[np.bool_]], Figures],
+) -> Overlap[Figures]:
     """What windows share with a calibration text.
 
     Args:
@@ -98,7 +100,7 @@ async def measure_overlap(
         calibration: The text.
         token_ids: Of the targets of all windows.
         window_sizes: Targets of each window.
-        threshold: The share from which on a window counts as seen.
+        figures_of: Gives the run's figures of some windows, [windows] true for each.
     """
     slots = asyncio.Semaphore(_AT_ONCE)
 
@@ -109,24 +111,10 @@ async def measure_overlap(
     texts = await asyncio.gather(*map(tokens_of, calibration.texts))
     seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in texts]))
     windows = np.split(np.asarray(token_ids, np.int64), np.cumsum(window_sizes)[:-1])
-    shares = [float(np.isin(hashes, seen).mean()) if len(hashes := _hashes(window)) else 0.0 for window in windows]
-    return Overlap(calibration, sum(map(len, texts)), threshold, np.array(shares))
-
-
-def perplexity_without(overlap: Overlap, windows: Sequence[WindowNlls]) -> Perplexity | None:
-    """Of the windows that share no more than the threshold; None if there are none."""
-    nlls = [nll for window in windows if not overlap.is_shared[window.index] for nll in window.nlls]
-    return perplexity(nlls) if nlls else None
-
-
-def statistics_without(overlap: Overlap, positions: KldPositions, window_sizes: Sequence[int]) -> KldStatistics | None:
-    """As `perplexity_without`, for what compares with a reference."""
-    kept, sizes = np.repeat(~overlap.is_shared, window_sizes), np.array(window_sizes)[~overlap.is_shared]
-    if not kept.any():
-        return None
-    return statistics(
-        KldPositions(**{name: getattr(positions, name)[kept] for name in POSITION_DTYPES}), sizes.tolist()
-    )
+    shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])
+    kept = shares <= calibration.threshold
+    without = figures_of(kept) if kept.any() else None
+    return Overlap(calibration, sum(map(len, texts)), shares, without)
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
-from scoremode.kld import KldPositions, statistics
+from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.plan import differences, server_header
@@ -141,6 +141,12 @@ class KldMeasurement:
     token_texts: dict[int, str] = field(default_factory=dict)
     """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
     top_tokens: TopTokens | None = None
+
+    def statistics_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
+        """Of the positions of some windows, [windows] true for each."""
+        kept = np.repeat(windows, self.window_sizes)
+        positions = KldPositions(**{name: getattr(self.positions, name)[kept] for name in POSITION_DTYPES})
+        return statistics(positions, np.array(self.window_sizes)[windows].tolist())
 
     @property
     def positions_per_second(self) -> float:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scoremode.client import AsyncScoreClient
 from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
 from scoremode.runs.corpora import Corpus
@@ -37,6 +40,11 @@ class Evaluation:
         plan = self.plan
         sizes = {"num_tokens": len(plan.tokens), "num_bytes": plan.num_bytes, "num_words": plan.num_words}
         return text_metrics(self.result, plan.method, **sizes)
+
+    def result_of(self, windows: NDArray[np.bool_]) -> Perplexity:
+        """The perplexity of some windows, [windows] true for each."""
+        kept = (window for window, is_kept in zip(self.windows, windows, strict=True) if is_kept)
+        return perplexity(nll for window in kept for nll in window.nlls)
 
     @property
     def tokens_per_second(self) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scoremode._printable import printable, two_columns
 from scoremode.kld import POSITION_DTYPES, times_the_floor
 from scoremode.results import TOP_DTYPES
-from scoremode.runs.calibration import Overlap, statistics_without
+from scoremode.runs.calibration import Overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
@@ -62,7 +62,7 @@ def recording_as_text(recording: Recording) -> str:
     )
 
 
-def as_text(measurement: KldMeasurement, overlap: Overlap | None = None) -> str:
+def as_text(measurement: KldMeasurement, overlap: Overlap[KldStatistics] | None = None) -> str:
     """What was compared, llama.cpp's three tables, and what they lack."""
     figures, clustered = measurement.statistics, "stderr_clustered"
     kld, delta_p = figures["kld"], figures["delta_p"]
@@ -100,13 +100,14 @@ def as_text(measurement: KldMeasurement, overlap: Overlap | None = None) -> str:
         _divergent_table(measurement.most_divergent),
     ]
     if overlap is not None:
-        tables.append(_calibration_table(measurement, overlap))
+        tables.append(_calibration_table(overlap))
     return "\n\n".join([_heading(measurement), *map("\n".join, tables)])
 
 
-def as_json(measurement: KldMeasurement, urls: Sequence[str], overlap: Overlap | None = None) -> dict[str, object]:
+def as_json(
+    measurement: KldMeasurement, urls: Sequence[str], overlap: Overlap[KldStatistics] | None = None
+) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
-    of_calibration = {} if overlap is None else overlap.record(_without(measurement, overlap))
     return {
         **record_beginning("kld", urls),
         "model": measurement.model,
@@ -119,7 +120,7 @@ def as_json(measurement: KldMeasurement, urls: Sequence[str], overlap: Overlap |
         "seconds": measurement.seconds,
         "positions_per_second": measurement.positions_per_second,
         **token_texts_record(measurement.token_texts),
-        **of_calibration,
+        **({} if overlap is None else overlap.record(overlap.without)),
     }
 
 
@@ -194,8 +195,8 @@ def _summary(measurement: KldMeasurement) -> list[str]:
     return lines
 
 
-def _calibration_table(measurement: KldMeasurement, overlap: Overlap) -> list[str]:
-    rest = _without(measurement, overlap)
+def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
+    rest = overlap.without
     lines = ["====== Text of the calibration ======", overlap.in_words]
     if rest is not None:
         ratio, kld = (rest["ppl_ratio"], rest["ppl_ratio_stderr"]), (rest["kld"]["mean"], rest["kld"]["stderr"])
@@ -205,10 +206,6 @@ def _calibration_table(measurement: KldMeasurement, overlap: Overlap) -> list[st
             f"Mean    KLD: {' ± '.join(_number(each, 10, 6) for each in kld)}",
         ]
     return lines
-
-
-def _without(measurement: KldMeasurement, overlap: Overlap) -> KldStatistics | None:
-    return statistics_without(overlap, measurement.positions, measurement.window_sizes)
 
 
 def _noise_floor(measurement: KldMeasurement) -> str:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from scoremode._printable import two_columns
 from scoremode._version import __version__
-from scoremode.runs.calibration import Overlap, perplexity_without
+from scoremode.metrics import Perplexity
+from scoremode.runs.calibration import Overlap
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.presets import comparable_with
 from scoremode.wire.protocol import ServerInfo
@@ -22,7 +23,7 @@ RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
 
 
-def as_text(evaluation: Evaluation, overlap: Overlap | None = None) -> str:
+def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) -> str:
     """What was measured, in two columns; with `overlap`, of the windows without calibration text too."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     server, corpus = plan.server, plan.corpus.info
@@ -44,7 +45,7 @@ def as_text(evaluation: Evaluation, overlap: Overlap | None = None) -> str:
         ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
     ]
     if overlap is not None:
-        rest = perplexity_without(overlap, evaluation.windows)
+        rest = overlap.without
         without = "-" if rest is None else _with_error(rest.perplexity, rest.perplexity_stderr, 4)
         rows += [("calibrated on", overlap.in_words), ("without these", without)]
     return two_columns(rows)
@@ -65,9 +66,11 @@ def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
     ]
 
 
-def as_json(evaluation: Evaluation, urls: Sequence[str], overlap: Overlap | None = None) -> dict[str, object]:
+def as_json(
+    evaluation: Evaluation, urls: Sequence[str], overlap: Overlap[Perplexity] | None = None
+) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it; NLLs in nats. JSON lacks infinity: it becomes null."""
-    rest = None if overlap is None else perplexity_without(overlap, evaluation.windows)
+    rest = None if overlap is None else overlap.without
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     return {
         **record_beginning("perplexity", urls),

@@ -22,10 +22,12 @@ async def test_shares_are_those_of_sets_of_ngrams() -> None:
     expected = [np.mean([ngram in seen for ngram in ngrams(window)]) if len(window) > 5 else 0 for window in windows]
     async with client_of(FakeServer()) as client:
         token_ids = [token for window in windows for token in window]
-        overlap = await measure_overlap(client, Calibration("text", texts), token_ids, [*map(len, windows)], 0.4)
+        calibration, sizes = Calibration("text", texts, 0.4), [*map(len, windows)]
+        overlap = await measure_overlap(client, calibration, token_ids, sizes, lambda kept: kept.tolist())
     np.testing.assert_allclose(overlap.shares, expected)
     assert 0 < overlap.is_shared.sum() < len(windows)
     assert overlap.is_shared.tolist() == [share > 0.4 for share in expected]
+    assert overlap.without == [share <= 0.4 for share in expected]
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
