@@ -105,7 +105,7 @@ def _provenance(comparison: RunComparison) -> str:
     parts = [
         f"Base {label}" if label == model else f"Base {label} ({model})",
         "" if reference is None else f"{reference.name}: {weights_in_words(reference)}",
-        *(f"{run.label}: {weights_in_words(run.server)}" for run in runs),
+        *(f"{run.label}: {run.weights}" for run in runs),
         f"text {base.text_identity[:12]}" if comparison.corpus is None else comparison.corpus.in_words,
         f"{base.method}, context length {base.context_length:,}",
         f"stride {base.stride:,}" if base.method in STRIDED_METHODS else "",

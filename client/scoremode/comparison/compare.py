@@ -329,6 +329,16 @@ def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
     return "worse" if difference.low > 0 else "no difference shown"
 
 
+def check_labels(labels: Sequence[str]) -> None:
+    """Refuse labels that occur twice.
+
+    Raises:
+        RunError: one does.
+    """
+    if repeated := [label for label in labels if labels.count(label) > 1]:
+        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+
+
 def check_comparable(runs: Sequence[RunFile]) -> None:
     """Refuse runs that cannot be paired token by token.
 
@@ -337,9 +347,7 @@ def check_comparable(runs: Sequence[RunFile]) -> None:
     """
     if not runs:
         raise RunError("give at least one run to compare")
-    labels = [run.label for run in runs]
-    if repeated := [label for label in labels if labels.count(label) > 1]:
-        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+    check_labels([run.label for run in runs])
     for run in runs[1:]:
         if difference := _run_difference(runs[0], run):
             raise RunError(f"{runs[0].path} and {run.path} cannot be compared: {difference}")

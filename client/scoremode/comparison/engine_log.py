@@ -1,4 +1,4 @@
-"""What llama.cpp's `llama-perplexity` printed, as figures beside those of runs.
+"""What llama.cpp's `llama-perplexity` printed, as figures next to those of runs.
 
 Its own errors are kept, and what it does not print is None. It prints no value of single tokens, so there are no
 intervals and no verdicts.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scoremode._printable import printable
-from scoremode.comparison.compare import Figure, RunComparison, RunFigures
+from scoremode.comparison.compare import Figure, RunComparison, RunFigures, check_labels
 from scoremode.errors import RunError
 
 _NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan))"
@@ -118,9 +118,7 @@ def with_logs(comparison: RunComparison, logs: Iterable[tuple[str, str]]) -> Run
     for each in found:
         _check(comparison, each.run)
     with_found = replace(comparison, logs=found)
-    labels = [each.run.label for each in with_found.rows]
-    if repeated := [label for label in labels if labels.count(label) > 1]:
-        raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
+    check_labels([each.run.label for each in with_found.rows])
     return with_found
 
 

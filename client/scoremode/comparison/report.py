@@ -139,7 +139,7 @@ def _run_settings(run: RunFile) -> list[tuple[str, str]]:
     return [
         ("run", run.label),
         ("model", run.model),
-        ("weights", weights_in_words(run.server)),
+        ("weights", run.weights),
         ("server", run.versions),
         ("fingerprint", run.server.fingerprint or "-"),
         ("computed by", in_words(run.server.computed_by) or "-"),
