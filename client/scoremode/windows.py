@@ -4,12 +4,13 @@ A method cuts a text of N tokens into windows. A window is the sequence given to
 tokens whose log-probabilities count. Everything here is arithmetic on positions: nothing is tokenized or scored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
-Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling"]
+Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling", "conversation"]
 METHODS: tuple[Method, ...] = get_args(Method)
+"""All cut a text, except `conversation`, which has a window for each scored turn, with all before it as context."""
 
 STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})
 """The methods that take a stride; the others' windows follow from the context length alone."""
@@ -78,6 +79,12 @@ class Window:
         return Window(self.start + offset, self.end + offset, self.first_target + offset, self.head)
 
 
+def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[Window]:
+    """The windows of turns that begin and end at these positions of a conversation's tokens, as far as they lie in the
+    first `context_length` tokens."""
+    return [Window(0, min(end, context_length), first) for first, end in turns if first < context_length]
+
+
 def adds_special_tokens(method: Method) -> bool:
     """Whether the tokenizer adds its special tokens if a request does not say; as in lm-eval, not for `rolling`."""
     return method != "rolling"
@@ -98,7 +105,8 @@ def resolve_context_length(method: Method, context_length: int | None, max_model
         WindowError: the windows would be longer than the model takes.
     """
     if context_length is None:
-        return min(DEFAULT_CONTEXT_LENGTH, max_model_len - sequence_length(method, 0))
+        most = max_model_len - sequence_length(method, 0)
+        return most if method == "conversation" else min(DEFAULT_CONTEXT_LENGTH, most)
     needed = sequence_length(method, context_length)
     if needed > max_model_len:
         raise WindowError(
@@ -147,6 +155,8 @@ def cut_windows(
     Raises:
         WindowError: impossible context length or stride, or `rolling` without a prefix token.
     """
+    if method == "conversation":
+        raise WindowError("method 'conversation' is for messages, not for a text", "method")
     if context_length < 2:
         raise WindowError(f"context_length must be at least 2 tokens, got {context_length}", "context_length")
     stride = resolve_stride(method, context_length, stride)

@@ -17,7 +17,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
 from scoremode.wire.protocol import ServerInfo
-from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
+from scoremode_server.completions.conversations import Conversations
+from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
@@ -72,9 +73,11 @@ class ScoremodeState:
 
     scorer: Scorer
     tokenizer: Tokenizer
+    conversations: Conversations
     completions: ScoringCompletions
-    generate: ScoringGenerate | None
-    """None if vLLM does not serve its generate route."""
+    chat: ScoringHandler | None
+    """This and the next are None if vLLM does not serve their routes."""
+    generate: ScoringHandler | None
     models: ServedModels
     limits: Limits
     info: ServerInfo
@@ -108,7 +111,11 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
         await asyncio.to_thread(tokenizer.strings.fill_vocabulary)
     turns = Turns()
     writer = LogprobsWriter(tokenizer.strings, engine.block_size)
-    generates = getattr(state, "serving_tokens", None)
+
+    def handler(name: str, method: str, field: str) -> ScoringHandler | None:
+        stock = getattr(state, name, None)
+        return None if stock is None else ScoringHandler(stock, method, field, engine, writer)
+
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)
     identity = identity.model_copy(update={"computed_by": await what_computes(client)})
@@ -119,8 +126,10 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
     return ScoremodeState(
         scorer=Scorer(engine, turns),
         tokenizer=tokenizer,
+        conversations=Conversations(state.online_renderer, client.model_config),
         completions=ScoringCompletions(state.openai_serving_completion, engine, writer, turns),
-        generate=None if generates is None else ScoringGenerate(generates, engine, writer),
+        chat=handler("openai_serving_chat", "create_chat_completion", "messages"),
+        generate=handler("serving_tokens", "serve_tokens", "token_ids"),
         models=models,
         limits=limits,
         info=await _server_info(client, limits, tokenizer, models, identity),

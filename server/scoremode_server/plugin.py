@@ -21,15 +21,15 @@ class ScoremodeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: "FastAPI") -> None:
-        """Add our routes before vLLM's, in place of its `/v1/completions` and, if served, `/inference/v1/generate`. Add
-        our middleware and limits of connections."""
+        """Add our routes before vLLM's, in place of its completions, chat completions and, if served,
+        `/inference/v1/generate`. Add our middleware and limits of connections."""
         from scoremode_server.api import completions, page, perplexity, references, score
         from scoremode_server.api.middleware import wrap
         from scoremode_server.vllm_patches.shutdown import bound_connections
 
         # Ours go first: routes are tried one after another, by the router and again for vLLM's HTTP metrics.
         ours = [each.router for each in (completions, perplexity, score, references, page)]
-        replaced = {completions.COMPLETIONS}
+        replaced = {completions.COMPLETIONS, completions.CHAT}
         if completions.serves_generate(app):
             ours.append(completions.generate_router)
             replaced.add(completions.GENERATE)

@@ -8,7 +8,7 @@ per token would cost more than the scoring.
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -68,10 +68,69 @@ CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, patte
 """What vLLM takes: some of its connectors make file names of it."""
 
 
-class ScoreRequest(Request):
-    """Body of `POST /v1/score`."""
+Conversation = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
 
-    prompt: Prompt = Field(description="One text or several, as text or as token ids.")
+
+class MessagesFields(Request):
+    """Conversations, which the served model's chat template renders as in `/v1/chat/completions`."""
+
+    messages: (
+        Annotated[
+            Conversation | list[Conversation],
+            _one_message("must be a list of messages, which are objects, or a list of such lists"),
+        ]
+        | None
+    ) = Field(None, description="One conversation or several, of which turns are scored.")
+    tools: (
+        Annotated[
+            Tools | list[Tools | None], _one_message("must be a list of objects, or such a list for each conversation")
+        ]
+        | None
+    ) = Field(None, description="Tools of all conversations, or a list for each.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Passed to the chat template.")
+    roles: list[str] = Field(["assistant"], min_length=1, description="The turns to score, by their role.")
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        """All of the request."""
+        messages: list[Any] = self.messages or []
+        return messages if messages and isinstance(messages[0], list) else [messages]
+
+
+class TurnsRequest(MessagesFields):
+    """Body of `POST /v1/turns`."""
+
+
+class Turn(TypedDict):
+    """A scored turn: the tokens that the model generates for it, or for another role, those of its message."""
+
+    role: str
+    first: int
+    end: int
+    """Positions in the sequence, of its first token and after its last one."""
+
+
+class TurnSequence(TypedDict):
+    """A rendered conversation with its turns, or one of its turns as it was generated."""
+
+    conversation: int
+    token_ids: list[int]
+    turns: list[Turn]
+
+
+class TurnsResponse(TypedDict):
+    """Response of `POST /v1/turns`. A conversation has several sequences where the template renders a turn in another
+    way once others follow: without its reasoning, for example."""
+
+    object: Literal["turns"]
+    data: list[TurnSequence]
+
+
+class ScoreRequest(MessagesFields):
+    """Body of `POST /v1/score`: `prompt` or `messages`."""
+
+    prompt: Prompt | None = Field(None, description="One text or several, as text or as token ids.")
     continuations: Continuations | None = Field(
         None,
         description="Score these instead, each after each prompt, or a list for each prompt. A text after a text is "
@@ -265,14 +324,16 @@ class ServerInfo(BaseModel):
         return self.bos_token_id if self.adds_bos else None
 
 
-class PerplexityRequest(Request):
-    """Body of `POST /v1/perplexity`: `prompt`, one text, or `texts`, several that share no context."""
+class PerplexityRequest(MessagesFields):
+    """Body of `POST /v1/perplexity`: `prompt`, one text; `texts`, several that share no context; or `messages`."""
 
     prompt: Text | None = Field(None, description="One text, or its token ids.")
     texts: list[str] | None = Field(None, description="Several texts, each cut into windows separately.")
-    method: Method = Field("sliding", description="How the text is cut into windows.")
+    method: Method = Field("sliding", description="How the text is cut into windows; `conversation` with messages.")
     context_length: int | None = Field(
-        None, ge=2, description="Tokens per window; by default 2,048, or the model's context if that is shorter."
+        None,
+        ge=2,
+        description="Tokens per window; by default 2,048, or the model's context if that is shorter, or for messages.",
     )
     stride: int | None = Field(
         None, ge=1, description="Tokens from one window to the next; by default a quarter of the context."

@@ -55,6 +55,9 @@ class ReferenceRequest(PerplexityRequest):
 
     name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
     corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
+    labels: list[_Word] | None = Field(
+        None, description="Of each text or conversation, such as its language, kept with the reference."
+    )
     return_ranks: bool = Field(
         False, description="With `stream`, each window's event has the logprobs and ranks of its targets."
     )
@@ -112,6 +115,22 @@ class Reference(BaseModel):
     nll_mean: float | None
     """Nats per token."""
     noise_floor: NoiseFloor | None = None
+
+
+class ReferenceWindows(BaseModel):
+    """Response of `GET /v1/references/{name}/windows`: where each window's targets are from, by index."""
+
+    object: Literal["reference.windows"] = "reference.windows"
+    name: str
+    text_fingerprint: str
+    num_context: list[int]
+    """Tokens before the first target."""
+    documents: list[int]
+    """The index of the text or conversation."""
+    labels: list[str] | None
+    """Of the text or conversation, where it was recorded with labels."""
+    roles: list[str] | None
+    """Of the turn, for conversations."""
 
 
 class ReferenceList(BaseModel):

@@ -1,26 +1,32 @@
-"""vLLM's routes that may score: `POST /v1/completions`, and of token ids `POST /inference/v1/generate`. Answers to
-scoring requests are written from arrays, all others are vLLM's."""
+"""vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and of token ids
+`POST /inference/v1/generate`. Answers to scoring requests are written from arrays, all others are vLLM's."""
 
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
+from vllm.entrypoints.openai.chat_completion import api_router as stock_chat
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion import api_router as stock_completions
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out import api_router as stock_tokens
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
 from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
-from scoremode_server.completions.requests import is_scoring_completion, is_scoring_generation
+from scoremode_server.completions.handler import ScoringHandler
+from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
+from scoremode_server.json_fields import check_names, split
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.served_models import shorten_name
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 
 STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -58,23 +64,46 @@ async def _create_scoring_completion(request: CompletionRequest, raw_request: Re
     return _written_response(result, request.model, metrics_header(format_wanted))
 
 
+@router.post(CHAT, dependencies=[Depends(validate_json_request)], responses=STOCK_RESPONSES)
+async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
+    """OpenAI's chat completions, as vLLM serves them."""
+    scores = scoremode_state(raw_request).chat is not None and is_scoring_chat(request)
+    response: Response = await (_score_chat if scores else stock_chat.create_chat_completion)(request, raw_request)
+    return response
+
+
+@until_disconnect
+async def _score_chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
+    fields, repeated = split(await raw_request.body())
+    check_names(fields, repeated)
+    return await _answer(scoremode_state(raw_request).chat, CHAT, request, raw_request)
+
+
 @generate_router.post(GENERATE, responses=STOCK_RESPONSES)
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Token ids in, token ids out, as vLLM serves them."""
     scoring = scoremode_state(raw_request).generate
-    scores = scoring is not None and scoring.has_texts and is_scoring_generation(request)
+    # Answers have the texts of tokens, which `--tokens-only` leaves out.
+    scores = scoring is not None and scoring.stock.has_tokenizer and is_scoring_generation(request)
     response: Response = await (_score_tokens if scores else stock_tokens.generate)(request, raw_request)
     return response
 
 
 @until_disconnect
 async def _score_tokens(request: GenerateRequest, raw_request: Request) -> Response:
+    return await _answer(scoremode_state(raw_request).generate, GENERATE, request, raw_request)
+
+
+async def _answer(
+    handler: ScoringHandler | None, route: str, request: ChatCompletionRequest | GenerateRequest, raw_request: Request
+) -> Response:
+    assert handler is not None
     state = scoremode_state(raw_request)
     state.admission.check()
-    assert state.generate is not None
-    accept = partial(accepted, state.admission, GENERATE)
-    result = await state.generate.generate(request, raw_request, state.owner(raw_request.headers), accept)
-    return _written_response(result, request.model)
+    accept = partial(accepted, state.admission, route)
+    result = await handler.answer(request, raw_request, state.owner(raw_request.headers), accept)
+    format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+    return _written_response(result, request.model, metrics_header(format_wanted))
 
 
 def _written_response(

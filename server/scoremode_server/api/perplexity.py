@@ -33,7 +33,8 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     state.admission.check()
     with state.admission.until_stopped():
         model = await state.models.resolve(request.model)
-        texts = await cut_texts(request, state.tokenizer, state.limits, state.info)
+        conversations = None if request.messages is None else await state.conversations.sequences(request)
+        texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
         options = await state.models.engine_options(raw_request, model)
     request_id = f"ppl-{raw_request.state.request_id}"
 

@@ -20,6 +20,7 @@ from scoremode.wire.references import (
     ReferenceDeleted,
     ReferenceList,
     ReferenceRequest,
+    ReferenceWindows,
 )
 from scoremode_server.api.requests import (
     ERROR_RESPONSES,
@@ -72,6 +73,28 @@ async def get_reference(name: str, raw_request: Request) -> Reference:
     return await references_of(raw_request).stored.describe(name)
 
 
+@router.get(
+    f"{ROUTE}/{{name}}/windows",
+    response_model=ReferenceWindows,
+    responses=ERROR_RESPONSES,
+    summary="Where a reference's windows are from",
+)
+async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
+    """The document, the label and the role of each window, and how many tokens it has before its targets."""
+    stored = references_of(raw_request).stored
+    reference = await stored.open(name)
+    text, plan = await stored.text(reference), reference.manifest.text
+    origins = np.zeros((len(text.windows), 3), np.int32) if text.origins is None else text.origins
+    return ReferenceWindows(
+        name=name,
+        text_fingerprint=plan.fingerprint,
+        num_context=text.num_context.tolist(),
+        documents=text.documents.tolist(),
+        labels=[plan.labels[index] for index in origins[:, 1]] if plan.labels else None,
+        roles=[plan.roles[index] for index in origins[:, 2]] if plan.roles else None,
+    )
+
+
 @router.delete(
     f"{ROUTE}/{{name}}", response_model=ReferenceDeleted, responses=ERROR_RESPONSES, summary="Delete a reference"
 )
@@ -91,11 +114,13 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
     state.admission.check()
     with state.admission.until_stopped():
         model = await state.models.resolve(request.model)
-        texts = await cut_texts(request, state.tokenizer, state.limits, state.info)
+        conversations = None if request.messages is None else await state.conversations.sequences(request)
+        texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
+        _check_labels(request)
         if model.lora is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         options = await state.models.engine_options(raw_request, model)
-        reference = await references.recorder.begin(request.name, texts, request.corpus)
+        reference = await references.recorder.begin(request.name, texts, request.labels, request.corpus)
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
@@ -210,6 +235,13 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         }
 
     return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
+
+
+def _check_labels(request: ReferenceRequest) -> None:
+    """One for each text or conversation."""
+    num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
+    if request.labels is not None and len(request.labels) != num_texts:
+        raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
 
 
 def _noise_floor(figures: KldStatistics) -> NoiseFloor:

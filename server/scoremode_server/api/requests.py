@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve import create_error_response
@@ -95,8 +96,9 @@ class ScoremodeRoute(APIRoute):
 
     def get_route_handler(self) -> RouteHandler:
         handle = super().get_route_handler()
-        if self.body_field is not None:
-            model: Any = self.body_field.field_info.annotation
+        model: Any = None if self.body_field is None else self.body_field.field_info.annotation
+        # Chat completions are read by vLLM's model as on its own route.
+        if model not in (None, ChatCompletionRequest):
             readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
                 CompletionRequest: read_completion_request,
                 GenerateRequest: read_generate_request,
@@ -111,6 +113,8 @@ class ScoremodeRoute(APIRoute):
             try:
                 return await handle(request)
             except RequestValidationError as error:
+                if model is ChatCompletionRequest:
+                    raise
                 # vLLM's check of the content type.
                 failure = RequestError("; ".join(map(str, error.errors())), None)
             except ValidationError as error:

@@ -1,4 +1,5 @@
-"""`/v1/score`: exact log-probabilities of prompts, or of continuations of them. `/v1/tokens`: texts of tokens."""
+"""`/v1/score`: exact log-probabilities of prompts, or of continuations of them, or of turns of conversations, which
+`/v1/turns` shows. `/v1/tokens`: texts of tokens."""
 
 import asyncio
 import math
@@ -9,7 +10,15 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from scoremode.wire.protocol import ScoreRequest, ScoreResponse, ServerInfo, TokensRequest, TokensResponse
+from scoremode.wire.protocol import (
+    ScoreRequest,
+    ScoreResponse,
+    ServerInfo,
+    TokensRequest,
+    TokensResponse,
+    TurnsRequest,
+    TurnsResponse,
+)
 from scoremode_server.api.requests import ERROR_RESPONSES, ScoremodeRoute, accepted, scoremode_state, until_disconnect
 from scoremode_server.api.responses import as_base64, json_response, top_arrays, top_entries
 from scoremode_server.prefix_cache.engine import ScoredRows
@@ -48,7 +57,8 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     state.limits.check_top_logprobs(request.top_logprobs)
     with state.admission.until_stopped():
         model = await state.models.resolve(request.model)
-        sequences, passes = await read_sequences(request, state.tokenizer, state.limits)
+        conversations = None if request.messages is None else await state.conversations.sequences(request)
+        sequences, passes = await read_sequences(request, conversations, state.tokenizer, state.limits)
     num_tokens = sum(len(each.token_ids) for each in passes)
     # Logprobs in the answer for each sequence.
     num_values = [
@@ -95,6 +105,15 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
+@router.post("/v1/turns", response_model=TurnsResponse, responses=ERROR_RESPONSES, summary="Tokens of conversations")
+@until_disconnect
+async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
+    """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
+    state = scoremode_state(raw_request)
+    await state.models.resolve(request.model)
+    return json_response({"object": "turns", "data": await state.conversations.sequences(request)})
+
+
 @router.post("/v1/tokens", response_model=TokensResponse, responses=ERROR_RESPONSES, summary="Texts of single tokens")
 async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
     """The text of each token alone. An incomplete character becomes U+FFFD."""
@@ -133,7 +152,7 @@ def _result(
     }
     if request.return_ranks:
         result["ranks"] = [*[None] * num_without, *rows.ranks.tolist()]
-    if request.return_ranks or request.continuations is not None:
+    if request.return_ranks or sequence.continuation_index is not None:
         result["is_greedy"] = bool(
             (rows.ranks[:-1] == 1).all() and _is_most_likely(rows, sequence, first_top)
             if sequence.column

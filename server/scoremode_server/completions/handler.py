@@ -1,5 +1,5 @@
 """Requests to vLLM's routes that score: OpenAI completions, such as `echo` with `logprobs` (lm-eval) and
-`prompt_logprobs` (trainers), and vLLM's generate route, token ids in and out (prime-rl).
+`prompt_logprobs` (trainers), chat completions (inspect_ai), and vLLM's generate route, token ids in and out (prime-rl).
 
 vLLM's own handlers validate, tokenize, make the sampling parameters and build the response. The logprobs, for which
 they would make an object per token, fill gaps in it with JSON written from arrays, while it is sent if it is large.
@@ -19,8 +19,6 @@ from fastapi import Request
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -219,29 +217,30 @@ class ScoringCompletions:
         return self._writer.sampled(columns, style)
 
 
-class ScoringGenerate:
-    """Answers requests for which `is_scoring_generation` is true.
+class ScoringHandler:
+    """Answers requests of one sequence, to vLLM's generate route and to chat completions, by vLLM's own handler with an
+    engine client that scores.
 
     Attributes:
-        has_texts: whether answers have the texts of tokens, which `--tokens-only` leaves out.
+        stock: vLLM's handler.
     """
 
-    def __init__(self, stock: ServingTokens, engine: ScoringEngine, writer: LogprobsWriter) -> None:
-        self.has_texts = bool(stock.has_tokenizer)
-        self._stock = stock
+    def __init__(self, stock: Any, method: str, field: str, engine: ScoringEngine, writer: LogprobsWriter) -> None:
+        """`method` is the handler's that answers, and `field` what a request has its sequence in."""
+        self.stock = stock
+        self._method = method
+        self._field = field
         self._engine = engine
         self._writer = writer
         self._turns = Turns(at_once=1)
 
-    async def generate(
-        self, request: GenerateRequest, raw_request: Request, owner: str, accept: Accept
-    ) -> Body | ErrorResponse:
+    async def answer(self, request: Any, raw_request: Request, owner: str, accept: Accept) -> Body | ErrorResponse:
         """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
-        scoring = _EngineThatScores(self._stock, self._engine, owner, accept)
-        stock = copy(self._stock)
+        scoring = _EngineThatScores(self.stock, self._field, self._engine, owner, accept)
+        stock = copy(self.stock)
         stock.engine_client = scoring
         with exempt_from_queue_bounds():
-            response = await stock.serve_tokens(request, raw_request)
+            response = await getattr(stock, self._method)(request, raw_request)
         if isinstance(response, ErrorResponse):
             return response
         assert scoring.result is not None
@@ -259,8 +258,9 @@ class _EngineThatScores:
         result: the rows, once the request is finished.
     """
 
-    def __init__(self, stock: ServingTokens, engine: ScoringEngine, owner: str, accept: Accept) -> None:
+    def __init__(self, stock: Any, field: str, engine: ScoringEngine, owner: str, accept: Accept) -> None:
         self._stock = stock
+        self._field = field
         self._engine = engine
         self._owner = owner
         self._accept = accept
@@ -282,9 +282,9 @@ class _EngineThatScores:
             raise
         except RequestError as error:
             # Other routes name the field `prompt`.
-            error.param = error.param and "token_ids"
+            error.param = error.param and self._field
             raise
-        yield _without_rows(self.result)
+        yield _without_rows(self.result, prompt.get("prompt"))
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
@@ -37,6 +38,22 @@ def is_scoring_generation(request: GenerateRequest) -> bool:
         and request.output_mode == "tokens"
         and not (request.stream or request.features or request.content_parts)
         and not (params.logprob_token_ids or params.prompt_logprob_token_ids)
+    )
+
+
+def is_scoring_chat(request: ChatCompletionRequest) -> bool:
+    """Whether a request wants the top k of its conversation of texts and one sampled token, not streamed. vLLM answers
+    all others."""
+    num_logprobs = request.prompt_logprobs
+    if num_logprobs is None and request.echo:
+        num_logprobs = request.top_logprobs
+    most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return bool(
+        num_logprobs is not None
+        and num_logprobs >= 0
+        and most == 1
+        and not (request.stream or request.use_beam_search)
+        and all(isinstance(message.get("content"), str | None) for message in request.messages)
     )
 
 

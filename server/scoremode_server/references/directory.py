@@ -1,13 +1,16 @@
 """The folder of all references, `--reference-dir`. The folder of one has these files:
 
     manifest.json           its description (`manifest.py`)
-    tokens.safetensors      token_ids [n] int32 of all documents, one after the other; windows [windows, 5] int32
+    tokens.safetensors      token_ids [n] int32 of all documents, one after the other; windows [windows, 5] int32;
+                            origins [windows, 3] int32
     lm_head.safetensors     weight [vocabulary, hidden] without padding; bias [vocabulary] where there is one
     windows/000000.safetensors, ...
                             hidden_states [scored, hidden] after the final norm; logprobs [scored] float32, nats
 
 A row of `windows` has the position of the document's first token in `token_ids`, and the window's start, end, first
-target and head (-1 for none) within the document. The targets are predicted from these hidden states.
+target and head (-1 for none) within the document. The targets are predicted from these hidden states. A row of
+`origins` has the index of the text or conversation, of its label and of the role of the turn, -1 for none; references
+of earlier versions have none.
 """
 
 import fcntl
@@ -62,7 +65,8 @@ class StoredReference:
     def text(self) -> "StoredText":
         """Tokens and windows."""
         tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
-        return StoredText(tensors["token_ids"].numpy(), tensors["windows"].numpy())
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        return StoredText(arrays["token_ids"], arrays["windows"], arrays.get("origins"))
 
     def shard(self, index: int) -> Path:
         return self.path / "windows" / f"{index:06}.safetensors"
@@ -136,13 +140,16 @@ class StoredReference:
 
 @dataclass(frozen=True, slots=True)
 class StoredText:
-    """Tokens [n] int32 and windows [windows, 5] int32, as on disk."""
+    """Tokens [n] int32, windows [windows, 5] int32 and origins [windows, 3] int32, as on disk."""
 
     token_ids: np.ndarray
     windows: np.ndarray
+    origins: np.ndarray | None = None
 
     @classmethod
-    def from_documents(cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]]) -> "StoredText":
+    def from_documents(
+        cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]], origins: np.ndarray | None = None
+    ) -> "StoredText":
         """The text of documents with their windows."""
         offset, rows = 0, []
         for token_ids, windows in documents:
@@ -152,7 +159,7 @@ class StoredText:
             ]
             offset += len(token_ids)
         joined = [np.asarray(token_ids, np.int32) for token_ids, _ in documents]
-        return cls(np.concatenate(joined), np.array(rows, np.int32).reshape(-1, 5))
+        return cls(np.concatenate(joined), np.array(rows, np.int32).reshape(-1, 5), origins)
 
     def window(self, index: int) -> tuple[list[int], int]:
         """A window's tokens, and the position of its first target among them."""
@@ -160,6 +167,21 @@ class StoredText:
         token_ids = self.token_ids[offset + start : offset + end].tolist()
         window = Window(0, end - start, first_target - start, None if head < 0 else head)
         return window.token_ids(token_ids), window.first_scored
+
+    @property
+    def documents(self) -> np.ndarray:
+        """The index [windows] of the text or conversation that each window is of."""
+        if self.origins is not None:
+            return self.origins[:, 0]
+        documents: np.ndarray = np.unique(self.windows[:, 0], return_inverse=True)[1]
+        return documents
+
+    @property
+    def num_context(self) -> np.ndarray:
+        """Tokens [windows] before the first target of each window."""
+        _, start, _, first_target, head = self.windows.T
+        num_context: np.ndarray = np.add(first_target - start, head >= 0)
+        return num_context
 
     @property
     def num_tokens(self) -> np.ndarray:
@@ -232,7 +254,8 @@ class ReferenceDirectory:
         reference = StoredReference(name, partial, manifest)
         try:
             (partial / "windows").mkdir(parents=True)
-            tensors = {"token_ids": torch.from_numpy(text.token_ids), "windows": torch.from_numpy(text.windows)}
+            arrays = {"token_ids": text.token_ids, "windows": text.windows, "origins": text.origins}
+            tensors = {each: torch.from_numpy(array) for each, array in arrays.items() if array is not None}
             write_tensors(partial / "tokens.safetensors", tensors, reference.about("tokens"))
             reference.save(manifest)
             os.rename(partial, path)

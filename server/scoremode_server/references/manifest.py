@@ -82,6 +82,9 @@ class TextPlan(BaseModel):
     num_scored: int
     num_bytes: int | None
     num_words: int | None
+    labels: list[str] = []
+    """That the text's `origins` count from 0, as they do roles."""
+    roles: list[str] = []
 
 
 class Result(BaseModel):

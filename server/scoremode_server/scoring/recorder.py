@@ -53,13 +53,16 @@ class Recorder:
     _head: HeadFormat | None = None
     _beginning: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
-    async def begin(self, name: str, texts: TextWindows, corpus: CorpusInfo | None = None) -> StoredReference:
-        """The reference to record into: a new one, or an incomplete one of the same model and text.
+    async def begin(
+        self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
+    ) -> StoredReference:
+        """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
+        for each text or conversation.
 
         Raises:
             ConflictError: there is another reference of that name.
         """
-        text, plan = await asyncio.to_thread(_plan, texts)
+        text, plan = await asyncio.to_thread(_plan, texts, labels)
         # One at a time: two requests of one name would both find no LM head.
         async with self._beginning.setdefault(name, asyncio.Lock()):
             head, model = await self._served_head(), self.references.model
@@ -174,9 +177,21 @@ class Recorder:
         await self.references.in_thread(reference.name, reference.remove_partial_files)
 
 
-def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
+def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
     """What a reference stores of the texts and their windows."""
-    text = StoredText.from_documents([(document.token_ids, document.windows) for document in texts.documents])
+    names = list(dict.fromkeys(labels or ()))
+    roles = list(dict.fromkeys(role for document in texts.documents for role in document.roles))
+    origins = [
+        (
+            document.index,
+            names.index(labels[document.index]) if labels else -1,
+            roles.index(document.roles[place]) if document.roles else -1,
+        )
+        for document in texts.documents
+        for place in range(len(document.windows))
+    ]
+    documents = [(document.token_ids, document.windows) for document in texts.documents]
+    text = StoredText.from_documents(documents, np.array(origins, np.int32))
     plan = TextPlan(
         fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
         method=texts.method,
@@ -187,6 +202,8 @@ def _plan(texts: TextWindows) -> tuple[StoredText, TextPlan]:
         num_scored=sum(window.num_scored for window in texts.windows),
         num_bytes=texts.num_bytes,
         num_words=texts.num_words,
+        labels=names,
+        roles=roles,
     )
     return text, plan
 

@@ -2,12 +2,13 @@
 that score them."""
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest
+from scoremode.wire.protocol import MAX_CANDIDATES, ScoreRequest, TurnSequence
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.scorer import ScoredSequence
@@ -19,7 +20,9 @@ class RequestedSequence(ScoredSequence):
     """A sequence to score, and its place in the request. `first` is `logprobs_from` or the continuation's start."""
 
     prompt_index: int
+    """Or the index of its conversation."""
     continuation_index: int | None = None
+    """Or the number of its turn, from 0, among those of its conversation."""
     pass_index: int = 0
     """Of the pass that scores it."""
     column: int = 0
@@ -34,9 +37,13 @@ class RequestedSequence(ScoredSequence):
 
 
 async def read_sequences(
-    request: ScoreRequest, tokenizer: Tokenizer, limits: Limits
+    request: ScoreRequest, conversations: list[TurnSequence] | None, tokenizer: Tokenizer, limits: Limits
 ) -> tuple[list[RequestedSequence], list[ScoredSequence]]:
-    """The sequences of a request, in the order of its prompts, and the passes that score them."""
+    """The sequences of a request, in the order of its prompts or conversations, and the passes that score them."""
+    if conversations is not None:
+        return _in_passes(request, _with_candidates(request, _turns(request, conversations, limits), limits))
+    if request.prompt is None:
+        raise RequestError("prompt is required, or messages", "prompt")
     prompts = as_prompts(request.prompt)
     if request.continuations is None:
         limits.check_num_sequences(len(prompts), "prompt")
@@ -64,6 +71,29 @@ async def read_sequences(
         else:
             limits.check_sequence(sequence.token_ids, sequence.name)
     return placed, passes
+
+
+def _turns(request: ScoreRequest, conversations: list[TurnSequence], limits: Limits) -> list[RequestedSequence]:
+    """Each turn after the tokens before it."""
+    for field in ("prompt", "continuations"):
+        if getattr(request, field) is not None:
+            raise RequestError(f"{field} cannot be given with messages", field)
+    if request.logprobs_from != 0:
+        raise RequestError("logprobs_from: a turn's logprobs begin where it does", "logprobs_from")
+    limits.check_num_sequences(sum(len(each["turns"]) for each in conversations), "messages")
+    sequences, counts = list[RequestedSequence](), Counter[int]()
+    for each in conversations:
+        limits.check_sequence(each["token_ids"], f"messages[{each['conversation']}]")
+        for turn in each["turns"]:
+            index = each["conversation"]
+            token_ids = each["token_ids"][: turn["end"]]
+            sequences.append(
+                RequestedSequence(
+                    token_ids=token_ids, first=turn["first"], prompt_index=index, continuation_index=counts[index]
+                )
+            )
+            counts[index] += 1
+    return sequences
 
 
 def _in_passes(

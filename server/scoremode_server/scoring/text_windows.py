@@ -8,8 +8,16 @@ from math import fsum
 import numpy as np
 
 from scoremode.metrics import count_words, exp
-from scoremode.windows import Method, Window, WindowError, cut_windows, resolve_context_length, resolve_stride
-from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow, ServerInfo
+from scoremode.windows import (
+    Method,
+    Window,
+    WindowError,
+    cut_windows,
+    resolve_context_length,
+    resolve_stride,
+    turn_windows,
+)
+from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow, ServerInfo, TurnSequence
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.tokenizer import Tokenizer
@@ -22,6 +30,10 @@ class TextDocument:
     token_ids: list[int]
     text: str | None
     windows: list[Window] = field(default_factory=list)
+    index: int = 0
+    """Among the texts or conversations of the request; several sequences may be of one conversation."""
+    roles: list[str] = field(default_factory=list)
+    """Of each window, for conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +99,16 @@ class RunningPerplexity:
         )
 
 
-async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Limits, info: ServerInfo) -> TextWindows:
-    """Tokenize the texts of a request, and cut their windows."""
+async def cut_texts(
+    request: PerplexityRequest,
+    conversations: list[TurnSequence] | None,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    info: ServerInfo,
+) -> TextWindows:
+    """Tokenize the texts of a request, and cut their windows; or the windows of its conversations."""
+    if conversations is not None:
+        return _turn_windows(request, conversations, limits)
     method, field_name = request.method, "prompt" if request.texts is None else "texts"
     try:
         context_length = resolve_context_length(method, request.context_length, limits.max_model_len)
@@ -120,6 +140,29 @@ async def cut_texts(request: PerplexityRequest, tokenizer: Tokenizer, limits: Li
     return texts
 
 
+def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence], limits: Limits) -> TextWindows:
+    """A window for each turn."""
+    for field_name in ("prompt", "texts", "stride", "max_tokens", "add_special_tokens"):
+        if getattr(request, field_name) is not None:
+            raise RequestError(f"{field_name} cannot be given with messages", field_name)
+    if "method" in request.model_fields_set and request.method != "conversation":
+        raise RequestError(f"messages are scored by method 'conversation', not {request.method!r}", "method")
+    try:
+        context_length = resolve_context_length("conversation", request.context_length, limits.max_model_len)
+    except WindowError as error:
+        raise RequestError(str(error), error.field) from None
+    documents = []
+    for each in conversations:
+        windows = turn_windows([(turn["first"], turn["end"]) for turn in each["turns"]], context_length)
+        roles = [turn["role"] for turn in each["turns"]][: len(windows)]
+        documents.append(TextDocument(each["token_ids"], None, windows, each["conversation"], roles))
+    texts = TextWindows("conversation", context_length, context_length, documents)
+    limits.check_num_sequences(len(texts.windows), "messages")
+    if not texts.windows:
+        raise RequestError(f"no turn begins within context_length {context_length}", "context_length")
+    return texts
+
+
 async def _documents(request: PerplexityRequest, tokenizer: Tokenizer) -> list[TextDocument]:
     if (request.prompt is None) == (request.texts is None):
         raise RequestError("give either prompt, one text, or texts, several", "prompt")
@@ -127,7 +170,10 @@ async def _documents(request: PerplexityRequest, tokenizer: Tokenizer) -> list[T
         return [TextDocument(request.prompt, None)]
     texts = [request.prompt] if request.prompt is not None else request.texts or []
     encoded = await tokenizer.encode_all(texts, request.adds_special_tokens) if texts else []
-    return [TextDocument(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]
+    return [
+        TextDocument(token_ids, text, index=index)
+        for index, (token_ids, text) in enumerate(zip(encoded, texts, strict=True))
+    ]
 
 
 async def _truncated(
@@ -143,5 +189,5 @@ async def _truncated(
         if len(token_ids) < len(document.token_ids) and text is not None:
             special = request.adds_special_tokens and token_ids[:1] == [info.chunk_token_id]
             text = await tokenizer.decode(token_ids[special:]) if token_ids else ""
-        truncated.append(TextDocument(token_ids, text))
+        truncated.append(TextDocument(token_ids, text, index=document.index))
     return truncated

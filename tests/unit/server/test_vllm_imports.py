@@ -21,6 +21,7 @@ EXEMPT = ("vllm_patches", "completions")
 
 ENTRYPOINTS = {
     # What a route of an endpoint plugin needs to behave as vLLM's own do.
+    *("openai.chat_completion.api_router", "openai.chat_completion.protocol"),
     *("openai.completion.api_router", "openai.completion.protocol", "serve", "serve.engine.protocol"),
     *("scale_out.token_in_token_out.api_router", "scale_out.token_in_token_out.protocol"),
     *("serve.middleware.authenticate", "serve.utils.api_utils", "serve.utils.orca_metrics"),

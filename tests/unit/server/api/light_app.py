@@ -25,7 +25,8 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from scoremode_server.api import completions
-from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
+from scoremode_server.completions.conversations import Conversations
+from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
 from scoremode_server.completions.logprobs_json import LogprobsWriter
 from scoremode_server.metrics import Metrics
 from scoremode_server.plugin import ScoremodeEndpoints
@@ -106,7 +107,9 @@ def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI
     writer = LogprobsWriter(TokenStrings(lambda: engine.renderer.tokenizer), BLOCK_SIZE)
     stock = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
     state.completions = ScoringCompletions(stock, scoring, writer, Turns())
-    state.generate = ScoringGenerate(ServingTokens(engine, models, renderer, request_logger=None), scoring, writer)
+    tokens = ServingTokens(engine, models, renderer, request_logger=None)
+    state.generate = ScoringHandler(tokens, "serve_tokens", "token_ids", scoring, writer)
+    state.conversations, state.chat = Conversations(renderer, model_config), None
     return app, engine
 
 
