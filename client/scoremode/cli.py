@@ -91,7 +91,8 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
             **_window_settings(options),
             return_ranks=output is not None,
             return_token_texts=output is not None,
-            concurrency=options.concurrency,
+            concurrency=options.decode_batch or options.concurrency,
+            lane=options.lane,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
@@ -137,7 +138,8 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
                 options.reference,
                 return_token_texts=output is not None,
                 top_logprobs=0 if output is None else options.top_logprobs,
-                concurrency=options.concurrency,
+                concurrency=options.decode_batch or options.concurrency,
+                lane=options.lane,
                 start_journal=None if output is None else output.start_journal,
                 on_progress=on_progress,
             )

@@ -8,7 +8,7 @@ per token would cost more than the scoring.
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Literal, NotRequired, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -67,6 +67,7 @@ class Request(BaseModel):
 Lane = Literal["prefill", "decode", "verify"]
 """How many tokens of a sequence a step has: as many as fit; one, as when text is generated; or one more than
 speculative decoding drafts, as when drafts are verified."""
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 
 class LaneFields(Request):
