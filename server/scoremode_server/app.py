@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import vllm
 from starlette.datastructures import State
@@ -17,10 +16,9 @@ from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.envs import enable_envs_cache
 
-from scoremode.wire.protocol import Lane, LaneFields, ServerInfo
+from scoremode.wire.protocol import ServerInfo
 from scoremode_server.completions.handler import ScoringCompletions, ScoringGenerate
 from scoremode_server.completions.logprobs_json import LogprobsWriter
-from scoremode_server.errors import RequestError
 from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
@@ -31,7 +29,7 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.recorder import Recorder
 from scoremode_server.scoring.references import References
-from scoremode_server.scoring.scorer import Scorer, Turns, check_engine, lane_chunks
+from scoremode_server.scoring.scorer import Lanes, Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
@@ -85,19 +83,7 @@ class ScoremodeState:
     """None if the server has no folder for them."""
     owner_key: bytes | None
     """A secret of this process, if the server has API keys."""
-    chunks: Mapping[Lane, int]
-    """Of each lane that the engine has, `ScoreSettings.chunk`."""
-
-    def lane(self, request: LaneFields) -> dict[str, Any]:
-        """The `ScoreSettings` of a request's lane."""
-        if request.lane not in self.chunks:
-            needed = "speculative decoding" if "decode" in self.chunks else "vLLM's own scheduler"
-            raise RequestError(
-                f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}, which needs {needed}", "lane"
-            )
-        if request.context is not None and request.lane == "prefill":
-            raise RequestError("context: the prefill lane has none; set lane to 'decode' or 'verify'", "context")
-        return {"chunk": self.chunks[request.lane], "context": request.context}
+    lanes: Lanes
 
     def owner(self, headers: Mapping[str, str]) -> str:
         """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
@@ -142,7 +128,7 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
         admission=engine.admission,
         references=None if root is None else ReferenceParts.from_folder(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
-        chunks=lane_chunks(client.vllm_config),
+        lanes=Lanes.from_config(client.vllm_config),
     )
 
 

@@ -35,7 +35,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
         model = await state.models.resolve(request.model)
         texts = await cut_texts(request, state.tokenizer, state.limits, state.info)
         options = await state.models.engine_options(raw_request, model)
-        lane = state.lane(request)
+        lane = state.lanes.settings(request)
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:

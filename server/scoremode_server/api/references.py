@@ -181,7 +181,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         if request.as_noise_floor and request.lane != "prefill":
             raise RequestError("lane: a noise floor is of the prefill lane, as the reference is", "lane")
         options = await state.models.engine_options(raw_request, model)
-        lane = state.lane(request)
+        lane = state.lanes.settings(request)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:

@@ -55,7 +55,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         (len(each.token_ids) - each.first) * (1 + each.num_candidates + request.top_logprobs) for each in sequences
     ]
     state.limits.check_num_values(num_values, request.encoding_format)
-    lane = state.lane(request)
+    lane = state.lanes.settings(request)
     request_id = f"score-{raw_request.state.request_id}"
     async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
         queue.decodes = request.lane != "prefill"

@@ -12,7 +12,8 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils import random_uuid
 
-from scoremode.wire.protocol import Lane
+from scoremode.wire.protocol import Lane, LaneFields
+from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
@@ -154,14 +155,33 @@ class Scorer:
         return result
 
 
-def lane_chunks(config: VllmConfig) -> dict[Lane, int]:
-    """`ScoreSettings.chunk` of each lane that an engine has."""
-    chunks: dict[Lane, int] = {"prefill": 0}
-    if has_lanes(config):
-        chunks["decode"] = 1
-        if config.num_speculative_tokens:
-            chunks["verify"] = 1 + config.num_speculative_tokens
-    return chunks
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes of an engine."""
+
+    chunks: Mapping[Lane, int]
+    """`ScoreSettings.chunk` of each."""
+
+    @classmethod
+    def from_config(cls, config: VllmConfig) -> "Lanes":
+        """Those that an engine of this configuration has."""
+        chunks: dict[Lane, int] = {"prefill": 0}
+        if has_lanes(config):
+            chunks["decode"] = 1
+            if config.num_speculative_tokens:
+                chunks["verify"] = 1 + config.num_speculative_tokens
+        return cls(chunks)
+
+    def settings(self, request: LaneFields) -> dict[str, Any]:
+        """The `ScoreSettings` of a request's lane."""
+        if request.lane not in self.chunks:
+            needed = "speculative decoding" if "decode" in self.chunks else "vLLM's own scheduler"
+            raise RequestError(
+                f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}, which needs {needed}", "lane"
+            )
+        if request.context is not None and request.lane == "prefill":
+            raise RequestError("context: the prefill lane has none; set lane to decode or verify", "context")
+        return {"chunk": self.chunks[request.lane], "context": request.context}
 
 
 def check_engine(config: VllmConfig) -> None:
