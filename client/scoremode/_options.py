@@ -161,8 +161,9 @@ _CONCURRENCY: Options = {
 _LANE: Options = {
     "--lane LANE": _option(
         "how many tokens of a window are in a step of the server: as many as fit, one as in generation, or as many as "
-        "speculative decoding verifies; default: %(default)s",
-        choices=LANES,
+        "speculative decoding verifies; both: prefill, then decode, each with an output of its own, and whether they "
+        "agree; default: %(default)s",
+        choices=(*LANES, "both"),
         default="prefill",
     ),
     "--decode-batch N": _number("with another lane than prefill: windows in flight at once, as --concurrency"),
@@ -432,7 +433,7 @@ def _contradiction(options: argparse.Namespace) -> str | None:
             why = "which sets it" if name in ("method", "stride") else "whose tool measures the whole text"
             return f"--{name.replace('_', '-')} does not work with --preset, {why}"
     if "decode_batch" in given and ("concurrency" in given or given["lane"] == "prefill"):
-        return "--decode-batch needs --lane decode or verify, and takes the place of --concurrency"
+        return "--decode-batch needs --lane decode, verify or both, and takes the place of --concurrency"
     if "resume" in given and "output" not in given:
         return "--resume needs --output: the journal is next to it"
     if options.command in ("record", "export") and len(urls) > 1:
