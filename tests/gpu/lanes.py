@@ -139,7 +139,7 @@ def main() -> None:
         max_num_seqs=2 * options.batch,
         max_num_batched_tokens=max(1024, CONTEXT * options.batch),
         enforce_eager=options.eager,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**31,
     )
     random, vocab_size = np.random.default_rng(7), engine.llm_engine.model_config.get_vocab_size()
