@@ -17,6 +17,7 @@ from scoremode.runs.calibration import DEFAULT_THRESHOLD
 from scoremode.runs.pool import DEFAULT_CONCURRENCY, MAX_CONCURRENCY
 from scoremode.runs.presets import PRESETS, window_settings
 from scoremode.windows import METHODS, Method
+from scoremode.wire.protocol import LANES
 
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_RETRY_FOR = 600.0
@@ -157,6 +158,16 @@ _CONCURRENCY: Options = {
         f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say"
     )
 }
+_LANE: Options = {
+    "--lane LANE": _option(
+        "how many tokens of a window are in a step of the server: as many as fit, one as in generation, or as many as "
+        "speculative decoding verifies; both: prefill, then decode, each with an output of its own, and whether they "
+        "agree; default: %(default)s",
+        choices=(*LANES, "both"),
+        default="prefill",
+    ),
+    "--decode-batch N": _number("with another lane than prefill: windows in flight at once, as --concurrency"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +187,7 @@ _COMMANDS = {
         {
             "text": _TEXT,
             "dataset": _DATASET,
-            "measurement": {**_WINDOWS, **_CONCURRENCY},
+            "measurement": {**_WINDOWS, **_CONCURRENCY, **_LANE},
             "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
             "output": _output(
@@ -209,6 +220,7 @@ _COMMANDS = {
                     "compare the reference with its own model, in other batches, and keep the result as its noise floor"
                 ),
                 **_CONCURRENCY,
+                **_LANE,
             },
             "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
@@ -420,6 +432,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         if "preset" in given and name in given:
             why = "which sets it" if name in ("method", "stride") else "whose tool measures the whole text"
             return f"--{name.replace('_', '-')} does not work with --preset, {why}"
+    if "decode_batch" in given and ("concurrency" in given or given["lane"] == "prefill"):
+        return "--decode-batch needs --lane decode, verify or both, and takes the place of --concurrency"
     if "resume" in given and "output" not in given:
         return "--resume needs --output: the journal is next to it"
     if options.command in ("record", "export") and len(urls) > 1:
@@ -429,6 +443,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
             return "--resume does not work with --floor, which is one request"
         if len(urls) > 1:
             return "--floor takes one --url: that server compares all windows"
+        if given["lane"] != "prefill":
+            return "--lane does not work with --floor: a reference's noise floor is of its own lane, prefill"
         if "concurrency" in given:
             return "--concurrency does not work with --floor: the server decides"
     return None

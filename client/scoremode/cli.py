@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scoremode._options import DEFAULT_RETRY_FOR, FIRST_CONTACT_SECONDS, parse_options
 from scoremode._printable import printable
 from scoremode._progress import corpus_bar, export_bar, lines_on_stderr, progress_bar
@@ -20,6 +23,7 @@ from scoremode.runs.corpora import Corpus, load_corpus
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.export import export_llama_cpp
+from scoremode.runs.lanes import lane_difference
 from scoremode.runs.output import Output
 from scoremode.runs.recording import record_reference
 from scoremode.windows import WindowError, WindowSettings
@@ -28,6 +32,9 @@ OnStep = TypeVar("OnStep")
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+
+_Measured = tuple[NDArray[np.floating[Any]], NDArray[np.integer[Any]]]
+"""Nats of each target, and its position in its window; of a KL divergence, its position among the window's targets."""
 
 _HOW_TO_RESUME = {
     "record": ": the same command resumes it",
@@ -41,6 +48,25 @@ _HOW_TO_RESUME = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
     options = parse_options(arguments)
+    return _run_both_lanes(options) if getattr(options, "lane", None) == "both" else _run(options, [])
+
+
+def _run_both_lanes(options: argparse.Namespace) -> int:
+    """Both lanes, one after the other, and what they differ in. The outputs are named after the lanes."""
+    measured: list[_Measured] = []
+    for lane in ("prefill", "decode"):
+        of_lane = {"lane": lane, "decode_batch": options.decode_batch if lane == "decode" else None}
+        if options.output is not None:
+            of_lane["output"] = options.output.with_name(f"{options.output.stem}-{lane}{options.output.suffix}")
+        if status := _run(argparse.Namespace(**{**vars(options), **of_lane}), measured):
+            return status
+    (prefill, positions), (decode, _) = measured
+    print(lane_difference(prefill, decode, positions).verdict)
+    return 0
+
+
+def _run(options: argparse.Namespace, measured: list[_Measured]) -> int:
+    """Run a command, and add to `measured` what a lane is compared by. Returns the exit status."""
     output: Output | None = None
     try:
         with lines_on_stderr():
@@ -48,13 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 output = Output(options.output, resume=options.resume, force=options.force)
             match options.command:
                 case "perplexity":
-                    asyncio.run(_measure_perplexity(options, output))
+                    measured.append(asyncio.run(_measure_perplexity(options, output)))
                 case "record":
                     asyncio.run(_record(options))
                 case "export":
                     asyncio.run(_export(options))
                 case "kld":
-                    asyncio.run(_measure_kld(options, output))
+                    measured.append(asyncio.run(_measure_kld(options, output)))
                 case "compare":
                     with _report_extra():
                         from scoremode.comparison.command import run_compare
@@ -82,7 +108,7 @@ def _resume_hint(output: Output | None) -> str:
     return "" if output is None else printable(output.abort())
 
 
-async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> None:
+async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> _Measured:
     corpus, calibration = _corpus(options), _calibration(options)
     async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
         evaluation = await evaluate(
@@ -91,7 +117,8 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
             **_window_settings(options),
             return_ranks=output is not None,
             return_token_texts=output is not None,
-            concurrency=options.concurrency,
+            concurrency=options.decode_batch or options.concurrency,
+            lane=options.lane,
             start_journal=None if output is None else output.start_journal,
             on_progress=on_progress,
         )
@@ -105,6 +132,9 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
     finally:
         # A number that took hours is shown even where it cannot be written.
         print(report.as_text(evaluation, overlap))
+    windows = zip(evaluation.plan.windows, evaluation.windows, strict=True)
+    positions = [np.arange(window.first_scored, window.first_scored + found.num_scored) for window, found in windows]
+    return np.concatenate([found.nlls for found in evaluation.windows]), np.concatenate(positions)
 
 
 async def _record(options: argparse.Namespace) -> None:
@@ -124,7 +154,7 @@ async def _export(options: argparse.Namespace) -> None:
     print(printable(f"{options.llama_cpp}: {size:,} bytes"))
 
 
-async def _measure_kld(options: argparse.Namespace, output: Output | None) -> None:
+async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _Measured:
     calibration = _calibration(options)
     async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
         if options.floor:
@@ -137,7 +167,8 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
                 options.reference,
                 return_token_texts=output is not None,
                 top_logprobs=0 if output is None else options.top_logprobs,
-                concurrency=options.concurrency,
+                concurrency=options.decode_batch or options.concurrency,
+                lane=options.lane,
                 start_journal=None if output is None else output.start_journal,
                 on_progress=on_progress,
             )
@@ -150,6 +181,7 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> No
             output.write(kld_report.as_json(measurement, options.urls, overlap), kld_report.as_arrays(measurement))
     finally:
         print(kld_report.as_text(measurement, overlap))
+    return measurement.positions.kld, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 
 @contextmanager

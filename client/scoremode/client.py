@@ -24,6 +24,7 @@ from scoremode.wire.calls import Answer, BytesReader, Call, EventReader, call, s
 from scoremode.wire.protocol import (
     Candidates,
     Continuations,
+    Lane,
     PerplexityResponse,
     PerplexityWindow,
     Prompt,
@@ -149,6 +150,8 @@ class _Client(Generic[Transport]):
         return_ranks: bool = False,
         return_tokens: bool = False,
         use_cache: bool = True,
+        lane: Lane = "prefill",
+        context: int | None = None,
         model: str | None = None,
     ) -> Call[list[Score]]:
         """Exact log-probabilities, in nats, of every token of one or several texts, or of their continuations.
@@ -166,6 +169,8 @@ class _Client(Generic[Transport]):
             return_ranks: Return the rank of every token in the vocabulary.
             return_tokens: Return every token as text.
             use_cache: Accept logprobs that were computed for an earlier request.
+            lane: Feed as many tokens a step as fit, or one ("decode"), or as many as speculative decoding ("verify").
+            context: In these other lanes, prefill at most this many tokens, and none whose step gives a logprob.
             model: In place of the client's.
 
         Returns:
@@ -186,6 +191,7 @@ class _Client(Generic[Transport]):
             return_ranks=return_ranks,
             return_tokens=return_tokens,
             use_cache=use_cache,
+            **_lane_fields(lane, context),
             encoding_format="base64",
         )
 
@@ -196,6 +202,8 @@ class _Client(Generic[Transport]):
         *,
         texts: list[str] | None = None,
         on_window: OnWindow | None = None,
+        lane: Lane = "prefill",
+        context: int | None = None,
         model: str | None = None,
         **windows: Unpack[WindowSettings],
     ) -> Call[PerplexityResponse]:
@@ -206,6 +214,7 @@ class _Client(Generic[Transport]):
             texts: Several texts, in place of `prompt`.
             on_window: An ordinary function, called with each window's NLL and the running perplexity as the server gets
                 there.
+            lane: As for `score`, with its `context`.
             model: In place of the client's.
             **windows: How the text is cut into windows: `WindowSettings` says which.
 
@@ -218,6 +227,7 @@ class _Client(Generic[Transport]):
             model=model or self.model,
             prompt=prompt,
             texts=texts,
+            **_lane_fields(lane, context),
             **{"method": "sliding", **windows},
         )
 
@@ -302,6 +312,8 @@ class _Client(Generic[Transport]):
         top_logprobs: int = 0,
         as_noise_floor: bool = False,
         on_window: OnKldWindow | None = None,
+        lane: Lane = "prefill",
+        context: int | None = None,
         model: str | None = None,
     ) -> Call[KldResult]:
         """KL divergence of the served model from a reference, over the whole vocabulary at every position.
@@ -314,6 +326,7 @@ class _Client(Generic[Transport]):
             as_noise_floor: Keep the result with the reference as its noise floor; all windows, and the reference's own
                 model.
             on_window: An ordinary function, called with each window as it is done.
+            lane: Of the served model, as for `score`, with its `context`. References are of the prefill lane.
             model: In place of the client's.
 
         With `on_window` or `as_noise_floor` the answer is streamed. A connection lost after the first window is then an
@@ -326,6 +339,7 @@ class _Client(Generic[Transport]):
             "top_logprobs": top_logprobs,
             "as_noise_floor": as_noise_floor,
             "encoding_format": "base64",
+            **_lane_fields(lane, context),
         }
         if on_window is not None or as_noise_floor:
             return stream("/v1/kld", lambda: kld_reader(on_window), **fields)
@@ -449,6 +463,11 @@ def _window_reader(
 ) -> EventReader[PerplexityWindow, Answer]:
     kinds = ("perplexity.window", kind)
     return EventReader(kinds, PerplexityWindow.model_validate, result, on_window, repeatable=repeatable)
+
+
+def _lane_fields(lane: Lane, context: int | None) -> dict[str, Any]:
+    """What a request says of its lane: nothing of the usual one, which older servers know too."""
+    return {} if lane == "prefill" and context is None else {"lane": lane, "context": context}
 
 
 def _path_of(name: str) -> str:

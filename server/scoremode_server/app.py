@@ -30,7 +30,7 @@ from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes
 from scoremode_server.scoring.recorder import Recorder
 from scoremode_server.scoring.references import References
-from scoremode_server.scoring.scorer import Scorer, Turns, check_engine
+from scoremode_server.scoring.scorer import Lanes, Scorer, Turns, check_engine
 from scoremode_server.scoring.tokenizer import Tokenizer
 from scoremode_server.scoring.worker_files import WorkerFiles
 from scoremode_server.settings import WORKER_EXTENSION, logprob_bytes, reference_directory
@@ -86,6 +86,7 @@ class ScoremodeState:
     """None if the server has no folder for them."""
     owner_key: bytes | None
     """A secret of this process, if the server has API keys."""
+    lanes: Lanes
 
     def owner(self, headers: Mapping[str, str]) -> str:
         """The owner of a request with these headers, by its API key. Without keys all requests have one owner."""
@@ -136,6 +137,7 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
         admission=engine.admission,
         references=None if root is None else ReferenceParts.from_folder(root, client, engine, turns, identity),
         owner_key=secrets.token_bytes(32) if has_api_keys else None,
+        lanes=Lanes.from_config(client.vllm_config),
     )
 
 

@@ -1,6 +1,7 @@
 """KL divergence on real servers against transformers: float64 over the full logits of both models. And one model
 measured in every way, none of which may show it to be better than itself."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,30 @@ def test_a_reference_has_the_perplexity_of_its_model(smollm2_client, reference, 
     # Hidden states in float32, a head of 49,152 rows, and little else.
     hidden = 576 * 4
     assert 1 <= recorded.disk_bytes / (hidden * (recorded.num_scored + 49_152)) < 1.02
+
+
+def test_the_decode_lane_has_the_divergences_of_transformers(
+    rounded_client, rounded_smollm2, smollm2, sequences, reference
+):
+    expected = oracle.divergences(smollm2, rounded_smollm2, [tokens for tokens, _ in sequences])
+    exact = np.concatenate([each.kld[first - 1 :] for each, (_, first) in zip(expected, sequences, strict=True)])
+    for options in ({}, {"context": 3}):
+        found = positions_of(rounded_client.kld(reference, lane="decode", **options))
+        oracle.assert_close(found.kld, exact)
+
+
+def test_both_lanes_of_a_run_agree(smollm2_server, reference, text, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(text)
+    windows = ["--text-file", str(tmp_path / "text.txt"), "--context-length", str(CONTEXT), "--stride", str(STRIDE)]
+    lanes = ["--url", smollm2_server, "--lane", "both", "--decode-batch", "2", "--quiet"]
+    for command in (windows, ["kld", "--reference", reference]):
+        assert main([*command, *lanes, "--output", str(tmp_path / "run.json")]) == 0
+        assert "decode agrees with prefill" in capsys.readouterr().out
+        prefill, decode = (json.loads((tmp_path / f"run-{lane}.json").read_text()) for lane in ("prefill", "decode"))
+        assert (prefill["settings"].get("lane"), decode["settings"]["lane"]) == (None, "decode")
+        assert decode["settings"]["concurrency"] == 2
+        for each in tmp_path.glob("run-*"):
+            each.unlink()
 
 
 def test_a_model_does_not_diverge_from_itself(smollm2_client, reference):

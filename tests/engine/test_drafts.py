@@ -8,7 +8,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from scoremode_server.offline import read_score, score_params
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import read_columns, read_rows
-from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.row_spec import RowSpec, ScoringParams
 from tests import oracle
 
 BLOCK = 32
@@ -55,5 +55,13 @@ def test_scores_next_to_drafts_equal_transformers(random_model: Path):
                         oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
                     elif not reads_cache:
                         oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact)
+        plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        for chunk in (1, 1 + NGRAMS["num_speculative_tokens"]):
+            in_lane = [ScoringParams.of(plain, RowSpec(last_token=tokens[-1], chunk=chunk)) for tokens in sequences]
+            for each in in_lane:
+                each.skip_reading_prefix_cache = True
+            outputs = engine.generate([*generating, *fed], [generation] * 2 + in_lane, use_tqdm=False)[2:]
+            for output, exact in zip(outputs, expected, strict=True):
+                oracle.assert_close(read_columns(output.prompt_logprobs, 1)[1][:, 0], exact)
     finally:
         engine.llm_engine.engine_core.shutdown()

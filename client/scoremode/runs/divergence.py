@@ -14,12 +14,12 @@ from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
-from scoremode.runs.plan import differences, server_header
+from scoremode.runs.plan import differences, lane_header, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
-from scoremode.wire.protocol import ServerInfo, TopLogprobArrays
+from scoremode.wire.protocol import Lane, ServerInfo, TopLogprobArrays
 from scoremode.wire.references import DivergentPosition, KldStatistics, Reference
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
@@ -46,13 +46,17 @@ class KldPlan:
     model: str
     reference: Reference
     top_logprobs: int = 0
+    lane: Lane = "prefill"
+    """Of the served model; the reference's is prefill."""
 
     @property
     def num_windows(self) -> int:
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        result = await client.kld(self.reference.name, (index, index + 1), top_logprobs=self.top_logprobs)
+        result = await client.kld(
+            self.reference.name, (index, index + 1), top_logprobs=self.top_logprobs, lane=self.lane
+        )
         if [window.index for window in result.data] != [index]:
             raise ResponseError("the server did not compare the window that it was asked for")
         if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
@@ -71,6 +75,7 @@ class KldPlan:
             **{f"reference.{name}": value for name, value in _identity(self.reference).items()},
             "model": self.model,
             **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
+            **lane_header(self.lane),
             **server_header(self.server),
         }
 
@@ -141,6 +146,7 @@ class KldMeasurement:
     token_texts: dict[int, str] = field(default_factory=dict)
     """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
     top_tokens: TopTokens | None = None
+    lane: Lane = "prefill"
 
     def statistics_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
         """Of the positions of some windows, [windows] true for each."""
@@ -167,6 +173,7 @@ async def measure_kld(
     return_token_texts: bool = False,
     top_logprobs: int = 0,
     concurrency: int | None = None,
+    lane: Lane = "prefill",
     start_journal: StartJournal[KldWindowValues] | None = None,
     on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
@@ -178,6 +185,7 @@ async def measure_kld(
         return_token_texts: Keep the text of every token that is a target or the top token of either; as for `evaluate`.
         top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
+        lane: Of the served model, as for `evaluate`.
         start_journal: As for `evaluate`.
         on_progress: Called for the windows of the journal together, and then for each that was compared.
 
@@ -193,7 +201,7 @@ async def measure_kld(
             address = pool.clients[0].address
             raise ServersDifferError(f"{client.address} has another reference {name!r} than {address}: {differing}")
     num_top = min(top_logprobs, pool.info.max_top_logprobs)
-    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top)
+    plan = KldPlan(pool.info, pool.clients[0].model or pool.info.model, references[0], num_top, lane)
     run = await measure(plan, pool, start_journal, on_progress)
     return await _measurement(pool.clients[0], plan, run, pool.concurrency, return_token_texts=return_token_texts)
 
@@ -263,6 +271,7 @@ async def _measurement(
         seconds=seconds,
         token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
         top_tokens=top_tokens,
+        lane=plan.lane,
     )
 
 

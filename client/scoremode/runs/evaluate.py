@@ -18,6 +18,7 @@ from scoremode.runs.plan import Plan, WindowNlls, make_plan
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, StartJournal, measure
 from scoremode.windows import WindowSettings
+from scoremode.wire.protocol import Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ async def evaluate(
     return_ranks: bool = False,
     return_token_texts: bool = False,
     concurrency: int | None = None,
+    lane: Lane = "prefill",
     start_journal: StartJournal[WindowNlls] | None = None,
     on_progress: OnProgress | None = None,
     **windows: Unpack[WindowSettings],
@@ -72,6 +74,7 @@ async def evaluate(
         return_token_texts: Keep the text of every token that is a target. A server that cannot give them costs the
             texts, not the run: the log says so.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
+        lane: How many tokens of a window are in a step of the server, as for `AsyncScoreClient.score`.
         start_journal: Opens the journal once it is known what is to be scored. Windows that are in it are not scored
             again, and every other is added to it. Closing it is left to the caller.
         on_progress: Called for the windows of the journal together, and then for each that was scored.
@@ -83,7 +86,7 @@ async def evaluate(
             written. Windows in flight are cancelled.
     """
     pool = await Pool.connect(clients, concurrency)
-    plan = await make_plan(pool.clients[0], pool.info, corpus, return_ranks=return_ranks, **windows)
+    plan = await make_plan(pool.clients[0], pool.info, corpus, return_ranks=return_ranks, lane=lane, **windows)
     run = await measure(plan, pool, start_journal, on_progress)
     scored = run.in_order()
     return Evaluation(

@@ -18,6 +18,7 @@ from scoremode.kld import POSITION_DTYPES, times_the_floor
 from scoremode.results import TOP_DTYPES
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
+from scoremode.runs.plan import lane_header
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
@@ -113,7 +114,11 @@ def as_json(
         "model": measurement.model,
         "server": measurement.server.model_dump(),
         "reference": finite_or_none(measurement.reference.model_dump()),
-        "settings": {"concurrency": measurement.concurrency, "as_noise_floor": measurement.as_noise_floor},
+        "settings": {
+            "concurrency": measurement.concurrency,
+            "as_noise_floor": measurement.as_noise_floor,
+            **lane_header(measurement.lane),
+        },
         "statistics": measurement.statistics,
         "kld_over_noise_floor": measurement.kld_over_noise_floor,
         "most_divergent": [finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],

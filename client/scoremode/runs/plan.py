@@ -24,7 +24,7 @@ from scoremode.windows import (
     resolve_context_length,
     resolve_stride,
 )
-from scoremode.wire.protocol import ServerInfo, is_old_fingerprint
+from scoremode.wire.protocol import Lane, ServerInfo, is_old_fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Plan:
     windows: list[Window]
     return_ranks: bool = False
     """Whether ranks are asked for."""
+    lane: Lane = "prefill"
 
     @property
     def num_windows(self) -> int:
@@ -77,14 +78,19 @@ class Plan:
     async def measure(self, client: AsyncScoreClient, index: int) -> WindowNlls:
         window = self.windows[index]
         sequence = window.token_ids(self.tokens)
-        scores = await client.score([sequence], return_ranks=self.return_ranks)
-        if len(scores) != 1 or scores[0].token_ids != sequence:
+        # In the other lanes tokens without a wanted logprob are prefilled.
+        left_out = 0 if self.lane == "prefill" else window.first_scored
+        scores = await client.score(
+            [sequence], return_ranks=self.return_ranks, lane=self.lane, logprobs_from=left_out or None
+        )
+        if len(scores) != 1 or scores[0].token_ids != sequence[left_out:]:
             raise ResponseError("the server did not score the tokens that it was sent")
-        nlls: list[float] = (-scores[0].logprob_array[window.first_scored :]).tolist()
+        first = window.first_scored - left_out
+        nlls: list[float] = (-scores[0].logprob_array[first:]).tolist()
         if num_missing := sum(map(math.isnan, nlls)):
             given = window.num_scored - num_missing
             raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
-        ranks = [rank for rank in (scores[0].ranks or [])[window.first_scored :] if rank is not None]
+        ranks = [rank for rank in (scores[0].ranks or [])[first:] if rank is not None]
         if self.return_ranks and len(ranks) != window.num_scored:
             raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
         return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if self.return_ranks else None)
@@ -103,6 +109,7 @@ class Plan:
             "add_special_tokens": self.add_special_tokens,
             "return_ranks": self.return_ranks,
             "model": self.model,
+            **lane_header(self.lane),
             **server_header(self.server),
             "num_tokens": len(self.tokens),
             "tokens_sha256": hashlib.sha256(" ".join(map(str, self.tokens)).encode()).hexdigest(),
@@ -133,6 +140,7 @@ async def make_plan(
     max_tokens: int | None = None,
     add_special_tokens: bool | None = None,
     return_ranks: bool = False,
+    lane: Lane = "prefill",
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows."""
     context_length = resolve_context_length(method, context_length, server.max_model_len)
@@ -184,7 +192,13 @@ async def make_plan(
         num_words=corpus.num_words or count_words(text),
         windows=windows,
         return_ranks=return_ranks,
+        lane=lane,
     )
+
+
+def lane_header(lane: Lane) -> dict[str, object]:
+    """Its field in the header of a journal and in the settings of a run; the usual lane has none."""
+    return {} if lane == "prefill" else {"lane": lane}
 
 
 def identity(server: ServerInfo) -> dict[str, object]:

@@ -15,6 +15,7 @@ from scoremode._version import __version__
 from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.evaluate import Evaluation
+from scoremode.runs.plan import lane_header
 from scoremode.runs.presets import comparable_with
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference
@@ -86,6 +87,7 @@ def as_json(
             # True in files of earlier versions whose windows the server cut.
             "server_side": False,
             "concurrency": evaluation.concurrency,
+            **lane_header(plan.lane),
         },
         "num_tokens": len(plan.tokens),
         "num_bytes": plan.num_bytes,

@@ -8,7 +8,7 @@ per token would cost more than the scoring.
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -62,6 +62,28 @@ class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = Field(None, description="A served model or LoRA adapter; the served model when left out.")
+
+
+Lane = Literal["prefill", "decode", "verify"]
+"""How many tokens of a sequence a step has: as many as fit; one, as when text is generated; or one more than
+speculative decoding drafts, as when drafts are verified."""
+LANES: tuple[Lane, ...] = get_args(Lane)
+
+
+class LaneFields(Request):
+    """Which of the server's kernels compute the tokens, by how many of a sequence are in a step."""
+
+    lane: Lane = Field(
+        "prefill",
+        description="`decode`: feed one token a step, as in generation; `verify`: as many as a step of speculative "
+        "decoding has. Nothing is cached then.",
+    )
+    context: int | None = Field(
+        None,
+        ge=1,
+        description="In the other lanes, prefill at most this many tokens; by default all those that come before the "
+        "token whose step gives the first logprob that is returned.",
+    )
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
@@ -127,7 +149,7 @@ class TurnsResponse(TypedDict):
     data: list[TurnSequence]
 
 
-class ScoreRequest(MessagesFields):
+class ScoreRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/score`: `prompt` or `messages`."""
 
     prompt: Prompt | None = Field(None, description="One text or several, as text or as token ids.")
@@ -234,6 +256,10 @@ class ScoreResponse(TypedDict):
     model: str
     data: list[ScoreResult]
     usage: Usage
+    lane: NotRequired[Lane]
+    """With `mean_batch`, in the other lanes than prefill."""
+    mean_batch: NotRequired[float | None]
+    """Sequences of these lanes in the engine on average while the request ran; null if it had none there."""
 
 
 def is_old_fingerprint(fingerprint: object) -> bool:
@@ -324,7 +350,7 @@ class ServerInfo(BaseModel):
         return self.bos_token_id if self.adds_bos else None
 
 
-class PerplexityRequest(MessagesFields):
+class PerplexityRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/perplexity`: `prompt`, one text; `texts`, several that share no context; or `messages`."""
 
     prompt: Text | None = Field(None, description="One text, or its token ids.")
@@ -395,3 +421,6 @@ class PerplexityResponse(BaseModel):
     num_bytes: int | None
     num_words: int | None
     usage: Usage
+    lane: Lane = "prefill"
+    mean_batch: float | None = None
+    """As in a `ScoreResponse`."""

@@ -10,8 +10,9 @@ from scoremode.wire.protocol import (
     MAX_TOP_LOGPROBS,
     ComputedBy,
     Figure,
+    Lane,
+    LaneFields,
     PerplexityRequest,
-    Request,
     TopLogprob,
     TopLogprobArrays,
     Usage,
@@ -148,7 +149,7 @@ class ReferenceDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
-class KldRequest(Request):
+class KldRequest(LaneFields):
     """Body of `POST /v1/kld`: the windows of a reference through the served model."""
 
     reference: ReferenceName = Field(description="Name of a complete reference.")
@@ -314,3 +315,6 @@ class KldResponse(TypedDict):
     """Of the positions of these windows."""
     data: NotRequired[list[KldWindow]]
     usage: Usage
+    lane: NotRequired[Lane]
+    mean_batch: NotRequired[float | None]
+    """As in a `ScoreResponse`."""

@@ -36,9 +36,11 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
         options = await state.models.engine_options(raw_request, model)
+        lane = state.lanes.settings(request)
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
+        queue.decodes = request.lane != "prefill"
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -46,6 +48,7 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             may_evict=False,
             owner=state.owner(raw_request.headers),
             options=options,
+            **lane,
         )
 
         def sequences() -> Iterator[ScoredSequence]:
@@ -64,7 +67,13 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
         num_fed = sum(window.num_tokens for window in texts.windows)
         usage = Usage(prompt_tokens=num_fed, cached_tokens=num_cached, total_tokens=num_fed)
         yield PerplexityResponse(
-            id=request_id, created=int(time.time()), model=model.name, usage=usage, **figures
+            id=request_id,
+            created=int(time.time()),
+            model=model.name,
+            usage=usage,
+            lane=request.lane,
+            mean_batch=queue.mean_batch,
+            **figures,
         ).model_dump()
 
     return await respond(state.admission, ROUTE, request_id, events, stream=request.stream)

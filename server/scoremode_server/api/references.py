@@ -117,6 +117,8 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
         _check_labels(request)
+        if request.lane != "prefill" or request.context is not None:
+            raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
         if model.lora is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
         options = await state.models.engine_options(raw_request, model)
@@ -201,14 +203,18 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
+        if request.as_noise_floor and request.lane != "prefill":
+            raise RequestError("lane: a noise floor is of the prefill lane, as the reference is", "lane")
         options = await state.models.engine_options(raw_request, model)
+        lane = state.lanes.settings(request)
     request_id = f"kld-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
         """Each window; then all but `data`. A noise floor is stored in the reference."""
         # A noise floor's windows are computed with other windows than when they were recorded.
         indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
-        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options)
+        queue.decodes = request.lane != "prefill"
+        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options, **lane)
         compared = references.comparer.compare(reference, indices, request.top_logprobs, settings)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
@@ -232,6 +238,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             "num_scored": figures["num_scored"],
             "statistics": figures,
             "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
+            **({"lane": request.lane, "mean_batch": queue.mean_batch} if queue.decodes else {}),
         }
 
     return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)

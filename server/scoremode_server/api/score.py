@@ -65,8 +65,10 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         (len(each.token_ids) - each.first) * (1 + each.num_candidates + request.top_logprobs) for each in sequences
     ]
     state.limits.check_num_values(num_values, request.encoding_format)
+    lane = state.lanes.settings(request)
     request_id = f"score-{raw_request.state.request_id}"
     async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
+        queue.decodes = request.lane != "prefill"
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -76,6 +78,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             cache_salt=request.cache_salt,
             owner=state.owner(raw_request.headers),
             options=await state.models.engine_options(raw_request, model),
+            **lane,
         )
         async with aclosing(state.scorer.scores(passes, settings)) as scores:
             answers = [answer async for answer in scores]
@@ -98,6 +101,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
                     "model": model.name,
                     "data": [{"index": index, **result} for index, result in enumerate(results)],
                     "usage": usage,
+                    **({"lane": request.lane, "mean_batch": queue.mean_batch} if queue.decodes else {}),
                 }
             )
 

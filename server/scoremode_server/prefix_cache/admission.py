@@ -26,7 +26,7 @@ class EngineSize:
     tokens: int
     """Tokens to compute, of all sequences in it. The last sequence may exceed this."""
     sequences: int
-    """The most sequences in it."""
+    """The most sequences in it: twice as many as it runs in one step."""
     max_scoring_tokens: int
     """Tokens of all sequences that may wait or run at once."""
     reserved_tokens: int = 0
@@ -96,6 +96,9 @@ class Admission:
         self.num_sequences = self.num_tokens = self.num_running = 0
         self._num_computing = 0
         """Tokens that the engine must compute, as far as this process knows."""
+        self._num_decoding = 0
+        self._decoding_seconds, self._decoding_until = 0.0, 0.0
+        """The sum of all sequences' seconds in the engine, of queues that decode, and the time until which it goes."""
         self.abort = abort
         self._show = show
         self._waiting: OrderedDict[RequestQueue, deque[_Waiting]] = OrderedDict()
@@ -247,9 +250,18 @@ class Admission:
         self._num_computing += num_tokens
         self.num_running += num_running
         queue.num_running += num_running
+        if queue.decodes:
+            self._count_decoding(queue, num_running)
         if gate is not None:
             gate.count(num_running)
         self.show()
+
+    def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:
+        now = time.monotonic()
+        self._decoding_seconds += self._num_decoding * (now - self._decoding_until)
+        self._decoding_until = now
+        self._num_decoding += num_running
+        queue.decoding = (queue.decoding or ((now, self._decoding_seconds),))[0], (now, self._decoding_seconds)
 
 
 Accept = Callable[[str, int, int], AbstractAsyncContextManager["RequestQueue"]]
@@ -266,6 +278,9 @@ class RequestQueue:
         accepted: when the request was accepted, by `time.monotonic()`.
         entered: when its first sequence entered the engine.
         num_scored: those with an answer; they have `num_scored_tokens` tokens, `num_cached_tokens` of them cached.
+        decodes: whether its sequences are in another lane than prefill.
+        decoding: when its first sequence entered the engine, and when one last entered or left: the time, and the
+            seconds in the engine of all sequences that decode, of other requests too.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -275,6 +290,17 @@ class RequestQueue:
         self.accepted = time.monotonic()
         self.entered: float | None = None
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
+        self.decodes = False
+        self.decoding: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def mean_batch(self) -> float | None:
+        """The mean number of sequences of this process, outside the prefill lane, that were in the engine while this
+        request had some there; at most as many as it runs at once. None if there was none."""
+        if not self.decoding or self.decoding[0][0] == self.decoding[1][0]:
+            return None
+        (began, before), (ended, after) = self.decoding
+        return min((after - before) / (ended - began), self._admission.size.sequences / 2)
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
         """Count sequences; negative numbers when they leave."""
@@ -291,7 +317,7 @@ class RequestQueue:
         self.num_cached_tokens += num_cached_tokens
         self.add(-1, -num_tokens)
 
-    async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: int = 1) -> AsyncGenerator[T, None]:
+    async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1) -> AsyncGenerator[T, None]:
         """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at
         once, and if sequences count as they begin, of `loads` times `size.tokens`.
 

@@ -158,7 +158,8 @@ async def in_engine(
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id, queue, output = request.request_id + suffix, request.queue, None
-    num_tokens = request.num_fed - num_known
+    # Of a step, where it has a chunk in each.
+    num_tokens = request.spec.chunk or request.num_fed - num_known
     try:
         async with nullcontext() if queue is None else queue.inside(request_id, num_tokens, request.gate):
             with exempt_from_queue_bounds():

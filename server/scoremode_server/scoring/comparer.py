@@ -103,7 +103,7 @@ class MarkedWindow:
         options = self.settings.options
         return RowsRequest.score(
             self.token_ids,
-            RowSpec(self.first, num_top=self.num_top, window=self.mark),
+            self.settings.in_lane(RowSpec(self.first, num_top=self.num_top, window=self.mark)),
             request_id=f"{self.settings.request_id}-{self.mark.index}",
             # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),

@@ -2,8 +2,9 @@
 text and no HTTP."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils import random_uuid
 
+from scoremode.wire.protocol import Lane, LaneFields
+from scoremode_server.errors import RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.engine import ScoredRows, ScoringEngine
 from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.rows import Rows
 from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.scheduler import has_lanes
 
 ANSWERS_AT_ONCE = 12
 """Answers that are written, each in about a millisecond, before the event loop reads new requests."""
@@ -39,6 +43,18 @@ class ScoreSettings:
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`."""
+    chunk: int = 0
+    """Tokens a step, outside the prefill lane."""
+    context: int | None = None
+    """The most tokens that are prefilled before; all that have no wanted row if None."""
+
+    def in_lane(self, spec: RowSpec) -> RowSpec:
+        """The same rows, none of which comes from a step with more than a chunk of tokens."""
+        if not self.chunk:
+            return spec
+        most = spec.first - 1
+        context = most if self.context is None else min(self.context, most)
+        return replace(spec, chunk=self.chunk, context=max(1, context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +83,17 @@ class ScoredSequence:
         first, candidates = max(1, self.first), self.candidates
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - self.first :]
-        elif (block := (first - 1) // block_size) < (len(self.token_ids) - 1) // block_size:
+        elif not settings.chunk and (block := (first - 1) // block_size) < (len(self.token_ids) - 1) // block_size:
             # A block is stored whole or not at all. Another request may have it in common, and vLLM then leaves it out.
             first = block * block_size + 1
-        return RowSpec(
-            first=first,
-            num_top=max(settings.top_logprobs, self.least_top),
-            temperature=settings.temperature,
-            num_candidates=self.num_candidates,
-            candidates=b"" if candidates is None else candidates.tobytes(),
+        return settings.in_lane(
+            RowSpec(
+                first=first,
+                num_top=max(settings.top_logprobs, self.least_top),
+                temperature=settings.temperature,
+                num_candidates=self.num_candidates,
+                candidates=b"" if candidates is None else candidates.tobytes(),
+            )
         )
 
 
@@ -105,11 +123,15 @@ class Scorer:
         """Score sequences of 1 to `max_model_len` tokens, in order. The first token has no context, so no row.
         Sequences are taken when the engine can use them. Closing the generator aborts those in the engine."""
         return settings.queue.in_order(
-            self._score(index, sequence, settings) for index, sequence in enumerate(sequences)
+            (self._score(index, sequence, settings) for index, sequence in enumerate(sequences)),
+            # A sequence that takes a chunk a step leaves the rest of the step to others.
+            loads=math.inf if settings.chunk else 1,
         )
 
     async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
         token_ids, spec = sequence.token_ids, sequence.spec(settings, self._engine.block_size)
+        # Lanes share no keys, values and rows, not even with themselves.
+        use_cache = settings.use_cache and not settings.chunk
         if len(token_ids) == 1:
             settings.queue.done(1, 0)
             await self._turns.wait()
@@ -119,9 +141,9 @@ class Scorer:
             spec,
             request_id=f"{settings.request_id}-{index}",
             first=max(1, sequence.first),
-            use_cache=settings.use_cache,
+            use_cache=use_cache,
             # Keys and values that no other request may read have a salt of their own.
-            cache_salt=settings.cache_salt if settings.use_cache else random_uuid(),
+            cache_salt=settings.cache_salt if use_cache else random_uuid(),
             # Only the same request again could use rows with these candidates.
             may_evict=settings.may_evict and not sequence.has_own_candidates,
             owner=settings.owner,
@@ -131,6 +153,35 @@ class Scorer:
         result = await self._engine.rows(request)
         await self._turns.wait()
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The lanes of an engine."""
+
+    chunks: Mapping[Lane, int]
+    """`ScoreSettings.chunk` of each."""
+
+    @classmethod
+    def from_config(cls, config: VllmConfig) -> "Lanes":
+        """Those that an engine of this configuration has."""
+        chunks: dict[Lane, int] = {"prefill": 0}
+        if has_lanes(config):
+            chunks["decode"] = 1
+            if config.num_speculative_tokens:
+                chunks["verify"] = 1 + config.num_speculative_tokens
+        return cls(chunks)
+
+    def settings(self, request: LaneFields) -> dict[str, Any]:
+        """The `ScoreSettings` of a request's lane."""
+        if request.lane not in self.chunks:
+            needed = "speculative decoding" if "decode" in self.chunks else "vLLM's own scheduler"
+            raise RequestError(
+                f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}, which needs {needed}", "lane"
+            )
+        if request.context is not None and request.lane == "prefill":
+            raise RequestError("context: the prefill lane has none; set lane to decode or verify", "context")
+        return {"chunk": self.chunks[request.lane], "context": request.context}
 
 
 def check_engine(config: VllmConfig) -> None:

@@ -8,7 +8,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.settings import logprob_bytes, reference_directory, reference_head_bytes
-from scoremode_server.vllm_patches import output_processor
+from scoremode_server.vllm_patches import output_processor, scheduler
 from scoremode_server.vllm_patches.computed_by import describe_worker
 
 SECONDS_FOR_MANIFESTS = 10
@@ -28,6 +28,7 @@ def install() -> None:
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return
     output_processor.patch()
+    scheduler.patch()
     init_device = WorkerWrapperBase.init_device
 
     def init_device_then_patch(self: Any) -> None:

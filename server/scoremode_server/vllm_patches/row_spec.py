@@ -47,6 +47,10 @@ class RowSpec:
     """int32: [m] for all rows, or [rows, m] from the first target's on."""
     window: WindowMark | None = None
     """Of a reference, if the rows are recorded or compared; else they are only returned."""
+    chunk: int = 0
+    """The most tokens a step after the context; 0 for as many as fit."""
+    context: int = 1
+    """With a chunk: tokens at the start that need not come in chunks."""
 
     @classmethod
     def read(cls, params: Any) -> "RowSpec | None":

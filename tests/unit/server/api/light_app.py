@@ -34,7 +34,7 @@ from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.scoring.limits import Limits
-from scoremode_server.scoring.scorer import Scorer, Turns
+from scoremode_server.scoring.scorer import Lanes, Scorer, Turns
 from scoremode_server.scoring.tokenizer import Tokenizer, TokenStrings
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 from scoremode_server.vllm_patches.served_models import ServedModels
@@ -71,6 +71,7 @@ def light_app(
         admission=scoring.admission,
         references=engine.references(scoring, turns) if isinstance(engine, ReferenceEngine) else None,
         owner=lambda request: "",
+        lanes=Lanes({"prefill": 0, "decode": 1}),
     )
     return app
 

@@ -112,6 +112,32 @@ async def test_one_log_line_has_the_outcome_of_a_request(monkeypatch, error: Bas
     assert line.startswith(f"request id=score-7 route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited=")
 
 
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("/v1/score", {"lane": "verify"}, "lane"),
+        ("/v1/perplexity", {"lane": "verify"}, "lane"),
+        ("/v1/score", {"lane": "decoding"}, "lane"),
+        ("/v1/score", {"context": 5}, "context"),
+        ("/v1/score", {"lane": "decode", "context": 0}, "context"),
+    ],
+)
+async def test_lanes_that_the_engine_lacks_are_refused(route: str, fields: dict[str, object], param: str):
+    async with client_of(light_app()) as client:
+        answer = await client.post(route, json={"prompt": [5, 6, 7], **fields})
+    assert error_of(answer)[:2] == (400, param)
+
+
+@pytest.mark.parametrize("lane", ["prefill", "decode"])
+async def test_an_answer_of_another_lane_says_so(lane: str):
+    async with client_of(light_app()) as client:
+        score = (await client.post("/v1/score", json={"prompt": [5, 6, 7], "lane": lane})).json()
+        perplexity = (await client.post("/v1/perplexity", json={"prompt": [5, 6, 7], "lane": lane})).json()
+    assert score.get("lane", "prefill") == perplexity["lane"] == lane
+    for answer in (score, perplexity):
+        assert (answer.get("mean_batch") is None) == (lane == "prefill")
+
+
 async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():
     app = light_app()
     app.state.scoremode.models.models.lora_requests = {"an-adapter": None}

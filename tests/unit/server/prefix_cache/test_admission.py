@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scoremode_server.errors import BusyError, OverdueError, TooLargeError, UnavailableError
+from scoremode_server.prefix_cache import admission
 from scoremode_server.prefix_cache.admission import Admission, EngineSize, Gate, RequestQueue
 
 
@@ -86,6 +87,33 @@ async def test_the_engine_gets_all_but_one_of_the_sequences_that_it_holds():
         steps.append(len(await engine.step()))
     assert steps == [11, 11, 8]
     assert await answer == names("a", 30)
+    engine.check_nothing_is_left()
+
+
+async def test_the_mean_batch_is_of_all_sequences_that_decode_while_a_request_runs(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    engine = Engine(sequences=12)
+
+    async def decode(names: list[str], decodes: bool = True) -> float | None:
+        async with engine.admission.request(len(names), 10 * len(names)) as queue:
+            queue.decodes = decodes
+            done = [name async for name in queue.in_order(engine.scores(queue, names, 10, counts=False))]
+            assert done == names
+            return queue.mean_batch
+
+    async def begin(*arguments: Any) -> "asyncio.Task[float | None]":
+        task = asyncio.create_task(decode(*arguments))
+        await settle()
+        return task
+
+    three = await begin(names("a", 3))
+    now[0] += 6
+    two, others = await begin(names("b", 2)), await begin(names("c", 5), False)
+    now[0] += 2
+    await engine.step()
+    # 3 for six seconds, and 5 for two.
+    assert (await three, await two, await others) == (pytest.approx(28 / 8), 5, None)
     engine.check_nothing_is_left()
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.config.lora import LoRAConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from scoremode_server.prefix_cache.engine import ScoredRows
-from scoremode_server.scoring.scorer import ScoredSequence, Scorer, ScoreSettings, Turns, check_engine
+from scoremode_server.scoring.scorer import Lanes, ScoredSequence, Scorer, ScoreSettings, Turns, check_engine
 from tests.unit.server.prefix_cache.cache_setup import Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import expected_rows
 
@@ -52,6 +53,42 @@ async def test_owners_and_salts_share_nothing():
     for options in ({"owner": "b", "cache_salt": "x"}, {"owner": "a", "cache_salt": "y"}, {"owner": "a"}, {}):
         assert (await scored(made, TOKENS, **options)).num_cached_tokens == 0
     assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
+
+
+async def test_lanes_share_nothing_in_either_order_or_with_themselves():
+    made, orders = setup(), ({}, {"chunk": 1}, {"chunk": 1}, {"chunk": 3}, {"chunk": 1, "cache_salt": "x"}, {})
+    answers = [await scored(made, TOKENS, **options) for options in orders]
+    assert [answer.num_cached_tokens > 0 for answer in answers] == [False] * 5 + [True]
+    assert len({*made.engine.salts[1:5], made.engine.salts[0]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("first", "context", "prefilled"), [(0, None, 1), (7, None, 6), (7, 3, 3), (7, 100, 6), (1, 5, 1)]
+)
+def test_no_wanted_row_comes_from_a_prefill_step(first: int, context: int | None, prefilled: int):
+    settings = ScoreSettings(request_id="", queue=None, chunk=1, context=context)
+    spec = ScoredSequence(TOKENS, first).spec(settings, block_size=4)
+    assert (spec.first, spec.context, spec.chunk) == (max(1, first), prefilled, 1)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "context_parallel", "lanes"),
+    [
+        (0, 1, {"prefill": 0, "decode": 1}),
+        (3, 1, {"prefill": 0, "decode": 1, "verify": 4}),
+        # Ranks would have parts of a prompt's tokens.
+        (3, 2, {"prefill": 0}),
+    ],
+)
+def test_an_engine_has_the_lanes_of_its_scheduler(drafts: int, context_parallel: int, lanes: dict[str, int]):
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: AsyncScheduler),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=context_parallel),
+        num_speculative_tokens=drafts,
+    )
+    assert Lanes.from_config(config).chunks == lanes
+    config.scheduler_config.get_scheduler_cls = lambda: object
+    assert Lanes.from_config(config).chunks == {"prefill": 0}
 
 
 async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served():

@@ -1,0 +1,78 @@
+"""What two lanes make of the same positions: whether they agree, by how much not, and from which position on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+AGREEMENT = 0.001
+"""Nats in the mean, below which a difference is rounding: 0.1 % of a perplexity."""
+_STANDARD_ERRORS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDifference:
+    """Decode less prefill, in nats: of NLLs, or of KL divergences from one reference."""
+
+    mean: float
+    stderr: float
+    mean_absolute: float
+    largest: float
+    by_position: list[tuple[int, int, float]]
+    """(first position, position after the last, mean) of ranges that double."""
+    differs_from: int | None
+    """The first position of the ranges from which on all differ; None where the lanes agree."""
+
+    @property
+    def verdict(self) -> str:
+        """In one sentence."""
+        if self.differs_from is None:
+            absolute = f"{self.mean_absolute:.5f} in the mean of absolute values"
+            return f"decode agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"
+        last = self.by_position[-1][2]
+        drifts = len(self.by_position) > 1 and abs(last) > 2 * abs(self.by_position[0][2]) and self.differs_from > 1
+        return (
+            f"decode differs from prefill: {self.mean:+.5f} nats in the mean, from position {self.differs_from} on"
+            + (f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's" * drifts)
+        )
+
+
+def lane_difference(
+    prefill: NDArray[np.floating], decode: NDArray[np.floating], positions: NDArray[np.integer]
+) -> LaneDifference:
+    """Compare both lanes of one server.
+
+    Args:
+        prefill: [n] nats of each target. Targets whose value is infinite in a lane are left out.
+        decode: [n] of the same targets.
+        positions: [n] of each target in its window, at least 1.
+    """
+    finite = np.isfinite(prefill) & np.isfinite(decode)
+    off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
+    octaves = np.log2(positions).astype(int)
+    ranges, significant = [], []
+    for octave in np.unique(octaves):
+        part = off[octaves == octave]
+        ranges.append((2 ** int(octave), min(2 ** (int(octave) + 1), int(positions.max()) + 1), float(part.mean())))
+        significant.append(_differs(part))
+    differs_from = None
+    if _differs(off) or significant[-1]:
+        # The last ranges that all differ; where the mean alone does, all positions.
+        count = next((index for index, each in enumerate(reversed(significant)) if not each), len(significant))
+        differs_from = ranges[-count][0] if count else ranges[0][0]
+    return LaneDifference(
+        mean=float(off.mean()),
+        stderr=_stderr(off),
+        mean_absolute=float(np.abs(off).mean()),
+        largest=float(np.abs(off).max()),
+        by_position=ranges,
+        differs_from=differs_from,
+    )
+
+
+def _stderr(off: NDArray[np.float64]) -> float:
+    return float(off.std(ddof=1) / np.sqrt(len(off))) if len(off) > 1 else float("inf")
+
+
+def _differs(off: NDArray[np.float64]) -> bool:
+    return bool(abs(off.mean()) > max(AGREEMENT, _STANDARD_ERRORS * _stderr(off)))

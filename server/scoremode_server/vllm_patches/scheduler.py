@@ -1,0 +1,42 @@
+"""Lanes: vLLM's scheduler gives a request as many tokens a step as its `RowSpec` says.
+
+vLLM has no decode phase. Attention, linear layers and CUDA graphs choose their kernels by the number of sequences and
+of tokens in a step, so a given text that is fed one token a step is computed by the kernels that generate. There is no
+extension point. docs/decode.md lists what else vLLM's runners and backends look at.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from scoremode_server.vllm_patches.row_spec import ROWS
+
+
+def patch() -> None:
+    """Patch the method that vLLM calls last to adjust the number of a request's tokens in a step."""
+    reserve = Scheduler._reserve_prefill_lookahead
+
+    def reserve_within_lane(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        num_tokens = reserve(self, request, num_computed_tokens, num_new_tokens)
+        return within_lane(request, num_computed_tokens, num_tokens)
+
+    Scheduler._reserve_prefill_lookahead = reserve_within_lane
+
+
+def within_lane(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+    """How many of `num_new_tokens` a step may have of a request: the rest of its context, and then a chunk a step."""
+    params = request.sampling_params
+    spec = ((params and params.extra_args) or {}).get(ROWS)
+    # Tokens after the prompt are drafts, all of which vLLM needs.
+    if not spec or "chunk" not in spec or num_computed_tokens + num_new_tokens > request.num_prompt_tokens:
+        return num_new_tokens
+    most: int = max(spec.get("context", 1) - num_computed_tokens, spec["chunk"])
+    return min(num_new_tokens, most)
+
+
+def has_lanes(config: VllmConfig) -> bool:
+    """Whether an engine's scheduler is one that is patched, and gives all ranks the same tokens."""
+    reserves = getattr(config.scheduler_config.get_scheduler_cls(), "_reserve_prefill_lookahead", None)
+    is_patched = reserves is Scheduler._reserve_prefill_lookahead
+    return is_patched and config.parallel_config.prefill_context_parallel_size == 1

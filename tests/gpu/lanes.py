@@ -1,0 +1,171 @@
+"""The lanes of one engine in process, compared with what it generates and with transformers; prints one line of JSON.
+
+    python -m tests.gpu.lanes MODEL [--dtype float32] [--batch 25] [--length 257] [--eager]
+
+Eagerly it also plants faults that only a step with one token per sequence has, and says what each lane makes of them.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+CONTEXT = 33
+"""Tokens of each sequence that are given; the others are generated."""
+Tokens = Sequence[int]
+
+
+def lane_logprobs(engine: Any, sequences: Sequence[Tokens], chunk: int, first: int = 1) -> np.ndarray:
+    """Logprobs [sequences, n - first] of tokens from `first` on, with `chunk` tokens a step, or as many as fit if 0."""
+    from vllm import TokensPrompt
+
+    from scoremode_server.prefix_cache.run import RowsRequest
+    from scoremode_server.rows import read_columns
+    from scoremode_server.vllm_patches.row_spec import RowSpec
+
+    spec = RowSpec(first, chunk=chunk, context=max(1, first - 1))
+    requests = [RowsRequest.score(list(tokens), spec, request_id="") for tokens in sequences]
+    for request in requests:
+        request.params.skip_reading_prefix_cache = True
+    prompts = [TokensPrompt(prompt_token_ids=request.prompt["prompt_token_ids"]) for request in requests]
+    outputs = engine.generate(prompts, [request.params for request in requests], use_tqdm=False)
+    return np.stack([read_columns(output.prompt_logprobs, 1)[1][:, 0] for output in outputs])
+
+
+def generated(engine: Any, prompts: Sequence[Tokens], num_tokens: int) -> tuple[list[list[int]], np.ndarray]:
+    """What the engine generates greedily after each prompt, prompts included, and its own logprobs of all but the first
+    generated token, which comes from a prefill step."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    params.skip_reading_prefix_cache = True
+    found = engine.generate([TokensPrompt(prompt_token_ids=list(each)) for each in prompts], params, use_tqdm=False)
+    texts = [list(output.outputs[0].token_ids) for output in found]
+    logprobs = [
+        [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        for output, tokens in zip(found, texts, strict=True)
+    ]
+    return [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)], np.array(logprobs)[:, 1:]
+
+
+@contextmanager
+def linear_fault(batch: int) -> Iterator[None]:
+    """A kernel for small M that drops the last 16 of K: linear layers of at most as many rows as a decode step has."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    apply = UnquantizedLinearMethod.apply
+
+    def without_rest(self: Any, layer: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if x.shape[0] <= batch:
+            x = torch.cat((x[:, :-16], torch.zeros_like(x[:, -16:])), 1)
+        return apply(self, layer, x, *rest)
+
+    UnquantizedLinearMethod.apply = without_rest
+    try:
+        yield
+    finally:
+        UnquantizedLinearMethod.apply = apply
+
+
+@contextmanager
+def attention_fault(batch: int) -> Iterator[None]:
+    """A reduction of decode attention that scales one head of eight wrongly, as where one split's maximum is stale."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    forward = Attention.forward
+
+    def misreduced(self: Any, query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        output = forward(self, query, *rest, **options)
+        if query.shape[0] <= batch:
+            width = output.shape[-1] // 8
+            output = torch.cat((output[..., :width] * 0.8, output[..., width:]), -1)
+        return output
+
+    Attention.forward = misreduced
+    try:
+        yield
+    finally:
+        Attention.forward = forward
+
+
+FAULTS: dict[str, Callable[[int], Any]] = {"linear": linear_fault, "attention": attention_fault}
+
+
+def apart(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    """Mean and largest absolute difference in nats, and the mean difference."""
+    off = one.astype(np.float64) - other
+    return {"mean": float(np.abs(off).mean()), "max": float(np.abs(off).max()), "bias": float(off.mean())}
+
+
+@torch.inference_mode()
+def by_transformers(path: Path, sequences: Sequence[Tokens], dtype: torch.dtype) -> np.ndarray:
+    """The same by transformers, one token a step with its cache of keys and values; [sequences, n - 1]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    ids, cache, rows = torch.tensor(sequences), None, []
+    for position in range(ids.shape[1] - 1):
+        output = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        rows.append(output.logits[:, -1].double().log_softmax(-1).gather(1, ids[:, position + 1, None])[:, 0])
+    return torch.stack(rows, 1).numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--batch", type=int, default=25)
+    parser.add_argument("--length", type=int, default=257)
+    parser.add_argument("--eager", action="store_true")
+    options = parser.parse_args()
+    # Faults are planted in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    from scoremode_server import enable
+
+    enable()
+    engine = LLM(
+        str(options.model),
+        dtype=options.dtype,
+        max_model_len=1024,
+        max_num_seqs=2 * options.batch,
+        max_num_batched_tokens=max(1024, CONTEXT * options.batch),
+        enforce_eager=options.eager,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=2**31,
+    )
+    random, vocab_size = np.random.default_rng(7), engine.llm_engine.model_config.get_vocab_size()
+    prompts = random.integers(3, vocab_size, (options.batch, CONTEXT)).tolist()
+    texts, own = generated(engine, prompts, options.length - CONTEXT)
+    after = slice(CONTEXT, None)
+    prefill, decode = lane_logprobs(engine, texts, 0), lane_logprobs(engine, texts, 1)
+    as_generated = lane_logprobs(engine, texts, 1, CONTEXT + 1)
+    exact = by_transformers(options.model, texts[:4], torch.float64)
+    result: dict[str, Any] = {
+        "decode to generation": apart(as_generated, own),
+        "prefill to generation": apart(prefill[:, after], own),
+        "decode to prefill": apart(decode, prefill),
+        "decode to transformers": apart(decode[:4], exact),
+        "prefill to transformers": apart(prefill[:4], exact),
+        "chunks of 3 to prefill": apart(lane_logprobs(engine, texts, 3), prefill),
+    }
+    for name, fault in FAULTS.items() if options.eager else ():
+        with fault(options.batch):
+            result[name] = {
+                "decode": apart(lane_logprobs(engine, texts, 1, CONTEXT + 1), as_generated),
+                "prefill": apart(lane_logprobs(engine, texts, 0), prefill),
+                "decode to prefill": apart(lane_logprobs(engine, texts, 1, CONTEXT + 1), prefill[:, after]),
+            }
+    print(json.dumps({"model": options.model.name, **vars(options), **result}, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main()
