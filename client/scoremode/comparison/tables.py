@@ -46,9 +46,9 @@ def as_text(comparison: RunComparison) -> str:
 def as_markdown(comparison: RunComparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
     return paragraphs(
-        markdown_rows(merged(_run_sections(comparison)), comparison.rows),
-        markdown_rows(merged(_pair_sections(comparison)), comparison.pairs),
-        *(markdown_rows(merged(sections), rows) for sections, rows in group_tables(comparison)),
+        markdown_rows(_merged(_run_sections(comparison)), comparison.rows),
+        markdown_rows(_merged(_pair_sections(comparison)), comparison.pairs),
+        *(markdown_rows(_merged(sections), rows) for sections, rows in group_tables(comparison)),
         group_notes(comparison),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
         [escaped(" ".join(_settings(comparison)))],
@@ -229,7 +229,7 @@ def group_notes(comparison: RunComparison) -> list[str]:
     return [f"Without an interval: groups with tokens in fewer than {MIN_UNITS} of the documents or windows drawn."]
 
 
-def merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:
+def _merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:
     """All columns, those that several sections have only once."""
     return list({column.header: column for section in sections for column in section}.values())
 

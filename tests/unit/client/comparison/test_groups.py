@@ -100,7 +100,7 @@ def test_every_form_has_the_groups(runs, comparison, tmp_path):
     assert ("", "", "int8", "", "kld") in rows
     write_report(comparison, tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
-    assert all(part in html for part in (ratio, kld, note, '<a href="#groups">', "Figures by tokens before"))
+    assert all(part in html for part in (ratio, kld, note, '<a href="#groups">', "By tokens before: mean KLD, nats"))
 
 
 def csv_rows(comparison):
