@@ -20,6 +20,9 @@ EXHAUSTIVE_METHODS: frozenset[Method] = frozenset({"sliding", "rolling"})
 
 DEFAULT_CONTEXT_LENGTH = 2048
 
+TOKEN_CLASSES = ("text", "reasoning", "tool call", "other")
+"""What a target of a conversation is; run files keep its index here."""
+
 
 class WindowSettings(TypedDict, total=False):
     """How a text is cut into windows."""

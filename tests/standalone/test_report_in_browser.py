@@ -348,3 +348,29 @@ def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page,
     picture = Image.open(files[1]).convert("RGB")
     assert (picture.width > 1000, picture.getpixel((0, 0))) == (True, (255, 255, 255))
     assert len(picture.getcolors(maxcolors=1 << 20)) > 10
+
+
+def test_classes_are_marked_and_classes_and_domains_are_filters(shown, runs):
+    """Tool calls in each window's first ten tokens, reasoning in the next ten; every third window is code."""
+    in_window, window = np.arange(NUM_TOKENS) % WINDOW, np.arange(NUM_WINDOWS, dtype=np.int32)
+    classes = np.select([in_window < 10, in_window < 20], [2, 1], 0).astype(np.uint8)
+    is_code = np.repeat(window % 3 == 0, WINDOW)
+    labels = {"labels": [HOSTILE, "unused", "code"], "window_labels": np.where(window % 3, 0, 2).astype(np.int32)}
+    with shown([runs[0], replace(runs[1], classes=classes, **labels), runs[2]]) as page:
+        assert page.locator("#marks").inner_text() == "Underlined: reasoning tool call"
+        for position, line in ((0, "double"), (10, "solid"), (20, "none")):
+            assert style(page, f'[data-position="{position}"]', "borderBottomStyle") == [line]
+        token_at(page, 10).hover()
+        assert "of the text, reasoning, code; " in page.locator("#token").inner_text()
+        options = [page.locator(f"#{name} option").all_inner_texts() for name in ("class", "domain")]
+        assert options == [["all", "text", "reasoning", "tool call"], ["all", HOSTILE, "code"]]
+        page.select_option("#class", label="tool call")
+        assert sum(legend(page)[1]) == (classes == 2).sum()
+        page.select_option("#domain", label="code")
+        assert sum(legend(page)[1]) == ((classes == 2) & is_code).sum()
+        headings = page.locator(".passage > .place").all_inner_texts()
+        assert [window_of(heading) for heading in headings] == list(range(0, NUM_WINDOWS, 3))
+        page.select_option("#class", label="all")
+        assert sum(legend(page)[1]) == is_code.sum()
+    with shown(runs) as page:
+        assert [page.locator(f"#{name}").is_visible() for name in ("class", "domain", "marks")] == [False] * 3

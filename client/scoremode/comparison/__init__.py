@@ -10,12 +10,13 @@
 It needs the extra `report`.
 """
 
-from scoremode.comparison.compare import Figure, PairFigures, RunComparison, RunFigures, Verdict, compare
+from scoremode.comparison.compare import Figure, GroupFigures, PairFigures, RunComparison, RunFigures, Verdict, compare
 from scoremode.comparison.run_file import RunFile, load_run, load_runs
 from scoremode.comparison.summary import summary
 
 __all__ = [
     "Figure",
+    "GroupFigures",
     "PairFigures",
     "RunComparison",
     "RunFigures",

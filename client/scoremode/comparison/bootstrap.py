@@ -1,12 +1,16 @@
-"""Intervals that hold where neighboring tokens are alike: a stationary block bootstrap over the windows of a text.
+"""Intervals that hold where neighboring tokens are alike: a stationary block bootstrap over the windows of a text, or
+documents drawn one by one.
 
 docs/compare.md describes it. With n units, blocks of b on average, q = 1 - 1/b, and s the deviation of a figure over
 the resamples, its 95 % interval is
 
     value ± t(f) · s · sqrt(1 / (1 - (1 + q) / (1 - q) / n)),    f = n (1 - q²) / (1 + q²) - 1
+
+For documents b is 1, and n the number of documents of equal size that would say as much: (Σ size)² / Σ size².
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,15 +41,19 @@ class Units:
     sizes: NDArray[np.intp]
     """[units], in targets."""
     name: str
+    are_documents: bool = False
 
     def sums(self, values: Floats) -> Floats:
         """[targets, ...] to [units, ...]."""
         return np.add.reduceat(values, self.starts)
 
 
-def cut_units(window_sizes: NDArray[np.int32]) -> Units:
-    """The units of a text whose windows have these numbers of targets."""
+def cut_units(window_sizes: NDArray[np.int32], window_documents: NDArray[np.int32] | None = None) -> Units:
+    """The units of a text whose windows have these numbers of targets: its documents where it has some."""
     sizes = window_sizes[window_sizes > 0].astype(np.intp)
+    if window_documents is not None:
+        sizes = np.add.reduceat(sizes, np.flatnonzero(np.diff(window_documents[window_sizes > 0], prepend=-1)))
+        return Units(np.cumsum(sizes) - sizes, sizes, "documents", are_documents=True)
     name = "windows"
     if len(sizes) < FEW_WINDOWS:
         name = "segments of windows"
@@ -82,36 +90,61 @@ class Resamples:
 
 
 def resample(
-    series: Floats, watched: Floats, window_sizes: NDArray[np.int32], *, num_resamples: int, seed: int
-) -> Resamples:
-    """Draw resamples of a text, and the means of series of values over each.
+    series: Floats,
+    watched: Floats,
+    window_sizes: NDArray[np.int32],
+    window_documents: NDArray[np.int32] | None = None,
+    groups: Sequence[NDArray[np.bool_]] = (),
+    *,
+    num_resamples: int,
+    seed: int,
+) -> list[Resamples]:
+    """Draw resamples of a text, and the means of series of values over each: those of the whole text, then of groups.
 
     Args:
         series: [targets, series], what means are taken of.
         watched: [targets, figures], what blocks are made long enough for: the longest that one of them wants.
         window_sizes: [windows], targets of each.
+        window_documents: [windows], the document of each, not decreasing; None for a text without documents.
+        groups: [targets] each, the targets that a group has. Its means are ratios of sums over the same resamples.
         num_resamples: How many to draw.
         seed: Of the random numbers that draw them.
     """
-    units = cut_units(window_sizes)
+    units = cut_units(window_sizes, window_documents)
     num_units = len(units.sizes)
     if num_units < MIN_UNITS:
+        reason = f"a text of {num_units} {units.name} is too short"
+        if units.are_documents:
+            reason = f"windows of one document are not independent, and {num_units} documents are too few"
         nothing = np.full((num_resamples, series.shape[1]), math.nan)
-        return Resamples(nothing, f"no intervals: a text of {num_units} {units.name} is too short", math.nan)
-    length = block_length(units, watched)
-    # An infinite value leaves its series without a mean, and no other: 0 times infinity is NaN.
-    with np.errstate(invalid="ignore"):
-        sums = units.sums(series)
-        means = np.empty((num_resamples, series.shape[1]))
+        return [Resamples(nothing, f"no intervals: {reason}", math.nan)] * (1 + len(groups))
+    length = 1 if units.are_documents else block_length(units, watched)
+    words = f"stationary blocks of {length} on average, of {num_units:,} {units.name}"
+    if units.are_documents:
+        words = f"{num_units:,} documents drawn one by one"
+    sums = np.hstack([units.sums(series), *(units.sums(np.where(group[:, None], series, 0)) for group in groups)])
+    sizes = np.column_stack([units.sizes, *(units.sums(group.astype(np.float64)) for group in groups)])
+    # An infinite value leaves its series without a mean, and no other: 0 times infinity is NaN. So does a resample that
+    # has nothing of a group.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.empty((num_resamples, 1 + len(groups), series.shape[1]))
         bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))
         for row, ((drawn,), _) in enumerate(bootstrap.bootstrap(num_resamples)):
             counts = np.bincount(drawn, minlength=num_units).astype(np.float64)
-            means[row] = counts @ sums / (counts @ units.sizes)
-    words = f"stationary blocks of {length} on average, of {num_units:,} {units.name}"
+            means[row] = (counts @ sums).reshape(means.shape[1:]) / (counts @ sizes)[:, None]
+    factors = [_factor(each[each > 0], length, units.are_documents) for each in sizes.T]
+    return [Resamples(means[:, place], words, factor) for place, factor in enumerate(factors)]
+
+
+def _factor(sizes: Floats, length: int, are_documents: bool) -> float:
+    """From a deviation over resamples of units of these sizes to half the interval; NaN where there are too few."""
+    if len(sizes) < MIN_UNITS:
+        return math.nan
+    num_units = float(sizes.sum() ** 2 / np.square(sizes).sum()) if are_documents else len(sizes)
     kept = 1 - 1 / length
     freedom = num_units * (1 - kept**2) / (1 + kept**2) - 1
     lost = (1 + kept) / (1 - kept) / num_units
-    return Resamples(means, words, float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost))
+    return float(stdtrit(freedom, _QUANTILE)) / math.sqrt(1 - lost)
 
 
 def block_length(units: Units, watched: Floats) -> int:

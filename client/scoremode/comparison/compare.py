@@ -4,7 +4,7 @@ They are plain data, of which tables, plots and the report are made.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Generic, Literal, Protocol
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
 from scoremode.comparison.bootstrap import Resamples, resample
+from scoremode.comparison.groups import Group, first_known, groups_of
 from scoremode.comparison.run_file import RunFile
 from scoremode.errors import RunError
 from scoremode.kld import quantile, standard_error
@@ -121,6 +122,26 @@ class PairFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """A run's figures over a group of targets; the last two are None for a run without a reference."""
+
+    run: RunFile
+    group: Group
+    perplexity: Figure
+    ppl_ratio: Figure | None
+    """Over that of the base; None for the base itself."""
+    kld: Figure | None
+    """Mean KL divergence from the reference, nats."""
+    same_top_p: Figure | None
+
+    @property
+    def known(self) -> dict[str, Figure | float | None]:
+        """All figures by name."""
+        figures = {name: getattr(self, name) for name in ("perplexity", "ppl_ratio", "kld", "same_top_p")}
+        return {"num_scored": self.group.num_scored, **figures}
+
+
+@dataclass(frozen=True, slots=True)
 class RunComparison:
     """All runs, in the order in which they were given, and every pair of them, the earlier one first."""
 
@@ -131,6 +152,8 @@ class RunComparison:
     blocks: str
     """How the resamples were drawn, in words, or why there are none."""
     has_intervals: bool
+    groups: Sequence[GroupFigures] = ()
+    """Of classes, domains and contexts where the text has several, every run of each."""
     logs: Sequence[RunFigures[Measured]] = ()
     """Of other engines on the same text, without values of single tokens."""
 
@@ -184,35 +207,50 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
         RunError: the runs cannot be compared.
     """
     check_comparable(runs)
+    groups = groups_of(runs)
+    values = {(run.label, name): series for run in runs for name, series in _series(run).items()}
+    klds = [run.kld for run in runs if run.kld is not None]
     # Infinities are expected, and what cannot be computed with them is None or NaN in the end.
     with np.errstate(invalid="ignore", over="ignore"):
-        sample = _Sample(runs, num_resamples, seed)
+        of_text, *of_groups = resample(
+            np.column_stack(list(values.values())),
+            # What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences.
+            np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
+            runs[0].window_sizes,
+            first_known(runs, "window_documents"),
+            [group.members for group in groups],
+            num_resamples=num_resamples,
+            seed=seed,
+        )
+        noise_floors = _noise_floors(runs)
+        sample = _Sample(values, of_text, noise_floors)
+        group_figures: list[GroupFigures] = []
+        for group, resamples in zip(groups, of_groups, strict=True):
+            members = {name: series[group.members] for name, series in values.items()}
+            part = _Sample(members, resamples, noise_floors)
+            group_figures += [part.group_figures(run, runs[0], group) for run in runs]
         return RunComparison(
             runs=[sample.run_figures(run) for run in runs],
             pairs=[sample.pair_figures(first, second) for first, second in combinations(runs, 2)],
             num_resamples=num_resamples,
             seed=seed,
-            blocks=sample.resamples.blocks,
-            has_intervals=math.isfinite(sample.resamples.factor),
+            blocks=of_text.blocks,
+            has_intervals=math.isfinite(of_text.factor),
+            groups=group_figures,
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Sample:
-    """All values of all runs over the targets of one text, and their means over its resamples."""
+    """Values of all runs over the targets of a text or of a group, and their means over the resamples."""
 
-    def __init__(self, runs: Sequence[RunFile], num_resamples: int, seed: int) -> None:
-        self._values = {(run.label, name): values for run in runs for name, values in _series(run).items()}
-        self._noise_floors = _noise_floors(runs)
-        klds = [run.kld for run in runs if run.kld is not None]
-        self.resamples: Resamples = resample(
-            np.column_stack(list(self._values.values())),
-            # What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences.
-            np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
-            runs[0].window_sizes,
-            num_resamples=num_resamples,
-            seed=seed,
-        )
-        self._means = dict(zip(self._values, self.resamples.means.T, strict=True))
+    values: Mapping[tuple[str, str], Floats]
+    """By the run's label and the name of the series."""
+    resamples: Resamples
+    noise_floors: Mapping[tuple[str, str] | None, float]
+
+    def _resampled(self, run: RunFile, name: str) -> Floats:
+        return self.resamples.means[:, list(self.values).index((run.label, name))]
 
     def run_figures(self, run: RunFile) -> RunFigures:
         nll = self._mean(run, "nll")
@@ -231,10 +269,20 @@ class _Sample:
             kld_over_noise_floor=self._over_noise_floor(run),
         )
 
+    def group_figures(self, run: RunFile, base: RunFile, group: Group) -> GroupFigures:
+        return GroupFigures(
+            run=run,
+            group=group,
+            perplexity=_exponential(self._mean(run, "nll")),
+            ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
+            kld=self._mean_within(run, "kld", math.inf),
+            same_top_p=self._mean_within(run, "same_top", 1),
+        )
+
     def pair_figures(self, first: RunFile, second: RunFile) -> PairFigures:
         ln_ratio = self._difference(first, second, "nll")
         ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
-        resampled = np.exp(self._means[second.label, "nll"]) - np.exp(self._means[first.label, "nll"])
+        resampled = np.exp(self._resampled(second, "nll")) - np.exp(self._resampled(first, "nll"))
         stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
         kld_difference, kld_verdict = None, None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
@@ -255,21 +303,21 @@ class _Sample:
         )
 
     def _over_noise_floor(self, run: RunFile) -> float | None:
-        floor = self._noise_floors.get(run.reference_identity)
+        floor = self.noise_floors.get(run.reference_identity)
         return float(run.kld.mean()) / floor if run.kld is not None and floor else None
 
     def _difference(self, first: RunFile, second: RunFile, name: str) -> Figure:
-        values = self._values[second.label, name] - self._values[first.label, name]
-        resampled = self._means[second.label, name] - self._means[first.label, name]
+        values = self.values[second.label, name] - self.values[first.label, name]
+        resampled = self._resampled(second, name) - self._resampled(first, name)
         return self._figure(float(values.mean()), standard_error(values), resampled)
 
     def _mean(self, run: RunFile, name: str) -> Figure:
-        values = self._values[run.label, name]
-        return self._figure(float(values.mean()), standard_error(values), self._means[run.label, name])
+        values = self.values[run.label, name]
+        return self._figure(float(values.mean()), standard_error(values), self._resampled(run, name))
 
     def _mean_within(self, run: RunFile, name: str, most: float) -> Figure | None:
         """An interval without what the figure cannot be; None for a run without these values."""
-        if (run.label, name) not in self._values:
+        if (run.label, name) not in self.values:
             return None
         mean = self._mean(run, name)
         ends = (None if end is None else min(max(end, 0.0), most) for end in (mean.low, mean.high))

@@ -22,6 +22,7 @@ from scoremode.comparison.report_data import text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile, compare_command
 from scoremode.comparison.summary import computed_differently, in_words, summary
+from scoremode.comparison.tables import group_notes, group_tables
 from scoremode.runs.report import weights_in_words
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -87,6 +88,8 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "warnings": warnings,
         "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
         "matrices": pair_matrices(comparison),
+        "groups": [(section, rows) for sections, rows in group_tables(comparison) for section in sections],
+        "group_notes": group_notes(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
             {

@@ -13,9 +13,10 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode.comparison.groups import domains, first_known
 from scoremode.comparison.run_file import RunFile
 from scoremode.results import NUM_TOP, TopTokens
-from scoremode.windows import EXHAUSTIVE_METHODS
+from scoremode.windows import EXHAUSTIVE_METHODS, TOKEN_CLASSES
 
 MAX_TOKENS = 1024
 """Of a passage."""
@@ -86,6 +87,8 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     token of the kept passages, in order. `tokens`, `tops` and the like are places in `vocabulary`.
     """
     passages = cut_passages(runs[0].window_sizes)
+    classes = first_known(runs, "classes")
+    domain_names, window_domains = domains(runs) or ((), None)
     texts = {token: text for run in runs for token, text in run.token_texts.items()}
     tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
     of_runs = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
@@ -93,13 +96,14 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
     vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))
     everything = _series(runs, passages, np.ones(len(passages), bool), vocabulary)
     shown_texts = [texts.get(int(token)) for token in vocabulary]
-    fixed = len(json.dumps(shown_texts)) + len(json.dumps(vocabulary.tolist()))
+    fixed = sum(len(json.dumps(each)) for each in (shown_texts, vocabulary.tolist(), [*domain_names]))
     fixed += 16 * len(passages) * (len(everything) + 4)
     fixed += _BYTES_OF_TOPS * sum(len(top.positions) for top in tops.values())
     a_token = sum(
         _packed_bytes(value) for one in everything for name, value in one.items() if name in _PER_TOKEN and value
     )
     a_token += _packed_bytes(pack_integers(np.array([len(vocabulary)])))
+    a_token += 0 if classes is None else _packed_bytes(pack_integers(classes))
     if fixed + a_token * runs[0].num_scored <= max_bytes:
         kept, series = np.ones(len(passages), bool), everything
     else:
@@ -113,7 +117,11 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
             "first": pack_integers(passages.first),
             "size": pack_integers(passages.size),
             "kept": pack_integers(kept),
+            "domain": None if window_domains is None else pack_integers(window_domains[passages.window]),
         },
+        "classes": None if classes is None else pack_integers(classes[passages.positions(kept)]),
+        "class_names": TOKEN_CLASSES,
+        "domain_names": [*domain_names],
         "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
         "num_kept": int(passages.size[kept].sum()),
         "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[passages.positions(kept)])),

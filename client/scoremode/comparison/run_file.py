@@ -21,7 +21,7 @@ from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION, weights_in_words
-from scoremode.windows import Method
+from scoremode.windows import TOKEN_CLASSES, Method
 from scoremode.wire.protocol import LOWEST_LOGPROB, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference
 
@@ -40,6 +40,7 @@ class _Record(BaseModel):
     finished: str | None = None
     arrays: _Arrays | None
     token_texts: dict[int, str] | None = None
+    labels: list[str] | None = None
 
 
 class _Settings(BaseModel):
@@ -59,6 +60,9 @@ class _KldRecord(_Record):
     reference: Reference
     as_noise_floor: bool = Field(validation_alias=AliasPath("settings", "as_noise_floor"))
 
+
+_OPTIONAL_DTYPES = {**dict.fromkeys(("window_contexts", "window_documents", "window_labels"), "<i4"), "classes": "|u1"}
+"""Of arrays that not every file has."""
 
 _SHAPES: dict[str, type[_PerplexityRecord | _KldRecord]] = {"perplexity": _PerplexityRecord, "kld": _KldRecord}
 
@@ -110,6 +114,16 @@ class RunFile:
     """The text of every token id that occurs in the arrays; empty for a run that has none."""
     top_tokens: TopTokens | None = None
     """Of the most divergent positions, where the run has them."""
+    window_contexts: NDArray[np.int32] | None = None
+    """[windows], tokens before the first target; None in files of earlier versions."""
+    window_documents: NDArray[np.int32] | None = None
+    """[windows], index of the document that the window is from, not decreasing; None for a text without documents."""
+    window_labels: NDArray[np.int32] | None = None
+    """[windows], index into `labels`; None for a run without `--by`."""
+    labels: Sequence[str] = ()
+    """The values of the `--by` column."""
+    classes: NDArray[np.uint8] | None = None
+    """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
 
     @property
     def num_scored(self) -> int:
@@ -192,7 +206,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     windows = record.reference if isinstance(record, _KldRecord) else record.settings
     text = record.reference if isinstance(record, _KldRecord) else record
     kind: Literal["perplexity", "kld"] = "perplexity" if reference is None else "kld"
-    _check_arrays(path, kind, arrays)
+    _check_arrays(path, kind, arrays, len(record.labels or ()))
     of_reference = {} if reference is None else {name: arrays[name] for name in POSITION_DTYPES}
     floats = {name: of_reference[name].astype(np.float64) for name in ("kld", "reference_confidence") if of_reference}
     found = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
@@ -227,6 +241,8 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         reference_confidence=floats.get("reference_confidence"),
         token_texts=record.token_texts or {},
         top_tokens=top_tokens,
+        **{name: arrays.get(name) for name in _OPTIONAL_DTYPES},
+        labels=record.labels or (),
     )
 
 
@@ -279,23 +295,33 @@ def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
     raise RunError(f"{path}: the values of its tokens, {described.file}, are missing next to it or of another run")
 
 
-def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]], num_labels: int) -> None:
     needed = POSITION_DTYPES if kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
-    for name, dtype in {**POSITION_DTYPES, "window_sizes": "<i4"}.items():
+    for name, dtype in {**POSITION_DTYPES, **_OPTIONAL_DTYPES, "window_sizes": "<i4"}.items():
         if name in arrays and arrays[name].dtype.kind != np.dtype(dtype).kind:
             raise RunError(f"{path}: {name} has values of type {arrays[name].dtype}")
     if arrays["window_sizes"].ndim != 1 or (arrays["window_sizes"] < 0).any():
         raise RunError(f"{path}: its window_sizes are not a list of sizes")
     num_scored = int(arrays["window_sizes"].sum())
+    num_windows = len(arrays["window_sizes"])
     for name, array in sorted(arrays.items()):
-        if not name.startswith(("window_sizes", "top_tokens.")) and array.shape != (num_scored,):
+        if name.startswith("window_") and array.shape != (num_windows,):
+            raise RunError(f"{path}: it has {num_windows} windows, and {name} is of shape {array.shape}")
+        if not name.startswith(("window_", "top_tokens.")) and array.shape != (num_scored,):
             raise RunError(f"{path}: its windows have {num_scored} tokens, and {name} is of shape {array.shape}")
         if np.isnan(array).any():
             raise RunError(f"{path}: {name} has NaN")
     if not num_scored:
         raise RunError(f"{path} has no scored token")
+    largest = {"window_labels": num_labels - 1, "classes": len(TOKEN_CLASSES) - 1}
+    for name in _OPTIONAL_DTYPES.keys() & arrays.keys():
+        least, most, allowed = arrays[name].min(), arrays[name].max(), largest.get(name, np.iinfo(np.int32).max)
+        if least < 0 or most > allowed:
+            raise RunError(f"{path}: {name} has values from {least} to {most}, which may be from 0 to {allowed}")
+    if (np.diff(arrays.get("window_documents", np.zeros(1))) < 0).any():
+        raise RunError(f"{path}: its window_documents decrease")
 
 
 def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:

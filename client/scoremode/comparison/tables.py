@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Generic, TypeVar
 
-from scoremode.comparison.compare import Figure, Measured, PairFigures, RunComparison, RunFigures, ppl_change
+from scoremode.comparison.bootstrap import MIN_UNITS
+from scoremode.comparison.compare import (
+    Figure,
+    GroupFigures,
+    Measured,
+    PairFigures,
+    RunComparison,
+    RunFigures,
+    ppl_change,
+)
 from scoremode.comparison.report_tables import Cell, floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
@@ -18,6 +27,7 @@ CsvRow = dict[str, object]
 _CSV_HEADER = (
     *("run", "beside", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict"),
     *("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished", "task"),
+    *("by", "group"),
 )
 
 
@@ -27,6 +37,8 @@ def as_text(comparison: RunComparison) -> str:
         _settings(comparison),
         *(aligned(section, comparison.rows) for section in _run_sections(comparison)),
         *(aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
+        *(aligned(section, rows) for sections, rows in group_tables(comparison) for section in sections),
+        group_notes(comparison),
         summary(comparison),
     )
 
@@ -36,6 +48,8 @@ def as_markdown(comparison: RunComparison) -> str:
     return paragraphs(
         markdown_rows(_merged(_run_sections(comparison)), comparison.rows),
         markdown_rows(_merged(_pair_sections(comparison)), comparison.pairs),
+        *(markdown_rows(_merged(sections), rows) for sections, rows in group_tables(comparison)),
+        group_notes(comparison),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
         [escaped(" ".join(_settings(comparison)))],
     )
@@ -71,6 +85,11 @@ def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) 
             verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
             for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
                 writer.writerows(_csv_rows(pair.second, pair.first.label, name, getattr(pair, name), verdict))
+        for each in comparison.groups:
+            part = {"by": each.group.by, "group": each.group.name}
+            for name, value in each.known.items():
+                beside = comparison.base.label if name == "ppl_ratio" else ""
+                writer.writerows(row | part for row in _csv_rows(each.run, beside, name, value))
     writer.writerows(accuracies)
     return file.getvalue()
 
@@ -178,6 +197,36 @@ def _pair_sections(comparison: RunComparison) -> list[list[TextColumn[PairFigure
         more: TextColumn[PairFigures] = TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6))
         sections.append([*labels, more, TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False)])
     return sections
+
+
+def group_tables(
+    comparison: RunComparison,
+) -> Iterator[tuple[list[list[TextColumn[GroupFigures]]], list[GroupFigures]]]:
+    """Sections and rows of a table for each way in which the text is divided."""
+    for by in dict.fromkeys(each.group.by for each in comparison.groups):
+        labels: list[TextColumn[GroupFigures]] = [
+            TextColumn(by, lambda row: row.group.name, right=False),
+            TextColumn("tokens", lambda row: f"{row.group.num_scored:,}"),
+            TextColumn("run", lambda row: row.run.label, right=False),
+        ]
+        by_nll: list[TextColumn[GroupFigures]] = [TextColumn("perplexity", lambda row: _figure(row.perplexity, 4))]
+        if comparison.pairs:
+            name = f"over that of {comparison.base.label}"
+            by_nll.append(TextColumn(name, lambda row: _figure(row.ppl_ratio, 4)))
+        by_kld: list[TextColumn[GroupFigures]] = [
+            TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
+            TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
+        ]
+        rows = [each for each in comparison.groups if each.group.by == by]
+        sections = [by_nll, by_kld] if any(row.kld is not None for row in rows) else [by_nll]
+        yield [[*labels, *section] for section in sections], rows
+
+
+def group_notes(comparison: RunComparison) -> list[str]:
+    """Why some groups have no intervals although the text has."""
+    if not comparison.has_intervals or all(each.perplexity.low is not None for each in comparison.groups):
+        return []
+    return [f"Without an interval: groups with tokens in fewer than {MIN_UNITS} of the documents or windows drawn."]
 
 
 def _merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:

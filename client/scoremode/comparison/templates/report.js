@@ -88,13 +88,15 @@ const seriesPlaces = [...series.keys()];
 const tokens = unpack(data.tokens);
 const tokenIds = unpack(data.vocabulary.ids);
 const passages = makePassages(lazy(data.passages));
+const tokenClasses = data.classes === null ? [] : unpack(data.classes);
 
 function makePassages(arrays) {
   let [start, before] = [0, 0];
   return Array.from(arrays.size, (size, index) => {
     const kept = arrays.kept[index] === 1;
     const [window, first] = [arrays.window[index], arrays.first[index]];
-    const passage = { index, size, kept, window, first, start: kept ? start : -1, before };
+    const domain = arrays.domain?.[index];
+    const passage = { index, size, kept, window, first, domain, start: kept ? start : -1, before };
     if (kept) start += size;
     before += size;
     return passage;
@@ -202,10 +204,15 @@ function hasTops() {
 function tokenFilter() {
   const above = byId("above").value === "" ? -Infinity : Number(byId("above").value);
   const onlyChanged = byId("changed").checked && hasTops();
-  if (above === -Infinity && !onlyChanged) return null;
+  const [domain, tokenClass] = ["domain", "class"].map((name) => byId(name).value);
+  if (above === -Infinity && !onlyChanged && !domain && !tokenClass) return null;
   const value = valuesOf();
   const [tops, others] = onlyChanged ? [series[choice.first].tops, otherOf().tops] : [];
-  return (at) => sizeOf(value(at)) > above && (!onlyChanged || tops[at] !== others[at]);
+  return (at) =>
+    sizeOf(value(at)) > above &&
+    (!onlyChanged || tops[at] !== others[at]) &&
+    (!domain || passageOfToken[at].domain === Number(domain)) &&
+    (!tokenClass || tokenClasses[at] === Number(tokenClass));
 }
 
 // Never in powers of ten, so that numbers of one column compare at a glance.
@@ -332,6 +339,7 @@ function colourTokens(box) {
     const names = [passes && !passes(position) ? "out" : colourClass(value(position))];
     if (!data.vocabulary.texts[tokens[position]]) names.push("nameless");
     if (foundTokens.has(position)) names.push("found");
+    if (tokenClasses[position]) names.push(`class-${tokenClasses[position]}`);
     token.className = names.join(" ");
   }
 }
@@ -414,11 +422,12 @@ function showToken(position) {
   const offset = position - passage.start;
   const shown = element("bdi", colourClass(valuesOf()(position)), aloneText(tokens[position]));
   const place = `position ${(passage.first + offset + 1).toLocaleString("en")}, ${shareBefore(passage, offset)} of the text`;
-  const where = `id ${tokenIds[tokens[position]]}, ${windowsOf(passage)}, ${place}; `;
+  const parts = [data.class_names[tokenClasses[position]], data.domain_names[passage.domain]].filter(Boolean);
+  const where = [`id ${tokenIds[tokens[position]]}`, windowsOf(passage), place, ...parts].join(", ");
   const value = `${chosenName()} ${signed(valuesOf()(position))}`;
   const close = element("button", "close", "Close");
   close.addEventListener("click", closeToken);
-  const lines = [element("p", "shown", shown), element("p", "quiet", where + value)];
+  const lines = [element("p", "shown", shown), element("p", "quiet", `${where}; ${value}`)];
   byId("token").replaceChildren(close, ...lines, topTable(position), tokenTable(position));
 }
 
@@ -668,6 +677,14 @@ function offerSeries() {
   byId("changed-label").hidden = !hasTops();
 }
 
+// A filter by class or domain, where there are several. It gives those that occur.
+function offerParts(name, names, values) {
+  const present = [...new Set(values)].sort((a, b) => a - b);
+  byId(name).append(new Option("all", ""), ...present.map((value) => new Option(names[value], value)));
+  byId(`${name}-label`).hidden = present.length < 2;
+  return present;
+}
+
 function choose() {
   choice.measure = byId("measure").value;
   choice.first = Number(byId("first").value);
@@ -688,7 +705,11 @@ function start() {
   }
   offerSeries();
   for (const name of ["measure", "first", "second"]) byId(name).addEventListener("change", choose);
-  for (const name of ["order", "changed", "above"]) byId(name).addEventListener("change", arrange);
+  offerParts("domain", data.domain_names, passages.map((passage) => passage.domain ?? 0));
+  const marked = offerParts("class", data.class_names, tokenClasses).filter((each) => each > 0);
+  byId("marks").append(...marked.flatMap((each) => [" ", element("span", `class-${each}`, data.class_names[each])]));
+  byId("marks").hidden = !marked.length;
+  for (const name of ["order", "changed", "above", "domain", "class"]) byId(name).addEventListener("change", arrange);
   byId("scale").addEventListener("change", recolour);
   byId("search").addEventListener("input", recolourFound);
   byId("more").addEventListener("click", () => showMore(1));

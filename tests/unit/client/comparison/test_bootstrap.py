@@ -3,8 +3,10 @@
 import math
 
 import numpy as np
+import pytest
 from arch.bootstrap import StationaryBootstrap, optimal_block_length
 from interval_coverage import DEPENDENCES, measure
+from scipy import stats
 
 from scoremode.comparison.bootstrap import MANY_UNITS, MIN_UNITS, block_length, cut_units, resample
 
@@ -36,7 +38,7 @@ def test_units_are_windows_which_are_cut_if_few_and_joined_if_many():
 def test_resamples_are_archs():
     rng = np.random.default_rng(RNG_SEED)
     series = rng.normal(size=(60 * 50, 2))
-    found = resample(series, series, sizes(*[50] * 60), num_resamples=30, seed=5)
+    [found] = resample(series, series, sizes(*[50] * 60), num_resamples=30, seed=5)
     windows = series.reshape(60, 50, 2)
     length = block_length(cut_units(sizes(*[50] * 60)), series)
     bootstrap = StationaryBootstrap(length, windows, seed=np.random.default_rng(5))
@@ -50,7 +52,8 @@ def test_windows_of_different_sizes_count_by_their_tokens():
     window_sizes = sizes(*[10, 30] * 20)
     # 1 in the small windows, 0 in the large: a resample's mean is the share of its tokens that are in small ones.
     series = np.repeat([1.0, 0.0] * 20, window_sizes)[:, None]
-    means = resample(series, series, window_sizes, num_resamples=500, seed=0).means[:, 0]
+    [found] = resample(series, series, window_sizes, num_resamples=500, seed=0)
+    means = found.means[:, 0]
     num_small = means * 30 / (1 + 2 * means) / 10
     np.testing.assert_allclose(num_small * 40, np.round(num_small * 40), atol=1e-9)
 
@@ -65,6 +68,51 @@ def test_blocks_are_twice_as_long_as_is_best_within_bounds():
     assert block_length(cut_units(sizes(*[4] * 400)), np.repeat(levels, 4)[:, None]) == math.ceil(2 * wanted)
     assert block_length(cut_units(sizes(*[4] * 1000)), np.ones((4000, 1))) == 10, "the cube root"
     assert block_length(cut_units(sizes(*[4] * 50)), np.arange(200.0)[:, None]) <= 12, "a quarter"
+
+
+def test_documents_are_drawn_whole_and_one_by_one_and_groups_are_ratios_over_them():
+    rng = np.random.default_rng(RNG_SEED)
+    # Document 3 has one window without targets, and document 7 none with targets.
+    documents = np.repeat(np.arange(40), rng.integers(1, 5, 40)).astype(np.int32)
+    window_sizes = rng.integers(1, 90, len(documents)).astype(np.int32)
+    window_sizes[[np.flatnonzero(documents == 3)[0], *np.flatnonzero(documents == 7)]] = 0
+    of_token = np.repeat(documents, window_sizes)
+    values = rng.exponential(size=(len(of_token), 1))
+    often, rarely = rng.random(len(of_token)) < 0.2, np.isin(of_token, range(12))
+    values[rarely.argmin()] = np.inf
+    groups = [often & ~np.isinf(values[:, 0]), rarely]
+    found = resample(values, values, window_sizes, documents, groups, num_resamples=400, seed=3)
+    assert found[0].blocks == "39 documents drawn one by one"
+    tokens = [np.flatnonzero(of_token == document) for document in range(40) if document != 7]
+    drawings = StationaryBootstrap(1, np.arange(39), seed=np.random.default_rng(3)).bootstrap(400)
+    drawn = [np.concatenate([tokens[place] for place in places]) for (places,), _ in drawings]
+    jumps = [np.diff(places) != 1 for (places,), _ in StationaryBootstrap(1, np.arange(39), seed=1).bootstrap(100)]
+    assert np.mean(jumps) > 0.96, "the next document follows as often as any other"
+    expected = [values[at[groups[0][at]], 0].mean() for at in drawn]
+    np.testing.assert_allclose(found[1].means[:, 0], expected, rtol=1e-12)
+    # By linearization, the cluster-robust error of a ratio.
+    inside = groups[0]
+    mean, total = values[inside, 0].mean(), inside.sum()
+    errors = [(values[at[inside[at]], 0] - mean).sum() / total for at in tokens]
+    assert found[1].means.std() == pytest.approx(np.linalg.norm(errors), rel=0.1)
+    counts = np.array([inside[at].sum() for at in tokens])
+    number = counts.sum() ** 2 / (counts**2).sum()
+    assert found[1].factor == pytest.approx(stats.t.ppf(0.975, number - 1) * math.sqrt(number / (number - 1)))
+    # Infinite in the text, but not in the group; and a group of eleven documents has no interval.
+    assert found[0].interval(1.0, found[0].means[:, 0]) == (None, None)
+    assert None not in found[1].interval(1.0, found[1].means[:, 0])
+    assert found[2].interval(1.0, found[2].means[:, 0]) == (None, None)
+    [few] = resample(values, values, window_sizes, documents // 4, num_resamples=10, seed=0)
+    assert few.blocks == "no intervals: windows of one document are not independent, and 10 documents are too few"
+    assert few.interval(1.0, few.means[:, 0]) == (None, None)
+
+
+def test_documents_cover_what_blocks_of_windows_do_not():
+    """Documents of very different lengths, whose windows are alike: `bench/interval_coverage.py` with fewer trials."""
+    uneven = next(each for each in DEPENDENCES if each.name == "documents of very different lengths")
+    *_, by_windows, _, _, by_documents, difference = measure(uneven, 20, 200, num_resamples=200, seed=1)[2:]
+    assert min(by_documents, difference) >= 0.89
+    assert by_windows < by_documents
 
 
 def test_on_dependent_data_blocks_cover_what_independence_does_not():

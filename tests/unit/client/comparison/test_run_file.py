@@ -56,6 +56,28 @@ def test_runs_are_read_back_as_they_were_written(perplexity_file, tmp_path):
         assert (each.method, each.context_length, each.stride) == ("sliding", 128, 100)
 
 
+def with_parts(path, labels=("code", "mathematics"), **changes):
+    """A run of 15 documents of two windows, in two domains, whose first token is of another class."""
+    windows = np.arange(30, dtype=np.int32)
+    parts = {"window_contexts": 10 * windows, "window_documents": windows // 2, "window_labels": windows // 15}
+    parts["classes"] = np.arange(3000) == 0
+    with_arrays(path, **{**parts, "classes": parts["classes"].astype(np.uint8), **changes})
+    changed(path, labels=labels)
+
+
+@pytest.mark.parametrize("write", [write_perplexity_run, lambda path, nlls: write_kld_run(path, nlls, KLD)])
+def test_documents_domains_and_classes_are_read_where_a_run_has_them(tmp_path, write):
+    path = write(tmp_path / "run.json", NLLS)
+    plain = load_run(path)
+    assert (plain.window_contexts, plain.window_documents, plain.window_labels, plain.classes) == (None,) * 4
+    with_parts(path, labels=["code", "\x1b"])
+    run = load_run(path)
+    assert run.window_contexts.tolist() == list(range(0, 300, 10))
+    assert run.window_documents.tolist() == [window // 2 for window in range(30)]
+    assert (run.window_labels.tolist(), [*run.labels]) == ([0] * 15 + [1] * 15, ["code", r"\x1b"])
+    assert run.classes.tolist() == [1] + [0] * 2999
+
+
 def test_both_files_may_be_renamed_together(perplexity_file):
     perplexity_file.rename(perplexity_file.with_name("new.json"))
     perplexity_file.with_suffix(".safetensors").rename(perplexity_file.with_name("new.safetensors"))
@@ -92,6 +114,7 @@ def with_tops(path, **changes):
 
 
 EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
+DECREASING = np.arange(30, 0, -1, dtype=np.int32)
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
 
 
@@ -114,6 +137,14 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
+        (lambda path: with_parts(path, window_contexts=WRONG_SIZES), "has 30 windows, and window_contexts is of shape"),
+        (lambda path: with_parts(path, window_contexts=-np.ones(30, np.int32)), "window_contexts has values from -1"),
+        (lambda path: with_parts(path, window_documents=DECREASING), "{path}: its window_documents decrease"),
+        (lambda path: with_parts(path, None), "window_labels has values from 0 to 1, which may be from 0 to -1"),
+        (lambda path: with_parts(path, ["code"]), "window_labels has values from 0 to 1, which may be from 0 to 0"),
+        (lambda path: with_parts(path, classes=np.full(3000, 4, np.uint8)), "values from 4 to 4, which may be from 0"),
+        (lambda path: with_parts(path, classes=np.zeros(30, np.uint8)), "3000 tokens, and classes is of shape (30,)"),
+        (lambda path: with_parts(path, classes=NOT_NUMBERS), "classes has values of type float32"),
         (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
     ],
 )

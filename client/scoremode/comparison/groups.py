@@ -1,0 +1,77 @@
+"""Groups of tokens that tables compare: classes of a conversation's tokens, domains, and positions in the context."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scoremode.comparison.run_file import RunFile
+from scoremode.windows import DEFAULT_CONTEXT_LENGTH, TOKEN_CLASSES
+
+MOST_DOMAINS = 20
+"""That a table shows; those with fewer tokens are one group."""
+_CONTEXT_EDGES = (0, 256, 1024, 4096, 16_384)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Some of a text's targets."""
+
+    by: str
+    """What the text is divided by: `class`, `domain` or `tokens before`."""
+    name: str
+    members: NDArray[np.bool_]
+    """[n], whether a target belongs to it."""
+
+    @property
+    def num_scored(self) -> int:
+        """Its targets."""
+        return int(self.members.sum())
+
+
+def first_known(runs: Sequence[RunFile], name: str) -> Any:
+    """An array of the first run that has it: all runs are of the same tokens. None where no run has it."""
+    return next((array for run in runs if (array := getattr(run, name)) is not None), None)
+
+
+def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] | None:
+    """The names of domains, and [windows] the domain of each, from the first run that has them."""
+    return next(((run.labels, run.window_labels) for run in runs if run.window_labels is not None), None)
+
+
+def groups_of(runs: Sequence[RunFile]) -> list[Group]:
+    """Groups by class, by domain and by context, each only where there are several.
+
+    By context, only where it is longer than that of windows whose length nobody chose.
+    """
+    found: list[Group] = []
+    sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
+    if classes is not None:
+        found += _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
+    if (of_windows := domains(runs)) is not None:
+        found += _domain_groups(of_windows[0], np.repeat(of_windows[1], sizes))
+    contexts = first_known(runs, "window_contexts")
+    if contexts is not None:
+        starts = np.cumsum(sizes) - sizes
+        before = np.arange(sizes.sum()) + np.repeat(contexts - starts, sizes)
+        if before.max() >= DEFAULT_CONTEXT_LENGTH:
+            names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
+            names.append(f"{_CONTEXT_EDGES[-1]:,} and more")
+            found += _several("tokens before", dict(enumerate(names, 1)), np.digitize(before, _CONTEXT_EDGES))
+    return found
+
+
+def _domain_groups(names: Sequence[str], indices: NDArray[np.int32]) -> list[Group]:
+    counts = np.bincount(indices, minlength=len(names))
+    rare = np.argsort(-counts, kind="stable")[MOST_DOMAINS:]
+    others = {-1: f"{(counts[rare] > 0).sum()} others"}
+    return _several("domain", {**dict(enumerate(names)), **others}, np.where(np.isin(indices, rare), -1, indices))
+
+
+def _several(by: str, names: Mapping[int, str], indices: NDArray[Any]) -> list[Group]:
+    present = set(np.unique(indices).tolist())
+    found = [Group(by, name, indices == index) for index, name in names.items() if index in present]
+    return found if len(found) > 1 else []

@@ -1,0 +1,144 @@
+"""Figures by class, domain and context: against means by hand, in every form, and only where there are several."""
+
+import csv
+import io
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from run_files import kld_run, made_up_kld, made_up_nlls, perplexity_run
+from scipy import stats
+
+from scoremode.comparison import compare
+from scoremode.comparison.groups import MOST_DOMAINS, groups_of
+from scoremode.comparison.report import write_report
+from scoremode.comparison.tables import as_csv, as_markdown, as_text
+
+WINDOWS = np.arange(30, dtype=np.int32)
+POSITIONS = np.arange(3000)
+IN_WINDOW = POSITIONS % 100
+CONTEXTS = np.where(WINDOWS % 2, 5000, 200).astype(np.int32)
+# Reasoning, then text; tool calls in five documents alone.
+CLASSES = np.where(POSITIONS < 500, 2 * (IN_WINDOW > 89), IN_WINDOW < 40).astype(np.uint8)
+PARTS = {
+    "window_contexts": CONTEXTS,
+    "window_documents": WINDOWS,
+    "window_labels": np.where(WINDOWS % 3 == 0, 0, 2).astype(np.int32),
+    "labels": ["code", "unused", "a|b"],
+    "classes": CLASSES,
+}
+# Ten documents are code, twenty are not; there are fifteen of each context.
+WITH_INTERVALS = {("class", "text"), ("class", "reasoning"), ("domain", "a|b")}
+BEFORE = np.repeat(CONTEXTS, 100) + IN_WINDOW
+MEMBERS = {
+    ("class", "text"): CLASSES == 0,
+    ("class", "reasoning"): CLASSES == 1,
+    ("class", "tool call"): CLASSES == 2,
+    ("domain", "code"): POSITIONS // 100 % 3 == 0,
+    ("domain", "a|b"): POSITIONS // 100 % 3 > 0,
+    ("tokens before", "0 to 255"): BEFORE < 256,
+    ("tokens before", "256 to 1,023"): (BEFORE >= 256) & (BEFORE < 1024),
+    ("tokens before", "4,096 to 16,383"): BEFORE >= 4096,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A base whose file knows no parts, and two runs that diverge from a reference, whose files do."""
+    folder = tmp_path_factory.mktemp("runs")
+    others = [kld_run(folder, f"int{seed}", made_up_nlls(seed), made_up_kld(seed, 0.05)) for seed in (8, 4)]
+    return [perplexity_run(folder, "base", made_up_nlls(1)), *(replace(run, **PARTS) for run in others)]
+
+
+@pytest.fixture(scope="module")
+def comparison(runs):
+    return compare(runs, num_resamples=500)
+
+
+def test_each_group_has_the_means_of_its_tokens(runs, comparison):
+    found = {(each.group.by, each.group.name, each.run.label): each for each in comparison.groups}
+    assert list(found) == [(*group, run.label) for group in MEMBERS for run in runs]
+    base = runs[0]
+    for (by, name, _), each in found.items():
+        members, run = MEMBERS[by, name], each.run
+        assert each.group.num_scored == members.sum()
+        assert each.perplexity.value == pytest.approx(math.exp(run.nlls[members].mean()))
+        assert each.perplexity.stderr == pytest.approx(each.perplexity.value * stats.sem(run.nlls[members]))
+        has_interval = (by, name) in WITH_INTERVALS
+        assert (each.perplexity.low is not None) == has_interval
+        if run is base:
+            assert (each.ppl_ratio, each.kld, each.same_top_p) == (None, None, None)
+            continue
+        assert each.ppl_ratio.value == pytest.approx(math.exp((run.nlls - base.nlls)[members].mean()))
+        assert each.kld.value == pytest.approx(run.kld[members].mean())
+        assert each.same_top_p.value == pytest.approx((run.kld < 0.1)[members].mean())
+        if has_interval:
+            assert each.ppl_ratio.low < each.ppl_ratio.value < each.ppl_ratio.high
+            # Here tokens are independent, so that both errors are of one size.
+            assert each.kld.high - each.kld.low == pytest.approx(2 * 2.05 * each.kld.stderr, rel=0.4)
+
+
+def test_every_form_has_the_groups(runs, comparison, tmp_path):
+    each = next(each for each in comparison.groups if each.group.name == "reasoning" and each.run.label == "int8")
+    ratio = f"{each.ppl_ratio.value:.4f} ± {each.ppl_ratio.stderr:.4f} [{each.ppl_ratio.low:.4f}"
+    kld = f"{each.kld.value:.6f} ± {each.kld.stderr:.6f} [{each.kld.low:.6f}"
+    text, markdown = as_text(comparison), as_markdown(comparison)
+    note = "Without an interval: groups with tokens in fewer than 20 of the documents or windows drawn."
+    assert all(part in form for part in (ratio, kld, note) for form in (text, markdown.replace("\\[", "[")))
+    assert "500 resamples, 30 documents drawn one by one, seed 0." in text
+    lines = [line for line in text.splitlines() if line.startswith("reasoning")]
+    assert [line.split()[1:3] for line in lines] == [["1,000", run.label] for run in runs] * 2
+    assert max(map(len, lines)) <= 120
+    assert r"| a\|b | 2,000 | int4 |" in markdown
+    rows = {
+        tuple(row[name] for name in ("by", "group", "run", "beside", "figure")): row for row in csv_rows(comparison)
+    }
+    assert float(rows["class", "reasoning", "int8", "base", "ppl_ratio"]["high"]) == each.ppl_ratio.high
+    assert float(rows["class", "reasoning", "int8", "", "kld"]["value"]) == each.kld.value
+    assert rows["class", "reasoning", "int8", "", "num_scored"]["value"] == "1000"
+    assert ("", "", "int8", "", "kld") in rows
+    write_report(comparison, tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    assert all(part in html for part in (ratio, kld, note, '<a href="#groups">', "By tokens before: mean KLD, nats"))
+
+
+def csv_rows(comparison):
+    return csv.DictReader(io.StringIO(as_csv(comparison)))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},
+        {"classes": np.ones(3000, np.uint8), "window_labels": 0 * WINDOWS, "labels": ["code"]},
+        # The windows of a run whose length nobody chose, and contexts that are all long.
+        {"window_contexts": np.where(WINDOWS % 2, 1948, 0).astype(np.int32)},
+        {"window_contexts": np.full(30, 20_000, np.int32)},
+    ],
+)
+def test_one_group_is_none(tmp_path, parts):
+    run = replace(perplexity_run(tmp_path, "base", made_up_nlls(1)), **parts)
+    comparison = compare([run], num_resamples=20)
+    write_report(comparison, tmp_path / "report.html")
+    assert (comparison.groups, "#groups" in (tmp_path / "report.html").read_text()) == ([], False)
+    assert "stationary blocks of" in comparison.blocks
+
+
+def test_rare_domains_are_one_group(tmp_path):
+    run = perplexity_run(tmp_path, "base", made_up_nlls(1))
+    many = replace(run, labels=[f"d{number}" for number in range(26)], window_labels=np.maximum(WINDOWS - 5, 0))
+    groups = groups_of([many])
+    assert [group.name for group in groups] == [*(f"d{number}" for number in range(MOST_DOMAINS)), "5 others"]
+    assert [group.num_scored for group in groups] == [600, *[100] * 19, 500]
+
+
+def test_few_documents_have_no_interval_and_no_verdict(tmp_path):
+    """By windows, the second would be worse."""
+    runs = [perplexity_run(tmp_path, name, made_up_nlls(1, shift=shift)) for name, shift in (("a", 0), ("b", 0.1))]
+    assert compare(runs, num_resamples=50).pairs[0].verdict == "worse"
+    comparison = compare([runs[0], replace(runs[1], window_documents=WINDOWS // 2)], num_resamples=50)
+    assert (comparison.pairs[0].verdict, comparison.has_intervals) == ("no difference shown", False)
+    assert "no intervals: windows of one document are not independent, and 15 documents are too few" in as_text(
+        comparison
+    )
