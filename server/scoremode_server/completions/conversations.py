@@ -6,6 +6,7 @@ renders in another way once more messages follow, such as without its reasoning,
 """
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -129,17 +130,26 @@ class _Conversation:
             plain = await self._render(before)
             if _num_shared(plain, until) < len(plain) - MAX_MERGED:
                 raise self._refused(place, "changes messages before it")
+            first += self._num_redivided(prompt[first:], until[first:])
         # The first token of a sequence has no logprob.
         first = max(1, first)
         end = len(until)
         if role == "assistant":
-            # The template's text after the token that ends a turn is not generated.
-            ends = [at for at in range(first, end) if until[at] in self.shared.ends]
-            end = ends[-1] + 1 if ends else end
+            # What the template adds after the token that ends a turn is not generated, not even another such token.
+            end = next((at + 1 for at in range(first, end) if until[at] in self.shared.ends), end)
             generated = self.shared.tokenizer.decode(until[first:end])
             if not all(thought.strip() in generated for thought in _thoughts(messages[place])):
                 raise self._refused(place, "drops its reasoning, so it is not as it was generated")
         return {"role": role, "first": first, "end": end}
+
+    def _num_redivided(self, prompt_end: list[int], added: list[int]) -> int:
+        """Leading tokens of what a message adds whose text ends the prompt: a tokenizer may divide line breaks one way
+        at the end of a text, and another way before a word."""
+        decode, text = self.shared.tokenizer.decode, self.shared.tokenizer.decode(prompt_end)
+        num = 0
+        while num < len(added) and (beginning := decode(added[: num + 1])) and text.startswith(beginning):
+            num += 1
+        return num
 
     async def _marked(self, messages: Messages) -> tuple[list[int] | None, list[Turn]]:
         """The tokens of a conversation and its turns, of a template that marks them; else None."""
@@ -170,8 +180,8 @@ class _Conversation:
         """Token ids, and the messages as the template gets them."""
         renderer = self.shared.online.renderer
         try:
-            # A copy: vLLM may change messages.
-            conversation, prompt = await renderer.render_messages_async([dict(each) for each in messages], params)
+            # A deep copy: vLLM decodes the arguments of tool calls in place.
+            conversation, prompt = await renderer.render_messages_async(deepcopy(messages), params)
             (tokens,) = await renderer.tokenize_prompts_async(
                 [prompt], TokenizeParams(max_total_tokens=None, add_special_tokens=False)
             )

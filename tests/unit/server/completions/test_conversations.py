@@ -1,0 +1,223 @@
+"""`/v1/turns` next to transformers: chat templates of many families, their marks, and what is refused."""
+
+import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
+
+FOLDER = Path(__file__).parents[3] / "data" / "chat_templates"
+TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
+"""Each begins with a comment: what it needs of a tokenizer, which conversation it takes, and the text of each turn."""
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+COUNT = {"role": "user", "content": "How many are there?"}
+ELEVEN = {"role": "assistant", "content": "Eleven, and a bit."}
+COLOUR = {"role": "user", "content": "And what colour is grass? "}
+GREEN = {"role": "assistant", "content": "It is green."}
+WEATHER = {"name": "weather", "description": "Now.", "parameters": {"type": "object", "properties": {"city": {}}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+SUNNY = {"role": "tool", "tool_call_id": "a", "content": "Sunny."}
+THINKING = [
+    COUNT,
+    ELEVEN | {"reasoning_content": "Ten and one."},
+    COLOUR,
+    GREEN | {"content": "<think>\nGrass, then.\n</think>\n\nIt is green."},
+]
+CONVERSATIONS = {
+    "plain": [SYSTEM, COUNT, ELEVEN, COLOUR, GREEN],
+    "without_system": [COUNT, ELEVEN, COLOUR, GREEN],
+    "tools": [COUNT, CALLING, SUNNY, GREEN],
+    "thinking": THINKING,
+}
+PLAIN = CONVERSATIONS["plain"]
+Served = Callable[[str], Path]
+
+
+@pytest.fixture
+def served(random_model: Path, byte_fallback_model: Path, tmp_path_factory) -> Served:
+    """Makes a folder with a chat template, a tokenizer that has its special tokens, and a configuration."""
+
+    def make(template: str) -> Path:
+        about, folder = described(template), tmp_path_factory.mktemp("served")
+        source = byte_fallback_model if about.get("tokenizer") else random_model
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": about.get("special_tokens", [])}
+            | {name: about[name] for name in ("bos_token", "eos_token") if name in about}
+        )
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+        ends = tokenizer.convert_tokens_to_ids([about.get("end", "<|im_end|>"), tokenizer.eos_token])
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": [end for end in ends if end is not None]})
+        )
+        return folder
+
+    return make
+
+
+def described(template: str) -> dict[str, Any]:
+    comment = re.match(r"\{#- (.*) -#\}", template)
+    return json.loads(comment[1]) if comment else {}
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """What transformers makes of a conversation; it wants the arguments of calls as objects."""
+    messages = deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+
+
+async def turns_of(model: Path, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with client_of(app_with_completions(model)[0]) as client:
+        answer = await client.post("/v1/turns", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["data"]
+
+
+def texts_of(tokenizer: PreTrainedTokenizerFast, sequence: dict[str, Any]) -> list[str]:
+    return [tokenizer.decode(sequence["token_ids"][turn["first"] : turn["end"]]) for turn in sequence["turns"]]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+async def test_turns_are_what_the_model_generates(served: Served, family: str):
+    template = TEMPLATES[family]
+    about, model = described(template), served(template)
+    messages = CONVERSATIONS[about.get("conversation", "plain")]
+    tools = {"tools": TOOLS} if messages is CONVERSATIONS["tools"] else {}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    *own, whole = await turns_of(model, {"messages": messages} | tools)
+    assert whole["token_ids"] == rendered(tokenizer, messages, **tools)["input_ids"]
+    assert len(own) == about.get("own", 0)
+    for sequence, place in zip(own, (1, 3), strict=False):
+        # What the template adds after the turn's last token is not generated.
+        until = rendered(tokenizer, messages[: place + 1], **tools)["input_ids"]
+        assert sequence["token_ids"] == until[: sequence["turns"][0]["end"]]
+    assert [text for sequence in (*own, whole) for text in texts_of(tokenizer, sequence)] == about["turns"]
+
+
+async def test_marked_turns_are_transformers_assistant_tokens(served: Served):
+    model = served(TEMPLATES["smollm3"])
+    expected = rendered(AutoTokenizer.from_pretrained(model), PLAIN, return_assistant_tokens_mask=True)
+    (sequence,) = await turns_of(model, {"messages": PLAIN})
+    inside = [any(turn["first"] <= at < turn["end"] for turn in sequence["turns"]) for at in range(len(expected[0]))]
+    assert sequence["token_ids"] == expected["input_ids"]
+    assert inside == [bool(mark) for mark in expected["assistant_masks"]]
+    assert sum(inside) > 10
+
+
+async def test_other_roles_are_turns_without_the_prompt_for_the_next(served: Served):
+    """A user's turn has the header that its template gives it, and a message that adds nothing is none."""
+    model = served(TEMPLATES["chatml"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (sequence,) = await turns_of(model, {"messages": PLAIN, "roles": ["system", "user"]})
+    assert [turn["role"] for turn in sequence["turns"]] == ["system", "user", "user"]
+    # The first token of a sequence has no context.
+    assert texts_of(tokenizer, sequence) == [
+        "system\nBe brief.<|im_end|>\n",
+        "<|im_start|>user\nHow many are there?<|im_end|>\n",
+        "<|im_start|>user\nAnd what colour is grass? <|im_end|>\n",
+    ]
+    model = served(TEMPLATES["hermes_tools"])
+    body = {"messages": CONVERSATIONS["tools"], "tools": TOOLS, "roles": ["tool", "assistant"]}
+    *_, sequence = await turns_of(model, body)
+    assert [turn["role"] for turn in sequence["turns"]] == ["assistant", "tool", "assistant"]
+    assert "<tool_response>\nSunny.\n</tool_response>" in texts_of(tokenizer, sequence)[1]
+
+
+async def test_conversations_have_tools_of_their_own_or_all_the_same(served: Served):
+    model = served(TEMPLATES["hermes_tools"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    other = [{"type": "function", "function": WEATHER | {"name": "forecast"}}]
+    conversation = CONVERSATIONS["tools"]
+    for tools, of_each in ((TOOLS, (TOOLS, TOOLS)), ([TOOLS, other], (TOOLS, other)), ([None, other], (None, other))):
+        found = await turns_of(model, {"messages": [conversation, conversation], "tools": tools})
+        assert [each["conversation"] for each in found] == [0, 1]
+        for sequence, own in zip(found, of_each, strict=True):
+            assert sequence["token_ids"] == rendered(tokenizer, conversation, tools=own)["input_ids"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+REFUSED = {
+    "no conversation": ("chatml", {"messages": None}, "messages", "messages[0] is empty: there is no message to score"),
+    "empty": ("chatml", {"messages": []}, "messages", "messages[0] is empty: there is no message to score"),
+    "second empty": ("chatml", {"messages": [PLAIN, []]}, "messages", "messages[1] is empty: there is no message"),
+    "no objects": ("chatml", {"messages": "Hello"}, "messages", "messages: must be a list of messages, which are obj"),
+    "image": (
+        "chatml",
+        {"messages": [COUNT | {"content": [{"type": "text", "text": "See:"}, IMAGE]}, ELEVEN]},
+        "messages",
+        "messages[0][0] has a part of type 'image_url': only text is scored",
+    ),
+    "no role": ("chatml", {"messages": [{"content": "Hello"}]}, "messages", "messages[0][0] must have a role"),
+    "no such role": (
+        "chatml",
+        {"messages": PLAIN, "roles": ["tool", "developer"]},
+        "messages",
+        "messages has no turn of tool or developer to score",
+    ),
+    "no turn": ("smollm3", {"messages": [COUNT]}, "messages", "messages has no turn of assistant to score"),
+    "no roles": ("chatml", {"messages": PLAIN, "roles": []}, "roles", "roles: "),
+    "tools of three": ("chatml", {"messages": PLAIN, "tools": [TOOLS] * 3}, "tools", "tools has lists for 3 conversat"),
+    "no tools": ("chatml", {"messages": PLAIN, "tools": [{"type": "function"}]}, "tools", "messages[0]: tools.0.func"),
+    "no list": (
+        "chatml",
+        {"messages": PLAIN, "tools": {}},
+        "tools",
+        "tools: must be a list of objects, or such a list",
+    ),
+    "template": (
+        "chatml",
+        {"messages": PLAIN, "chat_template_kwargs": {"chat_template": "{{ messages }}"}},
+        "chat_template_kwargs",
+        "Chat template is passed with request, but --trust-request-chat-template is not set",
+    ),
+    "template refuses": (
+        "mistral",
+        {"messages": [COUNT, COUNT, ELEVEN]},
+        "messages",
+        "messages[0]: its first 3 messages cannot be rendered: Roles must alternate.",
+    ),
+    "strips thoughts": (
+        "deepseek_r1",
+        {"messages": THINKING},
+        "messages",
+        "messages[0][1] cannot be scored: the chat template drops its reasoning",
+    ),
+    "rewrites": (
+        "rewrites",
+        {"messages": PLAIN},
+        "messages",
+        "messages[0][2] cannot be scored: the chat template changes messages before it",
+    ),
+}
+REWRITES = "{{ messages[-1]['content'] }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_what_cannot_be_scored_is_refused_with_its_field(served: Served, case: str):
+    family, body, field, beginning = REFUSED[case]
+    app, _ = app_with_completions(served(REWRITES if family == "rewrites" else TEMPLATES[family]))
+    async with client_of(app) as client:
+        status, found_field, message = error_of(await client.post("/v1/turns", json=body))
+    assert (status, found_field, message[: len(beginning)]) == (400, field, beginning)
+
+
+async def test_a_server_without_a_jinja_template_refuses(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+    app, _ = app_with_completions(random_model)
+    monkeypatch.setattr(app.state.scoremode.conversations.online, "use_harmony", True)
+    async with client_of(app) as client:
+        answer = error_of(await client.post("/v1/score", json={"messages": PLAIN}))
+    assert answer == (400, "messages", "messages: this server renders conversations without a Jinja template")
