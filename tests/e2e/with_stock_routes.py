@@ -7,6 +7,7 @@ python with_stock_routes.py vllm [arguments of vLLM's own server]      with the 
 import sys
 
 from fastapi import Depends, FastAPI
+from vllm.entrypoints.openai.chat_completion import api_router as chat
 from vllm.entrypoints.openai.completion import api_router as stock
 from vllm.entrypoints.scale_out.token_in_token_out import api_router as token_ids
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
@@ -18,7 +19,7 @@ attach_router = plugin.ScoremodeEndpoints.attach_router
 
 
 def attach_both(self: plugin.ScoremodeEndpoints, app: FastAPI) -> None:
-    routes = {"/v1/completions": stock.create_completion}
+    routes = {"/v1/completions": stock.create_completion, "/v1/chat/completions": chat.create_chat_completion}
     if serves_generate(app):
         routes["/inference/v1/generate"] = token_ids.generate
     attach_router(self, app)
