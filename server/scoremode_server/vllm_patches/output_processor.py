@@ -2,8 +2,8 @@
 
 vLLM turns them into Python objects token by token, as dictionaries or as flat lists, on the API server's one event
 loop; at 100,000 tokens a second that is most of its work. There is no extension point before that step, so this is a
-patch of two methods of vLLM's `LogprobsProcessor`: requests made with `ScoringParams` keep arrays, and their tokens
-have no text. All others take vLLM's own way.
+patch of two methods of vLLM's `LogprobsProcessor`: requests made with `ScoringParams` keep arrays, and their prompts'
+tokens have no text. All others take vLLM's own way.
 
 A third patch is for the one token that such a request may generate: vLLM decodes the whole prompt to find the text that
 the token adds, and here only the prompt's end.
@@ -53,7 +53,8 @@ def patch() -> None:
     ) -> LogprobsProcessor:
         if not isinstance(request.sampling_params, ScoringParams):
             return make(cls, tokenizer, request)
-        processor = make(cls, None, request)
+        # Chat completions have the texts of sampled tokens from vLLM; what asks for flat lists writes them itself.
+        processor = make(cls, None if request.sampling_params.flat_logprobs else tokenizer, request)
         processor.prompt_logprobs = PromptLogprobs()
         return processor
 
