@@ -140,6 +140,8 @@ def test_fields_of_texts_do_not_go_with_conversations(http, body):
         {"prompt_logprobs": None, "echo": True, "logprobs": True, "top_logprobs": 3},
         {"logprobs": True, "top_logprobs": 2},
         {"max_tokens": None, "max_completion_tokens": 1},
+        # Of a part of a character.
+        {"logprobs": True, "top_logprobs": 2, "logit_bias": {"115": 100}},
         {"return_token_ids": True},
         {"return_tokens_as_token_ids": True, "logprobs": True},
         {"add_generation_prompt": False, "continue_final_message": True},
