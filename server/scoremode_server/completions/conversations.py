@@ -92,7 +92,8 @@ class _Conversation:
         if whole is None:
             whole = await self._render(messages)
             for place, message in enumerate(messages):
-                if message["role"] not in self.request.roles:
+                # Nothing prompts for a first message, so it is context if it is the assistant's.
+                if message["role"] not in self.request.roles or (place == 0 and message["role"] == "assistant"):
                     continue
                 until = whole if place + 1 == len(messages) else await self._render(messages[: place + 1])
                 turn = await self._turn(messages, place, until)
@@ -160,10 +161,9 @@ class _Conversation:
         if template is None or not _MARKS.search(template) or not tokenizer.is_fast:
             return None, []
         token_ids, conversation = await self._rendered(messages, params)
-        options = {**params.get_apply_chat_template_kwargs(), "tokenize": True, "return_dict": True}
-        marked: Any = safe_apply_chat_template(
-            self.shared.model, tokenizer, conversation, **options, return_assistant_tokens_mask=True
-        )
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        options = {**params.get_apply_chat_template_kwargs(), **options}
+        marked: Any = safe_apply_chat_template(self.shared.model, tokenizer, conversation, **options)
         if list(marked["input_ids"]) != token_ids:
             raise RequestError(f"{self.name}: vLLM and the template's marks disagree on its tokens", "messages")
         turns: list[Turn] = []

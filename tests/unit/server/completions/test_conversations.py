@@ -149,6 +149,21 @@ async def test_conversations_have_tools_of_their_own_or_all_the_same(served: Ser
             assert sequence["token_ids"] == rendered(tokenizer, conversation, tools=own)["input_ids"]
 
 
+@pytest.mark.parametrize("family", ["chatml", "smollm2"])
+async def test_a_first_message_of_the_assistant_is_context(served: Served, family: str):
+    """A template may put a system prompt before it."""
+    model = served(TEMPLATES[family])
+    (sequence,) = await turns_of(model, {"messages": [ELEVEN, COUNT, GREEN]})
+    assert texts_of(AutoTokenizer.from_pretrained(model), sequence) == ["It is green.<|im_end|>"]
+
+
+async def test_arguments_of_templates_do_not_change_how_turns_are_found(served: Served):
+    kwargs = {"return_assistant_tokens_mask": False, "return_dict": False, "tokenize": False}
+    model = served(TEMPLATES["smollm3"])
+    found = await turns_of(model, {"messages": PLAIN, "chat_template_kwargs": kwargs})
+    assert found == await turns_of(model, {"messages": PLAIN})
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 REFUSED = {
     "no conversation": ("chatml", {"messages": None}, "messages", "messages[0] is empty: there is no message to score"),
@@ -169,6 +184,7 @@ REFUSED = {
         "messages has no turn of tool or developer to score",
     ),
     "no turn": ("smollm3", {"messages": [COUNT]}, "messages", "messages has no turn of assistant to score"),
+    "nothing before": ("chatml", {"messages": [ELEVEN]}, "messages", "messages has no turn of assistant to score"),
     "no roles": ("chatml", {"messages": PLAIN, "roles": []}, "roles", "roles: "),
     "tools of three": ("chatml", {"messages": PLAIN, "tools": [TOOLS] * 3}, "tools", "tools has lists for 3 conversat"),
     "no tools": ("chatml", {"messages": PLAIN, "tools": [{"type": "function"}]}, "tools", "messages[0]: tools.0.func"),
