@@ -153,6 +153,7 @@ def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence],
         raise RequestError(str(error), error.field) from None
     documents = []
     for each in conversations:
+        limits.check_vocabulary(each["token_ids"], f"messages[{each['conversation']}]")
         windows = turn_windows([(turn["first"], turn["end"]) for turn in each["turns"]], context_length)
         roles = [turn["role"] for turn in each["turns"]][: len(windows)]
         documents.append(TextDocument(each["token_ids"], None, windows, each["conversation"], roles))

@@ -164,6 +164,15 @@ async def test_arguments_of_templates_do_not_change_how_turns_are_found(served: 
     assert found == await turns_of(model, {"messages": PLAIN})
 
 
+@pytest.mark.parametrize("route", ["/v1/score", "/v1/perplexity"])
+async def test_tokens_that_the_model_has_not_are_refused(served: Served, route: str):
+    """A tokenizer may have added tokens without embeddings; the app's engine has 1,000."""
+    async with client_of(app_with_completions(served(TEMPLATES["chatml"]))[0]) as client:
+        status, field, message = error_of(await client.post(route, json={"messages": [PLAIN]}))
+    assert (status, field) == (400, "messages")
+    assert message.startswith("messages[0] has token id 1025, outside the vocabulary of 1000 tokens")
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 REFUSED = {
     "no conversation": ("chatml", {"messages": None}, "messages", "messages[0] is empty: there is no message to score"),
