@@ -111,7 +111,9 @@ async def test_turns_are_what_the_model_generates(served: Served, family: str):
 async def test_marked_turns_are_transformers_assistant_tokens(served: Served):
     model = served(TEMPLATES["smollm3"])
     expected = rendered(AutoTokenizer.from_pretrained(model), PLAIN, return_assistant_tokens_mask=True)
-    (sequence,) = await turns_of(model, {"messages": PLAIN})
+    # A request's arguments for the template do not change how marks are found.
+    arguments = {"return_assistant_tokens_mask": False, "return_dict": False}
+    (sequence,) = await turns_of(model, {"messages": PLAIN, "chat_template_kwargs": arguments})
     inside = [any(turn["first"] <= at < turn["end"] for turn in sequence["turns"]) for at in range(len(expected[0]))]
     assert sequence["token_ids"] == expected["input_ids"]
     assert inside == [bool(mark) for mark in expected["assistant_masks"]]
@@ -157,13 +159,6 @@ async def test_a_first_message_of_the_assistant_is_context(served: Served, famil
     assert texts_of(AutoTokenizer.from_pretrained(model), sequence) == ["It is green.<|im_end|>"]
 
 
-async def test_arguments_of_templates_do_not_change_how_turns_are_found(served: Served):
-    kwargs = {"return_assistant_tokens_mask": False, "return_dict": False, "tokenize": False}
-    model = served(TEMPLATES["smollm3"])
-    found = await turns_of(model, {"messages": PLAIN, "chat_template_kwargs": kwargs})
-    assert found == await turns_of(model, {"messages": PLAIN})
-
-
 @pytest.mark.parametrize("route", ["/v1/score", "/v1/perplexity"])
 async def test_tokens_that_the_model_has_not_are_refused(served: Served, route: str):
     """A tokenizer may have added tokens without embeddings; the app's engine has 1,000."""
@@ -171,6 +166,25 @@ async def test_tokens_that_the_model_has_not_are_refused(served: Served, route: 
         status, field, message = error_of(await client.post(route, json={"messages": [PLAIN]}))
     assert (status, field) == (400, "messages")
     assert message.startswith("messages[0] has token id 1025, outside the vocabulary of 1000 tokens")
+
+
+async def test_turns_that_are_sequences_of_their_own_are_scored_alike_by_all_routes(served: Served):
+    """The template keeps the last message's thoughts only."""
+    loop = "{% for message in messages %}{{ message.role }}: THOUGHTS{{ message.content }}\n{% endfor %}"
+    thoughts = "{% if loop.last and message.reasoning_content %}{{ message.reasoning_content }} {% endif %}"
+    body = {"messages": [[COUNT, ELEVEN], [*THINKING[:3], ELEVEN | {"reasoning_content": "Two more."}]]}
+    app, _ = app_with_completions(served(loop.replace("THOUGHTS", thoughts)))
+    async with client_of(app) as client:
+        turns, score, perplexity = [
+            (await client.post(f"/v1/{route}", json=body)).json() for route in ("turns", "score", "perplexity")
+        ]
+    sequences = turns["data"]
+    assert [sequence["conversation"] for sequence in sequences] == [0, 1, 1]
+    lengths = [turn["end"] - turn["first"] for sequence in sequences for turn in sequence["turns"]]
+    assert [(each["prompt_index"], each["continuation_index"]) for each in score["data"]] == [(0, 0), (1, 0), (1, 1)]
+    assert [each["num_scored"] for each in score["data"]] == lengths
+    assert perplexity["num_scored"] == sum(lengths)
+    assert perplexity["nll_sum"] == pytest.approx(-sum(each["sum_logprob"] for each in score["data"]))
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
