@@ -64,12 +64,11 @@ def test_logprobs_of_turns_are_transformers(http, smollm2, sequences, expected):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     rendered = [tokenizer.apply_chat_template(each, tokenize=True, return_dict=False) for each in CONVERSATIONS]
     assert [sequence["token_ids"] for sequence in sequences] == rendered
-    body = {"messages": CONVERSATIONS, "return_ranks": True, "return_tokens": True}
+    body = {"messages": CONVERSATIONS, "return_ranks": True}
     data = http.post("/v1/score", json=body).raise_for_status().json()["data"]
     assert [(each["prompt_index"], each["continuation_index"]) for each in data] == [(0, 0), (0, 1), (1, 0)]
     said = [message["content"] for messages in CONVERSATIONS for message in messages if message["role"] == "assistant"]
     assert [tokenizer.decode(each["token_ids"]) for each in data] == [f"{text}<|im_end|>" for text in said]
-    assert data[2]["tokens"][-1] == "<|im_end|>"
     for each, logprobs in zip(data, expected, strict=True):
         oracle.assert_close(each["logprobs"], logprobs)
         assert len(each["ranks"]) == each["num_scored"] == len(logprobs)
