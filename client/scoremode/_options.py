@@ -1,6 +1,7 @@
 """The options of `ppl-client` and its commands, and which of them contradict one another."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,13 @@ def _named(text: str) -> tuple[str, str]:
     if not (name and separator and path):
         raise argparse.ArgumentTypeError(f"must be NAME=FILE, got {text}")
     return name, path
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def _share(text: str) -> float:
@@ -129,6 +137,11 @@ _DATASET: Options = {
     "--text-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
     "--num-samples N": _number("the first N rows only"),
 }
+_MESSAGES: Options = {
+    "--messages COLUMN": _option("column of the dataset with conversations, of which the assistant's turns are scored"),
+    "--chat-template-kwargs JSON": _option("for the chat template of conversations", type=_object),
+    "--by COLUMN": _option("column with a label of each row, for tables by it; rows are then not joined"),
+}
 _WINDOWS: Options = {
     "--preset": _option(
         "join the rows of the text and cut windows the way a published tool does, for figures that are comparable with "
@@ -186,7 +199,7 @@ _COMMANDS = {
         "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
         {
             "text": _TEXT,
-            "dataset": _DATASET,
+            "dataset": _DATASET | _MESSAGES,
             "measurement": {**_WINDOWS, **_CONCURRENCY, **_LANE},
             "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
@@ -200,7 +213,7 @@ _COMMANDS = {
         "with. The same command again resumes an interrupted recording.",
         {
             "text": _TEXT,
-            "dataset": _DATASET,
+            "dataset": _DATASET | _MESSAGES,
             "recording": {
                 "--reference NAME": _option("name to record under: letters, digits, '.', '_' and '-'", required=True),
                 **_WINDOWS,
@@ -432,6 +445,14 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         if "preset" in given and name in given:
             why = "which sets it" if name in ("method", "stride") else "whose tool measures the whole text"
             return f"--{name.replace('_', '-')} does not work with --preset, {why}"
+    for name in ("messages", "by"):
+        if name in given and "dataset" not in given:
+            return f"--{name} needs --dataset"
+    for name in ("preset", "method", "stride", "max_tokens"):
+        if "messages" in given and name in given:
+            return f"--{name.replace('_', '-')} does not work with --messages: each turn is a window"
+    if "preset" in given and "by" in given:
+        return "--by does not work with --preset, which joins rows"
     if "decode_batch" in given and ("concurrency" in given or given["lane"] == "prefill"):
         return "--decode-batch needs --lane decode, verify or both, and takes the place of --concurrency"
     if "resume" in given and "output" not in given:

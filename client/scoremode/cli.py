@@ -214,6 +214,9 @@ def _corpus(options: argparse.Namespace) -> Corpus:
         column=options.text_column,
         num_samples=options.num_samples,
         preset=options.preset,
+        messages=options.messages,
+        by=options.by,
+        chat_template_kwargs=options.chat_template_kwargs,
     )
 
 

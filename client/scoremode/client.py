@@ -7,7 +7,7 @@ again in `wire.retries`.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
@@ -24,6 +24,7 @@ from scoremode.wire.calls import Answer, BytesReader, Call, EventReader, call, s
 from scoremode.wire.protocol import (
     Candidates,
     Continuations,
+    Conversation,
     Lane,
     PerplexityResponse,
     PerplexityWindow,
@@ -31,8 +32,11 @@ from scoremode.wire.protocol import (
     ServerInfo,
     Text,
     TokensResponse,
+    Tools,
+    TurnSequence,
+    TurnsResponse,
 )
-from scoremode.wire.references import CorpusInfo, Reference, ReferenceDeleted, ReferenceList
+from scoremode.wire.references import CorpusInfo, Reference, ReferenceDeleted, ReferenceList, ReferenceWindows
 from scoremode.wire.retries import Attempts, Retries
 
 API_KEY_VARIABLE = "SCOREMODE_API_KEY"
@@ -74,6 +78,7 @@ class _Prompt(BaseModel):
 
 
 _TOKEN_TEXTS = TypeAdapter(TokensResponse)
+_TURNS = TypeAdapter(TurnsResponse)
 
 
 class _Method(Generic[Arguments, Answer]):
@@ -238,6 +243,10 @@ class _Client(Generic[Transport]):
         prompt: Text | None = None,
         *,
         texts: list[str] | None = None,
+        messages: Conversation | list[Conversation] | None = None,
+        tools: Tools | list[Tools | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        labels: Sequence[str] | None = None,
         corpus: CorpusInfo | None = None,
         return_ranks: bool = False,
         on_window: OnWindow | None = None,
@@ -250,6 +259,8 @@ class _Client(Generic[Transport]):
             name: Of the reference.
             prompt: One text, or its token ids.
             texts: Several texts, in place of `prompt`.
+            messages: Or conversations, whose turns are windows, with `tools` and `chat_template_kwargs` as for `turns`.
+            labels: Of each text or conversation, such as its language, kept with the reference.
             corpus: Where the text is from, kept with the reference.
             return_ranks: Have the logprobs and ranks of its targets in each window.
             on_window: An ordinary function, called with each window as it is recorded, and the running perplexity.
@@ -270,7 +281,11 @@ class _Client(Generic[Transport]):
             texts=texts,
             corpus=None if corpus is None else corpus.model_dump(exclude_none=True),
             return_ranks=return_ranks or None,
-            **{"method": "sliding", **windows},
+            messages=messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            labels=labels and list(labels),
+            **windows if messages is not None else {"method": "sliding", **windows},
         )
 
     @_Method
@@ -282,6 +297,11 @@ class _Client(Generic[Transport]):
     def reference(self, name: str) -> Call[Reference]:
         """What is known of a reference."""
         return call("GET", _path_of(name), Reference.model_validate_json)
+
+    @_Method
+    def reference_windows(self, name: str) -> Call[ReferenceWindows]:
+        """Where each window of a reference is from."""
+        return call("GET", f"{_path_of(name)}/windows", ReferenceWindows.model_validate_json)
 
     @_Method
     def llama_cpp_base(self, name: str, first: int, write: Callable[[bytes], object]) -> Call[None]:
@@ -350,6 +370,33 @@ class _Client(Generic[Transport]):
         """Token ids of a text, by the server's tokenizer."""
         fields = {"model": self.model, "prompt": text, "add_special_tokens": add_special_tokens}
         return call("POST", "/tokenize", lambda body: _Tokens.model_validate_json(body).tokens, **fields)
+
+    @_Method
+    def turns(
+        self,
+        messages: Conversation | list[Conversation],
+        tools: Tools | list[Tools | None] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        roles: list[str] | None = None,
+    ) -> Call[list[TurnSequence]]:
+        """Conversations as the served model's chat template renders them, and their turns to score.
+
+        Args:
+            messages: One conversation or several.
+            tools: Of all, or a list for each.
+            chat_template_kwargs: Passed to the template.
+            roles: Of the turns; the assistant's when left out.
+        """
+        return call(
+            "POST",
+            "/v1/turns",
+            lambda body: _TURNS.validate_json(body)["data"],
+            model=self.model,
+            messages=messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            roles=roles,
+        )
 
     @_Method
     def detokenize(self, token_ids: Sequence[int]) -> Call[str]:

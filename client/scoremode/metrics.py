@@ -56,7 +56,7 @@ class TextMetrics:
 
     bits_per_byte: float | None
     """None for a text without a byte."""
-    word_perplexity: float
+    word_perplexity: float | None
     """exp(NLL / words)."""
 
 
@@ -68,8 +68,10 @@ def text_metrics(result: Perplexity, method: Method, *, num_tokens: int, num_byt
     text's NLL as its sum; the others score a part of the tokens, or some twice, and give the mean times `num_tokens`.
     """
     nll = result.nll_sum if method in EXHAUSTIVE_METHODS else result.nll_mean * num_tokens
-    # Words are what lies between white space, as lm-eval counts them.
-    return TextMetrics(bits_per_byte(nll, num_bytes) if num_bytes else None, exp(nll / num_words))
+    # Words are what lies between white space, as lm-eval counts them. Conversations have no number of either.
+    return TextMetrics(
+        bits_per_byte(nll, num_bytes) if num_bytes else None, exp(nll / num_words) if num_words else None
+    )
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
 Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling", "conversation"]
-METHODS: tuple[Method, ...] = get_args(Method)
-"""All cut a text, except `conversation`, which has a window for each scored turn, with all before it as context."""
+METHODS: tuple[Method, ...] = get_args(Method)[:-1]
+"""Those that cut a text; `conversation` has a window for each scored turn, with all before it as context."""
 
 STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})
 """The methods that take a stride; the others' windows follow from the context length alone."""

@@ -1,6 +1,7 @@
 """Conversations on a real model: their logprobs next to transformers in float64, the same through every route, and chat
 completions that score next to vLLM's, field by field."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from scoremode.comparison.run_file import load_run
 from tests import oracle
+from tests.command_line import ppl_client
 from tests.e2e.metrics import metric
 from tests.e2e.test_completions import HITS, assert_same, connect
 
@@ -179,3 +182,26 @@ def test_chat_completions_use_the_cache_of_logprobs(http, smollm2_server):
     first, second = (http.post(CHAT, json=SCORING | {"messages": conversation}).json() for _ in range(2))
     assert metric(smollm2_server, HITS) - before >= 64
     assert_same(first, second, oracle.PER_TOKEN)
+
+
+def test_runs_of_a_dataset_have_these_logprobs_and_say_where_they_are_from(smollm2_server, expected, tmp_path):
+    rows = [{"chat": chat, "topic": label} for chat, label in zip(CONVERSATIONS, LABELS, strict=True)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = ("--url", smollm2_server, "--dataset", str(tmp_path / "chats.jsonl"), "--messages", "chat", "--by", "topic")
+    ppl_client(*text, "--output", str(tmp_path / "plain.json"))
+    ppl_client("record", *text, "--reference", "dataset")
+    ppl_client("kld", "--url", smollm2_server, "--reference", "dataset", "--output", str(tmp_path / "kld.json"))
+    with connect(smollm2_server) as client:
+        client.delete("/v1/references/dataset").raise_for_status()
+    for name in ("plain", "kld"):
+        run = load_run(tmp_path / f"{name}.json")
+        oracle.assert_close(-run.nlls, np.concatenate(expected))
+        assert (run.window_documents.tolist(), run.window_labels.tolist(), run.labels) == ([0, 0, 1], [0, 0, 1], LABELS)
+        assert (run.method, set(run.classes)) == ("conversation", {0})
+        assert run.window_contexts.tolist() == [turn["first"] for turn in every_turn(smollm2_server)]
+
+
+def every_turn(url: str) -> list[dict[str, Any]]:
+    with connect(url) as client:
+        data = client.post("/v1/turns", json={"messages": CONVERSATIONS}).raise_for_status().json()["data"]
+    return [turn for sequence in data for turn in sequence["turns"]]

@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from scoremode.errors import CorpusError, MissingPackageError
 from scoremode.metrics import count_words
 from scoremode.runs import presets
+from scoremode.runs.conversations import Conversation, read_conversation
 from scoremode.runs.presets import Preset
 from scoremode.wire.references import CorpusInfo
 
@@ -27,6 +28,7 @@ PYDOC = "pydoc"
 HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 """Short names of hub datasets: the repository and its default config."""
 
+_TOOLS = "tools"
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
 
 
@@ -50,6 +52,11 @@ class Corpus:
     num_bytes: int | None = None
     """That bits per byte are of, and the next the words, where they are not those of what is scored."""
     num_words: int | None = None
+    conversations: tuple[Conversation, ...] = ()
+    """In the place of a text."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    labels: tuple[str, ...] = ()
+    """Of each conversation or document, such as its language; empty without `by`."""
 
     @property
     def info(self) -> CorpusInfo:
@@ -66,7 +73,18 @@ class Corpus:
     @property
     def prompt(self) -> dict[str, Any]:
         """The fields of a request that have it."""
+        if self.conversations:
+            return self.messages(0, len(self.conversations))
         return {"texts": list(self.documents)} if self.documents else {"prompt": self.text}
+
+    def messages(self, start: int, stop: int) -> dict[str, Any]:
+        """The fields of a request that have some of the conversations."""
+        some = self.conversations[start:stop]
+        return {
+            "messages": [each.messages for each in some],
+            "tools": [each.tools for each in some] if any(each.tools for each in some) else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -84,6 +102,9 @@ def load_corpus(
     column: str = DEFAULT_COLUMN,
     num_samples: int | None = None,
     preset: Preset | None = None,
+    messages: str | None = None,
+    by: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Corpus:
     """Load a corpus from one of `dataset`, `text` and `text_file`.
 
@@ -98,6 +119,10 @@ def load_corpus(
         column: Column of the dataset that holds the text.
         num_samples: Take the first rows only.
         preset: Join it as this tool does.
+        messages: Column of the dataset that holds conversations, in the place of `column`; their tools are in the
+            column `tools`, if there is one.
+        by: Column of the dataset that holds a label of each row. Rows are then not joined.
+        chat_template_kwargs: Of the conversations.
 
     Raises:
         CorpusError: the text cannot be read, or there is none.
@@ -106,14 +131,19 @@ def load_corpus(
     if sum(source is not None for source in (dataset, text, text_file)) != 1:
         raise ValueError("exactly one of dataset, text and text_file is needed")
     if text is not None:
-        found = _Rows("text", f"the text {text!r}", [text])
+        found = _Rows("text", f"the text {text!r}", [(text,)])
     elif text_file is not None:
         path = Path(text_file)
-        found = _Rows(path.name, f"file {path.resolve()}", [_read_text(path)])
+        found = _Rows(path.name, f"file {path.resolve()}", [(_read_text(path),)])
     else:
         assert dataset is not None
-        found = _load_dataset(dataset, config, split, column)
-    rows = found.rows[:num_samples]
+        columns = [messages or column, *([by] if by else []), *([_TOOLS] if messages else [])]
+        found = _load_dataset(dataset, config, split, columns)
+    # Only datasets have rows of several columns.
+    values, labels = found.rows[:num_samples], tuple(str(row[1]) for row in found.rows[:num_samples] if by)
+    if messages is not None:
+        return _conversations(found, values, labels, chat_template_kwargs)
+    rows = [row[0] for row in values]
     if not any(rows):
         raise CorpusError(f"no text in {found.source}")
     if num_samples is not None and dataset is not None:
@@ -121,6 +151,8 @@ def load_corpus(
     is_raw = preset in ("llama.cpp", "lm-eval")
     joined = presets.as_lines(rows) if is_raw else ROW_SEPARATOR.join(rows)
     corpus = Corpus(found.name, joined, found.source, len(rows), found.config, found.split, preset)
+    if by is not None:
+        return replace(corpus, documents=tuple(rows), labels=labels)
     if preset == "llama.cpp":
         # It reads a file without the newline at its end.
         return replace(corpus, documents=(joined.removesuffix("\n"),))
@@ -138,25 +170,48 @@ def load_corpus(
 class _Rows(NamedTuple):
     name: str
     source: str
-    rows: list[str]
+    rows: list[tuple[Any, ...]]
+    """The values of the columns."""
     config: str | None = None
     split: str | None = None
 
 
-def _load_dataset(dataset: str, config: str | None, split: str, column: str) -> _Rows:
+def _conversations(
+    found: _Rows, rows: list[tuple[Any, ...]], labels: tuple[str, ...], chat_template_kwargs: Mapping[str, Any] | None
+) -> Corpus:
+    conversations = [
+        read_conversation(row[0], row[-1], f"row {number} of {found.source}") for number, row in enumerate(rows, 1)
+    ]
+    if not conversations:
+        raise CorpusError(f"no conversation in {found.source}")
+    return Corpus(
+        found.name,
+        # What tells it from others.
+        "\n".join(json.dumps([each.messages, each.tools, chat_template_kwargs], default=str) for each in conversations),
+        f"{found.source}, {len(rows)} conversations",
+        len(rows),
+        found.config,
+        found.split,
+        conversations=tuple(conversations),
+        chat_template_kwargs=chat_template_kwargs,
+        labels=labels,
+    )
+
+
+def _load_dataset(dataset: str, config: str | None, split: str, columns: list[str]) -> _Rows:
     if dataset == PYDOC:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         source = f"pydoc_data.topics of Python {platform.python_version()}"
-        return _Rows(PYDOC, source, [topics[name] for name in sorted(topics)])
+        return _Rows(PYDOC, source, [(topics[name],) for name in sorted(topics)])
     path = Path(dataset).expanduser()
     if dataset not in HUB_ALIASES and path.exists():
-        return _load_local(path, config, split, column)
+        return _load_local(path, config, split, columns)
     if path.suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
         raise CorpusError(f"no such file or folder: {dataset}")
-    return _load_from_hub(dataset, config, split, column)
+    return _load_from_hub(dataset, config, split, columns)
 
 
-def _load_local(path: Path, config: str | None, split: str, column: str) -> _Rows:
+def _load_local(path: Path, config: str | None, split: str, columns: list[str]) -> _Rows:
     folder = None if path.is_file() else _config_folder(path, config)
     files = [path]
     if folder is not None:
@@ -164,8 +219,8 @@ def _load_local(path: Path, config: str | None, split: str, column: str) -> _Row
         files = [file for file in _data_files(folder) if file.stem == split or file.stem.startswith(f"{split}-")]
         if not files:
             raise CorpusError(f"no split {split!r} in {folder}; its files are: {_names(_data_files(folder))}")
-    rows = [row for file in files for row in read_rows(file, column)]
-    source = f"{', '.join(str(file.resolve()) for file in files)}, column {column}"
+    rows = [row for file in files for row in _read_columns(file, columns)]
+    source = f"{', '.join(str(file.resolve()) for file in files)}, column {columns[0]}"
     if folder is None:
         return _Rows(path.name, source, rows)
     return _Rows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
@@ -199,19 +254,27 @@ def read_rows(file: Path, column: str) -> list[str]:
     Raises:
         CorpusError: there are none.
     """
+    return [text for (text,) in _read_columns(file, [column])]
+
+
+def _read_columns(file: Path, columns: list[str]) -> list[tuple[Any, ...]]:
+    """The values of columns, of which `tools` may be missing."""
     if file.suffix not in _SUFFIXES:
         raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
     if file.suffix == ".parquet":
         parquet = _optional_module("pyarrow.parquet")
         try:
-            _check_column(column, parquet.read_schema(file).names, str(file))
-            rows = parquet.read_table(file, columns=[column]).column(column).to_pylist()
+            names = parquet.read_schema(file).names
+            _check_columns(columns, names, str(file))
+            table = parquet.read_table(file, columns=[name for name in dict.fromkeys(columns) if name in names])
         except (OSError, ValueError) as error:
             raise CorpusError(f"cannot read {file}: {error}") from error
-        return _checked_rows(rows, column, str(file))
+        return _checked_rows(table.to_pylist(), columns, str(file))
     text = _read_text(file)
     if file.suffix == ".txt":
-        return [text]
+        if len(columns) > 1:
+            raise CorpusError(f"{file} is a text, without columns")
+        return [(text,)]
     rows = []
     # Not str.splitlines: a row may hold U+2028 and its like.
     for number, line in enumerate(text.split("\n"), start=1):
@@ -223,9 +286,9 @@ def read_rows(file: Path, column: str) -> list[str]:
             raise CorpusError(f"cannot read {file}: line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise CorpusError(f"cannot read {file}: line {number} is not a JSON object")
-        _check_column(column, row, f"{file}, line {number}")
-        rows.append(row[column])
-    return _checked_rows(rows, column, str(file))
+        _check_columns(columns, row, f"{file}, line {number}")
+        rows.append(row)
+    return _checked_rows(rows, columns, str(file))
 
 
 def _read_text(file: Path) -> str:
@@ -237,7 +300,7 @@ def _read_text(file: Path) -> str:
         raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
 
 
-def _load_from_hub(dataset: str, config: str | None, split: str, column: str) -> _Rows:
+def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[str]) -> _Rows:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
     datasets = _optional_module("datasets")
@@ -249,9 +312,9 @@ def _load_from_hub(dataset: str, config: str | None, split: str, column: str) ->
             f"cannot load {repository} from the Hugging Face hub: {error}. Without the hub, pass a copy: "
             "`--dataset PATH`, a folder laid out like the hub's or a parquet, jsonl or txt file"
         ) from error
-    _check_column(column, table.column_names, repository)
-    rows = _checked_rows(list(table[column]), column, repository)
-    source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {column}"
+    _check_columns(columns, table.column_names, repository)
+    rows = _checked_rows(list(table), columns, repository)
+    source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {columns[0]}"
     return _Rows(dataset, source, rows, config, split)
 
 
@@ -262,12 +325,13 @@ def _optional_module(name: str) -> ModuleType:
         raise MissingPackageError(name, "datasets") from error
 
 
-def _check_column(column: str, names: Iterable[str], where: str) -> None:
-    if column not in names:
-        raise CorpusError(f"no column {column!r} in {where}; there are: {', '.join(names)}")
+def _check_columns(columns: list[str], names: Iterable[str], where: str) -> None:
+    for column in columns:
+        if column not in names and column != _TOOLS:
+            raise CorpusError(f"no column {column!r} in {where}; there are: {', '.join(names)}")
 
 
-def _checked_rows(rows: list[Any], column: str, where: str) -> list[str]:
-    if not all(isinstance(row, str) for row in rows):
-        raise CorpusError(f"column {column!r} of {where} has rows that are not text")
-    return rows
+def _checked_rows(rows: list[dict[str, Any]], columns: list[str], where: str) -> list[tuple[Any, ...]]:
+    if columns[-1] != _TOOLS and not all(isinstance(row[columns[0]], str) for row in rows):
+        raise CorpusError(f"column {columns[0]!r} of {where} has rows that are not text")
+    return [tuple(row.get(column) for column in columns) for row in rows]

@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
+from scoremode.errors import NotFoundError, ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
+from scoremode.runs.conversations import token_classes
 from scoremode.runs.plan import differences, lane_header, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
 from scoremode.wire.arrays import decode_top_logprobs, encode_top_logprobs
 from scoremode.wire.protocol import Lane, ServerInfo, TopLogprobArrays
-from scoremode.wire.references import DivergentPosition, KldStatistics, Reference
+from scoremode.wire.references import DivergentPosition, KldStatistics, Reference, WindowOrigins
 
 _IDENTITY = {"name", "created", "fingerprint", "text_fingerprint", "num_windows", "num_scored"}
 """The fields of a reference that tell it from any other."""
@@ -146,6 +147,8 @@ class KldMeasurement:
     token_texts: dict[int, str] = field(default_factory=dict)
     """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
     top_tokens: TopTokens | None = None
+    origins: WindowOrigins | None = None
+    """Of the windows; None from an older server."""
     lane: Lane = "prefill"
 
     def statistics_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
@@ -153,6 +156,14 @@ class KldMeasurement:
         kept = np.repeat(windows, self.window_sizes)
         positions = KldPositions(**{name: getattr(self.positions, name)[kept] for name in POSITION_DTYPES})
         return statistics(positions, np.array(self.window_sizes)[windows].tolist())
+
+    @property
+    def classes(self) -> NDArray[np.uint8] | None:
+        """Of every position, for conversations whose texts are known."""
+        roles = None if self.origins is None else self.origins.roles
+        if not (roles and self.token_texts):
+            return None
+        return token_classes(self.positions.token_ids, self.window_sizes, roles, self.token_texts)
 
     @property
     def positions_per_second(self) -> float:
@@ -271,8 +282,17 @@ async def _measurement(
         seconds=seconds,
         token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
         top_tokens=top_tokens,
+        origins=await _origins(client, reference),
         lane=plan.lane,
     )
+
+
+async def _origins(client: AsyncScoreClient, reference: Reference) -> WindowOrigins | None:
+    try:
+        return await client.reference_windows(reference.name)
+    except NotFoundError:
+        # A server older than the route.
+        return None
 
 
 def _identity(reference: Reference) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
 from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
+from scoremode.runs.conversations import token_classes
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import texts_of_occurring
 from scoremode.runs.plan import Plan, WindowNlls, make_plan
@@ -34,6 +35,14 @@ class Evaluation:
     """From the first request for scores to the last answer; of a run in several sessions, the sum."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """The text of every target, by its id, where it was asked for and a server gave it."""
+
+    @property
+    def classes(self) -> NDArray[np.uint8] | None:
+        """Of every target, for conversations whose texts are known."""
+        plan, sizes = self.plan, [window.num_scored for window in self.windows]
+        if not (plan.roles and self.token_texts):
+            return None
+        return token_classes(np.array(plan.target_ids()), sizes, plan.roles, self.token_texts)
 
     @property
     def text_metrics(self) -> TextMetrics:

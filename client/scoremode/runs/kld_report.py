@@ -21,7 +21,15 @@ from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.plan import lane_header
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
-from scoremode.runs.report import finite_or_none, record_beginning, server_rows, token_texts_record, weights_in_words
+from scoremode.runs.report import (
+    finite_or_none,
+    labels_record,
+    origin_arrays,
+    record_beginning,
+    server_rows,
+    token_texts_record,
+    weights_in_words,
+)
 from scoremode.wire.references import ConfidenceBucket, KldStatistics, Reference
 
 _QUANTILES = {
@@ -125,6 +133,7 @@ def as_json(
         "seconds": measurement.seconds,
         "positions_per_second": measurement.positions_per_second,
         **token_texts_record(measurement.token_texts),
+        **labels_record(measurement.origins),
         **({} if overlap is None else overlap.record(overlap.without)),
     }
 
@@ -134,7 +143,8 @@ def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
     arrays = {name: getattr(measurement.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
     if (top := measurement.top_tokens) is not None:
         arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}
-    return {**arrays, "window_sizes": np.array(measurement.window_sizes, np.int32)}
+    sizes = {"window_sizes": np.array(measurement.window_sizes, np.int32)}
+    return {**arrays, **sizes, **origin_arrays(measurement.origins, measurement.classes)}
 
 
 def _heading(measurement: KldMeasurement) -> str:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,13 +23,17 @@ from scoremode.windows import (
     cut_windows,
     resolve_context_length,
     resolve_stride,
+    turn_windows,
 )
 from scoremode.wire.protocol import Lane, ServerInfo, is_old_fingerprint
+from scoremode.wire.references import WindowOrigins
 
 _log = logging.getLogger(__name__)
 
 _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
 _COMPUTED_BY = "server.computed_by."
+CONVERSATIONS_AT_ONCE = 64
+"""Rendered by one request."""
 
 
 @checked_dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid", strict=True))
@@ -66,6 +70,21 @@ class Plan:
     return_ranks: bool = False
     """Whether ranks are asked for."""
     lane: Lane = "prefill"
+    documents: list[int] = field(default_factory=list)
+    """The index of each window's document or conversation; empty for one text."""
+    roles: list[str] = field(default_factory=list)
+    """Of each window's turn, for conversations."""
+
+    @property
+    def origins(self) -> WindowOrigins:
+        """Where the windows are from."""
+        documents, labels = self.documents or [0] * len(self.windows), self.corpus.labels
+        return WindowOrigins(
+            num_context=[window.first_scored for window in self.windows],
+            documents=documents,
+            labels=[labels[index] for index in documents] if labels else None,
+            roles=self.roles or None,
+        )
 
     @property
     def num_windows(self) -> int:
@@ -143,6 +162,8 @@ async def make_plan(
     lane: Lane = "prefill",
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows."""
+    if corpus.conversations:
+        return await _conversation_plan(client, server, corpus, context_length, return_ranks=return_ranks, lane=lane)
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
     if add_special_tokens is None:
@@ -160,8 +181,9 @@ async def make_plan(
         of_text = tokens[has_bos:]
         text = await client.detokenize(of_text) if of_text else ""
     windows: list[Window] = []
+    of_windows: list[int] = []
     offset = 0
-    for document in documents:
+    for index, document in enumerate(documents):
         cut = cut_windows(
             len(document),
             method,
@@ -171,6 +193,7 @@ async def make_plan(
             bos_token_id=server.chunk_token_id,
         )
         windows += [window.moved(offset) for window in cut]
+        of_windows += [index] * len(cut)
         offset += len(document)
     if not windows:
         raise WindowError(
@@ -193,6 +216,56 @@ async def make_plan(
         windows=windows,
         return_ranks=return_ranks,
         lane=lane,
+        documents=of_windows if len(documents) > 1 else [],
+    )
+
+
+async def _conversation_plan(
+    client: AsyncScoreClient,
+    server: ServerInfo,
+    corpus: Corpus,
+    context_length: int | None,
+    *,
+    return_ranks: bool,
+    lane: Lane,
+) -> Plan:
+    """A window for each turn, as far as the context reaches."""
+    method: Method = "conversation"
+    context_length = resolve_context_length(method, context_length, server.max_model_len)
+    tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
+    num_turns = num_cut = 0
+    for start in range(0, len(corpus.conversations), CONVERSATIONS_AT_ONCE):
+        for sequence in await client.turns(**corpus.messages(start, start + CONVERSATIONS_AT_ONCE)):
+            turns = sequence["turns"]
+            cut = turn_windows([(turn["first"], turn["end"]) for turn in turns], context_length)
+            num_turns += len(turns)
+            num_cut += sum(turn["end"] > context_length for turn in turns)
+            windows += [window.moved(len(tokens)) for window in cut]
+            documents += [start + sequence["conversation"]] * len(cut)
+            roles += [turn["role"] for turn in turns[: len(cut)]]
+            tokens += sequence["token_ids"]
+    if num_cut:
+        _log.warning("%d of %d turns end after %d tokens, and are cut there", num_cut, num_turns, context_length)
+    if not windows:
+        raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
+    return Plan(
+        corpus=corpus,
+        server=server,
+        model=client.model or server.model,
+        method=method,
+        context_length=context_length,
+        stride=context_length,
+        max_tokens=None,
+        add_special_tokens=False,
+        tokens=tokens,
+        # Templates write more than what was said.
+        num_bytes=0,
+        num_words=0,
+        windows=windows,
+        return_ranks=return_ranks,
+        lane=lane,
+        documents=documents,
+        roles=roles,
     )
 
 

@@ -79,7 +79,13 @@ async def record_reference(
         num_before = num_new
         try:
             reference = await client.record_reference(
-                name, **corpus.prompt, corpus=corpus.info, return_ranks=on_window is not None, on_window=take, **windows
+                name,
+                **corpus.prompt,
+                labels=corpus.labels or None,
+                corpus=corpus.info,
+                return_ranks=on_window is not None,
+                on_window=take,
+                **({"context_length": windows.get("context_length")} if corpus.conversations else windows),
             )
         except (TransportError, ServerError, RateLimitError):
             # The client's patience is for one failure; a server that has recorded more since then has a new one.

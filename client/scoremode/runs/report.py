@@ -18,7 +18,7 @@ from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.plan import lane_header
 from scoremode.runs.presets import comparable_with
 from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import Reference
+from scoremode.wire.references import Reference, WindowOrigins
 
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
@@ -42,7 +42,7 @@ def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) 
         ("time", f"{evaluation.seconds:,.1f} s, {evaluation.tokens_per_second:,.0f} tokens/s"),
         ("NLL", f"{_with_error(result.nll_mean, result.nll_stderr, 6)} nats/token"),
         ("bits per byte", "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.4f}"),
-        ("word perplexity", f"{text.word_perplexity:,.4f}"),
+        ("word perplexity", "-" if text.word_perplexity is None else f"{text.word_perplexity:,.4f}"),
         ("perplexity", _with_error(result.perplexity, result.perplexity_stderr, 4)),
     ]
     if overlap is not None:
@@ -117,6 +117,7 @@ def as_json(
             for window in evaluation.windows
         ],
         **token_texts_record(evaluation.token_texts),
+        **labels_record(plan.origins),
         **({} if overlap is None else overlap.record(rest and finite_or_none(dataclasses.asdict(rest)))),
     }
 
@@ -131,7 +132,28 @@ def as_arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]]:
         "window_sizes": np.array([window.num_scored for window in windows], np.int32),
     }
     ranks = [rank for window in windows for rank in window.ranks or ()]
-    return {**arrays, "ranks": np.array(ranks, np.int32)} if ranks else arrays
+    if ranks:
+        arrays["ranks"] = np.array(ranks, np.int32)
+    return {**arrays, **origin_arrays(evaluation.plan.origins, evaluation.classes)}
+
+
+def labels_record(origins: WindowOrigins | None) -> dict[str, object]:
+    """What every kind of record says of the labels of its windows."""
+    labels = None if origins is None else origins.labels
+    return {} if labels is None else {"labels": list(dict.fromkeys(labels))}
+
+
+def origin_arrays(origins: WindowOrigins | None, classes: NDArray[np.uint8] | None) -> dict[str, NDArray[Any]]:
+    """Where each window is from, and the classes of targets, as far as they are known."""
+    if origins is None:
+        return {}
+    arrays: dict[str, NDArray[Any]] = {"window_contexts": np.array(origins.num_context, np.int32)}
+    if origins.documents[-1] or origins.roles:
+        arrays["window_documents"] = np.array(origins.documents, np.int32)
+    if origins.labels is not None:
+        names = {name: index for index, name in enumerate(dict.fromkeys(origins.labels))}
+        arrays["window_labels"] = np.array([names[label] for label in origins.labels], np.int32)
+    return arrays if classes is None else {**arrays, "classes": classes}
 
 
 def record_beginning(kind: str, urls: Sequence[str]) -> dict[str, object]:

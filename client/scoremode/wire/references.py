@@ -118,12 +118,9 @@ class Reference(BaseModel):
     noise_floor: NoiseFloor | None = None
 
 
-class ReferenceWindows(BaseModel):
-    """Response of `GET /v1/references/{name}/windows`: where each window's targets are from, by index."""
+class WindowOrigins(BaseModel):
+    """Where each window's targets are from, by index."""
 
-    object: Literal["reference.windows"] = "reference.windows"
-    name: str
-    text_fingerprint: str
     num_context: list[int]
     """Tokens before the first target."""
     documents: list[int]
@@ -132,6 +129,14 @@ class ReferenceWindows(BaseModel):
     """Of the text or conversation, where it was recorded with labels."""
     roles: list[str] | None
     """Of the turn, for conversations."""
+
+
+class ReferenceWindows(WindowOrigins):
+    """Response of `GET /v1/references/{name}/windows`."""
+
+    object: Literal["reference.windows"] = "reference.windows"
+    name: str
+    text_fingerprint: str
 
 
 class ReferenceList(BaseModel):

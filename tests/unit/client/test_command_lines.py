@@ -243,6 +243,7 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder, capsy
         "logprobs": ("float32", LOGPROBS),
         "ranks": ("int32", [rank(window, position) for window in WINDOWS for position in range(1, 8)]),
         "window_sizes": ("int32", [7] * 20),
+        "window_contexts": ("int32", [1] * 20),
     }
     assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

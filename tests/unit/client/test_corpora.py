@@ -92,7 +92,7 @@ def test_files_that_cannot_be_read_are_an_error(tmp_path, name, content, message
 
 
 def test_wikitext_is_wikitext_2_on_the_hub(monkeypatch):
-    table = MagicMock(column_names=["text"], __getitem__=lambda self, name: {"text": ROWS}[name])
+    table = MagicMock(column_names=["text"], __iter__=lambda self: iter([{"text": row} for row in ROWS]))
     load_dataset = Mock(return_value=table)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert load_corpus("wikitext").fingerprint == ROWS_SHA256

@@ -48,7 +48,8 @@ def runs(tmp_path_factory):
     """A base whose file knows no parts, and two runs that diverge from a reference, whose files do."""
     folder = tmp_path_factory.mktemp("runs")
     others = [kld_run(folder, f"int{seed}", made_up_nlls(seed), made_up_kld(seed, 0.05)) for seed in (8, 4)]
-    return [perplexity_run(folder, "base", made_up_nlls(1)), *(replace(run, **PARTS) for run in others)]
+    base = replace(perplexity_run(folder, "base", made_up_nlls(1)), window_contexts=None)
+    return [base, *(replace(run, **PARTS) for run in others)]
 
 
 @pytest.fixture(scope="module")

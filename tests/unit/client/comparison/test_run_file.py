@@ -69,7 +69,7 @@ def with_parts(path, labels=("code", "mathematics"), **changes):
 def test_documents_domains_and_classes_are_read_where_a_run_has_them(tmp_path, write):
     path = write(tmp_path / "run.json", NLLS)
     plain = load_run(path)
-    assert (plain.window_contexts, plain.window_documents, plain.window_labels, plain.classes) == (None,) * 4
+    assert (plain.window_documents, plain.window_labels, plain.classes) == (None,) * 3
     with_parts(path, labels=["code", "\x1b"])
     run = load_run(path)
     assert run.window_contexts.tolist() == list(range(0, 300, 10))
@@ -113,7 +113,8 @@ def with_tops(path, **changes):
     with_arrays(write_kld_run(path, NLLS, KLD), **{f"top_tokens.{name}": array for name, array in top.items()})
 
 
-EMPTY = {"logprobs": np.array([], np.float32), **dict.fromkeys(("window_sizes", "token_ids"), np.array([], np.int32))}
+NO_NUMBERS = dict.fromkeys(("window_sizes", "window_contexts", "token_ids"), np.array([], np.int32))
+EMPTY = {"logprobs": np.array([], np.float32), **NO_NUMBERS}
 DECREASING = np.arange(30, 0, -1, dtype=np.int32)
 WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
 
