@@ -90,7 +90,8 @@ def measure(url: str, name: str, options: argparse.Namespace) -> Iterator[tuple[
                 rates["decode"].append(options.batch * (new - 1) / (end - middle))
                 rates["kld"].append(num_positions / seconds)
         prefill_kld, _ = asyncio.run(divergence(url, options.batch, "prefill"))
-        fields = {"prompt": texts, "lane": "decode", "model": None}
+        # Of the beginnings: the batch is that of whole texts.
+        fields = {"prompt": [each[:256] for each in texts], "lane": "decode", "model": None}
         mean_batch = httpx.post(f"{url}/v1/score", json=fields, timeout=900).json()["mean_batch"]
     means = {key: f"{np.mean(values):,.0f}" for key, values in rates.items()}
     ratios = [str(paired_ratio(rates[each], rates["generation"])) for each in ("decode", "kld")]
@@ -133,7 +134,9 @@ def main() -> None:
             with server_process(
                 model, *SHAPE_FLAGS, *memory, *served, *more, *flags, log=log_of(name, options.logs)
             ) as server:
-                rows += measure(server.url, name, options)
+                for row in measure(server.url, name, options):
+                    print(*row, sep=" | ", flush=True)
+                    rows.append(row)
         except (ServerError, httpx.HTTPError) as error:
             print(f"{name}: {str(error)[-3000:]}", flush=True)
     print(table(HEADER, rows[::2]), table(FLOORS, rows[1::2]), sep="\n\n")
