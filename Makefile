@@ -17,7 +17,7 @@ ENGINE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 INSTALLED := $(VENV)/installed-$(ENGINE)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-matrix openapi clean
+.PHONY: help install demo serve check lint test test-interpreter coverage test-slow test-avx2 test-gpu test-gpu-drafts test-gpu-lanes test-gpu-matrix openapi clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ test-gpu: $(INSTALLED) ## Run what needs an NVIDIA GPU: compiled kernels, both m
 
 test-gpu-drafts: $(INSTALLED) ## Score on an NVIDIA GPU next to n-grams, a draft model and EAGLE, on both model runners
 	$(ON_GPU) --capture=no tests/gpu/test_drafts.py
+
+test-gpu-lanes: $(INSTALLED) ## Compare the decode lane on an NVIDIA GPU with what vLLM generates, and plant faults
+	$(ON_GPU) --capture=no tests/gpu/test_lanes.py
 
 PART ?= v1-eager
 test-gpu-matrix: $(INSTALLED) ## Run families in another way: PART=v1-eager, v1-graphs or v2-eager
