@@ -65,7 +65,8 @@ async def test_when_an_engine_dies_requests_get_503_its_server_ends_and_runs_con
     windows = {"max_tokens": 20_000, "context_length": 512, "stride": 256}
 
     def kill(progress: Progress) -> None:
-        if progress.windows_done == 5:
+        # At once: on a busy machine, requests of the load would be answered before more windows are.
+        if progress.windows_done == 1:
             engine.kill()
 
     async def run_on_both(http: httpx.AsyncClient) -> None:
