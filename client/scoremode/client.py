@@ -24,8 +24,8 @@ from scoremode.wire.calls import Answer, BytesReader, Call, EventReader, call, s
 from scoremode.wire.protocol import (
     Candidates,
     Continuations,
-    Conversation,
     Lane,
+    Messages,
     PerplexityResponse,
     PerplexityWindow,
     Prompt,
@@ -243,7 +243,7 @@ class _Client(Generic[Transport]):
         prompt: Text | None = None,
         *,
         texts: list[str] | None = None,
-        messages: Conversation | list[Conversation] | None = None,
+        messages: Messages | list[Messages] | None = None,
         tools: Tools | list[Tools | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         labels: Sequence[str] | None = None,
@@ -374,7 +374,7 @@ class _Client(Generic[Transport]):
     @_Method
     def turns(
         self,
-        messages: Conversation | list[Conversation],
+        messages: Messages | list[Messages],
         tools: Tools | list[Tools | None] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         roles: list[str] | None = None,

@@ -90,7 +90,8 @@ CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, patte
 """What vLLM takes: some of its connectors make file names of it."""
 
 
-Conversation = list[dict[str, Any]]
+Messages = list[dict[str, Any]]
+"""Of one conversation."""
 Tools = list[dict[str, Any]]
 
 
@@ -99,7 +100,7 @@ class MessagesFields(Request):
 
     messages: (
         Annotated[
-            Conversation | list[Conversation],
+            Messages | list[Messages],
             _one_message("must be a list of messages, which are objects, or a list of such lists"),
         ]
         | None
@@ -114,7 +115,7 @@ class MessagesFields(Request):
     roles: list[str] = Field(["assistant"], min_length=1, description="The turns to score, by their role.")
 
     @property
-    def conversations(self) -> list[Conversation]:
+    def conversations(self) -> list[Messages]:
         """All of the request."""
         messages: list[Any] = self.messages or []
         return messages if messages and isinstance(messages[0], list) else [messages]

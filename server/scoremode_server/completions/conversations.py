@@ -7,7 +7,7 @@ renders in another way once more messages follow, such as without its reasoning,
 
 import re
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -21,10 +21,8 @@ from vllm.renderers.hf import HfRenderer, resolve_chat_template, safe_apply_chat
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.params import merge_kwargs
 
-from scoremode.wire.protocol import MessagesFields, Turn, TurnSequence
+from scoremode.wire.protocol import Messages, MessagesFields, Tools, Turn, TurnSequence
 from scoremode_server.errors import RequestError
-
-Messages = list[dict[str, Any]]
 
 MAX_MERGED = 8
 """Tokens at the end of a rendered conversation that may become others when a message follows: the tokenizer joins what
@@ -70,10 +68,35 @@ class Conversations:
         found = []
         for index, messages in enumerate(conversations):
             own: Any = tools if is_shared else tools[index]
-            found += await _Conversation(self, f"messages[{index}]", request, own or None).sequences(index, messages)
+            name = f"messages[{index}]"
+            _check(name, messages)
+            params = self._params(name, messages, own or None, request.chat_template_kwargs)
+            found += await _Conversation(self, name, request.roles, params).sequences(index, messages)
         if not found:
             raise RequestError(f"messages has no turn of {' or '.join(request.roles)} to score", "messages")
         return found
+
+    def _params(
+        self, name: str, messages: Messages, own_tools: Tools | None, chat_template_kwargs: dict[str, Any] | None
+    ) -> ChatParams:
+        """What vLLM's `preprocess_chat` makes of a request, without a generation prompt."""
+        try:
+            request = ChatCompletionRequest(
+                messages=messages,
+                tools=own_tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=False,
+            )
+        except ValidationError as error:
+            detail = error.errors()[0]
+            field = "tools" if detail["loc"][:1] == ("tools",) else "messages"
+            raise RequestError(f"{name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
+        except VLLMClientError as error:
+            raise RequestError(f"{name}: {error}", "messages") from None
+        tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
+        params = request.build_chat_params(self.online.chat_template, self.online.chat_template_content_format)
+        defaults = merge_kwargs(self.online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+        return params.with_defaults(defaults)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +105,18 @@ class _Conversation:
 
     shared: Conversations
     name: str
-    request: MessagesFields
-    tools: list[dict[str, Any]] | None
+    roles: list[str]
+    params: ChatParams
+    """Without a generation prompt."""
 
     async def sequences(self, index: int, messages: Messages) -> list[TurnSequence]:
-        self._check(messages)
-        whole, turns = await self._marked(messages) if self.request.roles == ["assistant"] else (None, [])
+        whole, turns = await self._marked(messages) if self.roles == ["assistant"] else (None, [])
         own: list[TurnSequence] = []
         if whole is None:
             whole = await self._render(messages)
             for place, message in enumerate(messages):
                 # Nothing prompts for a first message, so it is context if it is the assistant's.
-                if message["role"] not in self.request.roles or (place == 0 and message["role"] == "assistant"):
+                if message["role"] not in self.roles or (place == 0 and message["role"] == "assistant"):
                     continue
                 until = whole if place + 1 == len(messages) else await self._render(messages[: place + 1])
                 turn = await self._turn(messages, place, until)
@@ -106,20 +129,6 @@ class _Conversation:
             # An empty message adds nothing.
             sequence["turns"] = [turn for turn in sequence["turns"] if turn["first"] < turn["end"]]
         return [sequence for sequence in both if sequence["turns"]]
-
-    def _check(self, messages: Messages) -> None:
-        if not messages:
-            raise RequestError(f"{self.name} is empty: there is no message to score", "messages")
-        for place, each in enumerate(messages):
-            name = f"{self.name}[{place}]"
-            if not isinstance(each.get("role"), str):
-                raise RequestError(f"{name} must have a role", "messages")
-            parts = each.get("content")
-            for part in parts if isinstance(parts, list) else []:
-                if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
-                    raise RequestError(
-                        f"{name} has a part of type {part.get('type')!r}: only text is scored", "messages"
-                    )
 
     async def _turn(self, messages: Messages, place: int, until: list[int]) -> Turn:
         """The tokens that a message adds, given the conversation up to it."""
@@ -154,7 +163,7 @@ class _Conversation:
 
     async def _marked(self, messages: Messages) -> tuple[list[int] | None, list[Turn]]:
         """The tokens of a conversation and its turns, of a template that marks them; else None."""
-        params, tokenizer = self._params(messages), self.shared.tokenizer
+        params, tokenizer = self.params, self.shared.tokenizer
         template = resolve_chat_template(
             tokenizer, params.chat_template, params.chat_template_kwargs.get("tools"), model_config=self.shared.model
         )
@@ -174,7 +183,8 @@ class _Conversation:
         return token_ids, turns
 
     async def _render(self, messages: Messages, *, add_generation_prompt: bool = False) -> list[int]:
-        return (await self._rendered(messages, self._params(messages, add_generation_prompt)))[0]
+        kwargs = self.params.chat_template_kwargs | {"add_generation_prompt": add_generation_prompt}
+        return (await self._rendered(messages, replace(self.params, chat_template_kwargs=kwargs)))[0]
 
     async def _rendered(self, messages: Messages, params: ChatParams) -> tuple[list[int], Any]:
         """Token ids, and the messages as the template gets them."""
@@ -190,29 +200,22 @@ class _Conversation:
             raise RequestError(f"{beginning}: {error}", "messages") from None
         return list(tokens["prompt_token_ids"]), conversation
 
-    def _params(self, messages: Messages, add_generation_prompt: bool = False) -> ChatParams:
-        """What vLLM's `preprocess_chat` makes of a request."""
-        online, kwargs = self.shared.online, self.request.chat_template_kwargs
-        try:
-            request = ChatCompletionRequest(
-                messages=messages,
-                tools=self.tools,
-                chat_template_kwargs=kwargs,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except ValidationError as error:
-            detail = error.errors()[0]
-            field = "tools" if detail["loc"][:1] == ("tools",) else "messages"
-            raise RequestError(f"{self.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}", field) from None
-        except VLLMClientError as error:
-            raise RequestError(f"{self.name}: {error}", "messages") from None
-        tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
-        params = request.build_chat_params(online.chat_template, online.chat_template_content_format)
-        defaults = merge_kwargs(online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
-        return params.with_defaults(defaults)
-
     def _refused(self, place: int, reason: str) -> RequestError:
         return RequestError(f"{self.name}[{place}] cannot be scored: the chat template {reason}", "messages")
+
+
+def _check(name: str, messages: Messages) -> None:
+    if not messages:
+        raise RequestError(f"{name} is empty: there is no message to score", "messages")
+    for place, each in enumerate(messages):
+        if not isinstance(each.get("role"), str):
+            raise RequestError(f"{name}[{place}] must have a role", "messages")
+        parts = each.get("content")
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, dict) and part.get("type", "text") not in _TEXT_PARTS:
+                raise RequestError(
+                    f"{name}[{place}] has a part of type {part.get('type')!r}: only text is scored", "messages"
+                )
 
 
 def _thoughts(message: dict[str, Any]) -> list[str]:
