@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from scoremode.kld import standard_error
+
 AGREEMENT = 0.001
 """Nats in the mean, below which a difference is rounding: 0.1 % of a perplexity."""
 _STANDARD_ERRORS = 3
@@ -15,9 +17,7 @@ class LaneDifference:
     """Decode less prefill, in nats: of NLLs, or of KL divergences from one reference."""
 
     mean: float
-    stderr: float
     mean_absolute: float
-    largest: float
     by_position: list[tuple[int, int, float]]
     """(first position, position after the last, mean) of ranges that double."""
     differs_from: int | None
@@ -62,17 +62,11 @@ def lane_difference(
         differs_from = ranges[-count][0] if count else ranges[0][0]
     return LaneDifference(
         mean=float(off.mean()),
-        stderr=_stderr(off),
         mean_absolute=float(np.abs(off).mean()),
-        largest=float(np.abs(off).max()),
         by_position=ranges,
         differs_from=differs_from,
     )
 
 
-def _stderr(off: NDArray[np.float64]) -> float:
-    return float(off.std(ddof=1) / np.sqrt(len(off))) if len(off) > 1 else float("inf")
-
-
 def _differs(off: NDArray[np.float64]) -> bool:
-    return bool(abs(off.mean()) > max(AGREEMENT, _STANDARD_ERRORS * _stderr(off)))
+    return len(off) > 1 and bool(abs(off.mean()) > max(AGREEMENT, _STANDARD_ERRORS * standard_error(off)))
