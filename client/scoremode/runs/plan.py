@@ -3,8 +3,9 @@
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,8 +163,11 @@ async def make_plan(
     lane: Lane = "prefill",
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows."""
+    model = client.model or server.model
+    plan_of = partial(Plan, corpus=corpus, server=server, model=model, return_ranks=return_ranks, lane=lane)
     if corpus.conversations:
-        return await _conversation_plan(client, server, corpus, context_length, return_ranks=return_ranks, lane=lane)
+        longest = resolve_context_length("conversation", context_length, server.max_model_len)
+        return await _conversation_plan(client, corpus, longest, plan_of)
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
     if add_special_tokens is None:
@@ -201,10 +205,7 @@ async def make_plan(
             "give a smaller context_length (--context-length) or a longer text",
             "context_length",
         )
-    return Plan(
-        corpus=corpus,
-        server=server,
-        model=client.model or server.model,
+    return plan_of(
         method=method,
         context_length=context_length,
         stride=stride,
@@ -214,24 +215,14 @@ async def make_plan(
         num_bytes=corpus.num_bytes or len(text.encode()),
         num_words=corpus.num_words or count_words(text),
         windows=windows,
-        return_ranks=return_ranks,
-        lane=lane,
         documents=of_windows if len(documents) > 1 else [],
     )
 
 
 async def _conversation_plan(
-    client: AsyncScoreClient,
-    server: ServerInfo,
-    corpus: Corpus,
-    context_length: int | None,
-    *,
-    return_ranks: bool,
-    lane: Lane,
+    client: AsyncScoreClient, corpus: Corpus, context_length: int, plan_of: Callable[..., Plan]
 ) -> Plan:
-    """A window for each turn, as far as the context reaches."""
-    method: Method = "conversation"
-    context_length = resolve_context_length(method, context_length, server.max_model_len)
+    """A window for each turn, as far as the context reaches. `plan_of` takes the fields that windows decide."""
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
     num_turns = num_cut = 0
     for start in range(0, len(corpus.conversations), CONVERSATIONS_AT_ONCE):
@@ -248,11 +239,8 @@ async def _conversation_plan(
         _log.warning("%d of %d turns end after %d tokens, and are cut there", num_cut, num_turns, context_length)
     if not windows:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
-    return Plan(
-        corpus=corpus,
-        server=server,
-        model=client.model or server.model,
-        method=method,
+    return plan_of(
+        method="conversation",
         context_length=context_length,
         stride=context_length,
         max_tokens=None,
@@ -262,8 +250,6 @@ async def _conversation_plan(
         num_bytes=0,
         num_words=0,
         windows=windows,
-        return_ranks=return_ranks,
-        lane=lane,
         documents=documents,
         roles=roles,
     )
