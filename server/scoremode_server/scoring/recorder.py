@@ -179,12 +179,12 @@ class Recorder:
 
 def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
     """What a reference stores of the texts and their windows."""
-    names = list(dict.fromkeys(labels or ()))
+    places = {label: place for place, label in enumerate(dict.fromkeys(labels or ()))}
     roles = list(dict.fromkeys(role for document in texts.documents for role in document.roles))
     origins = [
         (
             document.index,
-            names.index(labels[document.index]) if labels else -1,
+            places[labels[document.index]] if labels else -1,
             roles.index(document.roles[place]) if document.roles else -1,
         )
         for document in texts.documents
@@ -202,7 +202,7 @@ def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, Tex
         num_scored=sum(window.num_scored for window in texts.windows),
         num_bytes=texts.num_bytes,
         num_words=texts.num_words,
-        labels=names,
+        labels=list(places),
         roles=roles,
     )
     return text, plan
