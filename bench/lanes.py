@@ -15,6 +15,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,11 @@ def measure(url: str, name: str, options: argparse.Namespace) -> Iterator[tuple[
         for turn in range(-1, options.turns):
             prompts = [random_tokens(rng, CONTEXT) for _ in range(options.batch)]
             start = time.perf_counter()
-            with sampled_memory() if has_gpu() else no_samples() as samples:
+            with sampled_memory() if has_gpu() else nullcontext([]) as samples:
                 texts, own = generate(url, options.shape, prompts, new)
             middle = time.perf_counter()
             peaks["generation"] = max([peaks["generation"], *samples])
-            with sampled_memory() if has_gpu() else no_samples() as samples:
+            with sampled_memory() if has_gpu() else nullcontext([]) as samples:
                 decode = client.score(texts, lane="decode", logprobs_from=CONTEXT + 1)
             end = time.perf_counter()
             peaks["decode"] = max([peaks["decode"], *samples])
@@ -98,16 +99,6 @@ def measure(url: str, name: str, options: argparse.Namespace) -> Iterator[tuple[
     yield name, means["generation"], means["decode"], ratios[0], means["kld"], ratios[1]
     floors = [f"{value:.6f}" for value in (*np.mean(apart, axis=0), prefill_kld, decode_kld)]
     yield name, *floors, f"{mean_batch:.1f}", f"{peaks['decode'] - peaks['generation']:+d}"
-
-
-class no_samples:  # noqa: N801
-    """In the place of `sampled_memory` where there is no GPU."""
-
-    def __enter__(self) -> list[int]:
-        return []
-
-    def __exit__(self, *failure: object) -> None:
-        return None
 
 
 def main() -> None:
