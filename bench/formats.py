@@ -1,15 +1,17 @@
 """Every format that is deployed, as served, compared with an oracle that applies the same quantization in torch.
 
-    python bench/formats.py MODEL TEXT LOGS [--parts scores kld repeat] [OPTION...] [any vllm serve flag]
+    python bench/formats.py MODEL TEXT LOGS [--parts scores kld lanes repeat] [OPTION...] [any vllm serve flag]
 
 MODEL is the folder of a Llama-like model in bfloat16 safetensors with its tokenizer, TEXT what `ppl-client --dataset`
 reads, LOGS a folder for checkpoints, references and the servers' logs. All servers start at once on one GPU.
 
 scores  `/v1/score` of each format; docs/formats.md says what the columns are
 kld     each format's divergence from the model as served in bfloat16; the oracle's logits are float32
+lanes   the same divergence in the prefill and the decode lane, and what the lanes differ in
 repeat  whether sequences get the same logprobs again, with and without batch-invariant kernels
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -36,6 +38,9 @@ from servers import Server, ServerProcess, failed_row, kernels, log_of, model_se
 from tables import table
 
 from scoremode import ScoreClient
+from scoremode.kld import KldPositions
+from scoremode.runs.lanes import lane_difference
+from scoremode.wire.protocol import Lane
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Row = tuple[str, ...]
@@ -160,6 +165,45 @@ def kld_rows(setup: Setup) -> Iterator[Row]:
         )
 
 
+LANES_HEADER = (
+    "format",
+    "kernels",
+    "KLD prefill",
+    "KLD decode",
+    "floors",
+    "NLL decode - prefill",
+    "absolute",
+    "verdict",
+)
+
+
+def lane_rows(setup: Setup) -> Iterator[Row]:
+    """One per format, the base first: its divergence in the decode lane is the floor."""
+    record_windows(setup.url(BASE), "lanes", setup.windows)
+    floor = math.nan
+    for name in (BASE, *(name for name in setup.folders if name != BASE)):
+        try:
+            prefill, decode = (lane_divergences(setup.client(name), lane) for lane in ("prefill", "decode"))
+        except Exception as error:
+            yield failed_row(LANES_HEADER, name, error=error)
+            continue
+        if name == BASE:
+            floor = float(decode.kld.mean())
+        positions = np.tile(np.arange(1, len(setup.windows[0])), len(setup.windows))
+        nlls = lane_difference(-prefill.logprobs, -decode.logprobs, positions)
+        yield (
+            *(name, setup.kernels(name), f"{prefill.kld.mean():.6f}", f"{decode.kld.mean():.6f}"),
+            *(f"{decode.kld.mean() / floor:.1f}", f"{nlls.mean:+.5f}", f"{nlls.mean_absolute:.5f}"),
+            lane_difference(prefill.kld, decode.kld, positions).verdict,
+        )
+
+
+def lane_divergences(client: ScoreClient, lane: Lane) -> KldPositions:
+    """Of all windows of the reference, in one lane."""
+    with client:
+        return KldPositions.concatenate([window.positions for window in client.kld("lanes", lane=lane).data])
+
+
 WAYS = ("alone again", "all at once", "in reverse", "cached", "restarted")
 REPEAT_HEADER = ("format", "invariant", "kernels", *WAYS)
 
@@ -202,6 +246,7 @@ def repeated(client: ScoreClient, restarted: ScoreClient, sequences: list[list[i
 PARTS: dict[str, tuple[Row, Callable[[Setup], Iterator[Row]]]] = {
     "scores": (SCORES_HEADER, score_rows),
     "kld": (KLD_HEADER, kld_rows),
+    "lanes": (LANES_HEADER, lane_rows),
     "repeat": (REPEAT_HEADER, repeat_rows),
 }
 
@@ -223,7 +268,7 @@ def main() -> None:
     """Write checkpoints, start servers, run oracles, compare."""
     parser = windows_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["scores"])
-    parser.add_argument("--formats", nargs="+", choices=CASES, default=list(CASES), help="kld needs bf16")
+    parser.add_argument("--formats", nargs="+", choices=CASES, default=list(CASES), help="kld and lanes need bf16")
     options, flags = parser.parse_known_args()
     torch.set_float32_matmul_precision("highest")
     windows = cut_windows(options.text, options.model, options.windows, options.length)

@@ -2,12 +2,13 @@
 
     python bench/lanes.py TOKENIZER LOGS [OPTION...] [any vllm serve flag]
 
-TOKENIZER is the folder of any model's tokenizer, LOGS a folder for logs, shapes and references. One server at a time,
-with dummy weights of `--shape`: in each turn it generates greedily after BATCH prompts of 33 random tokens up to LENGTH
-tokens, then scores what it generated in the decode lane, and compares the windows of a reference in the decode lane.
-The tables have rates in tokens a second and paired ratios over generation's; the mean absolute difference of logprobs
-from those that generation itself returned; KL divergence of each lane from the reference, which is the floor; and the
-largest memory of the GPU during generation and during the lane. `python -m tests.gpu.lanes` plants faults.
+TOKENIZER is the folder of any model's tokenizer, LOGS a folder for logs, shapes and references. Servers with dummy
+weights of `--shape` start at once and are measured one after another: in each turn one generates greedily after BATCH
+prompts of 33 random tokens up to LENGTH tokens, then scores what it generated in the decode lane, and compares the
+windows of a reference in the decode lane. The tables have rates in tokens a second and paired ratios over generation's;
+the mean absolute difference of logprobs from those that generation itself returned; KL divergence of each lane from the
+reference, which is the floor; and the largest memory of the GPU during generation and during the lane.
+`python -m tests.gpu.lanes` plants faults, and `bench/formats.py --parts lanes` has the numbers of real weights.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,7 @@ import numpy as np
 from loads import random_tokens
 from memory import sampled_memory
 from paired import paired_ratio
-from servers import SHAPE_FLAGS, ServerError, has_gpu, log_of, server_process
-from shapes import write_shape
+from servers import ServerError, has_gpu, shape_server, starting
 from tables import table
 
 from scoremode import AsyncScoreClient, ScoreClient
@@ -114,22 +115,24 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     rows: list[tuple[str, ...]] = []
+    servers = {}
     for name in options.formats:
         suffix, more = FORMATS[name]
-        model = write_shape(options.shape + suffix, options.tokenizer, options.logs)
         references = options.logs / f"references-{name}-{time.time_ns()}"
         references.mkdir()
-        memory = ("--gpu-memory-utilization", "0.9") if has_gpu() else ("--dtype", "float32", "--enforce-eager")
-        served = ("--served-model-name", options.shape, "--reference-dir", str(references))
-        try:
-            with server_process(
-                model, *SHAPE_FLAGS, *memory, *served, *more, *flags, log=log_of(name, options.logs)
-            ) as server:
-                for row in measure(server.url, name, options):
+        served = ("--served-model-name", options.shape, "--reference-dir", str(references), *more, *flags)
+        on_cpu = () if has_gpu() else ("--dtype", "float32", "--enforce-eager")
+        servers[name] = shape_server(options.shape + suffix, options.tokenizer, options.logs, (*on_cpu, *served))
+    with starting(servers, options.logs) as futures:
+        # While servers start, they would take the time of one that is measured.
+        wait(futures.values())
+        for name, future in futures.items():
+            try:
+                for row in measure(future.result().url, name, options):
                     print(*row, sep=" | ", flush=True)
                     rows.append(row)
-        except (ServerError, httpx.HTTPError) as error:
-            print(f"{name}: {str(error)[-3000:]}", flush=True)
+            except (ServerError, httpx.HTTPError) as error:
+                print(f"{name}: {str(error)[-3000:]}", flush=True)
     print(table(HEADER, rows[::2]), table(FLOORS, rows[1::2]), sep="\n\n")
 
 
