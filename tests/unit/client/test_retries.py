@@ -72,6 +72,8 @@ def test_after_max_retries_the_last_failure_is_raised(call, waits, failure, kind
         ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
         ("soon", 0.25, 0.5),
     ],
+    # Two workers that collect tests in two different seconds would give a test two names.
+    ids=["seconds", "in a day", "in the past", "not a time"],
 )
 def test_retry_after_decides_the_wait(call, waits, clock, value, shortest, longest):
     call(Outcomes(asks_to_wait(value), OK), "info", client={"retry_for": 100_000})
