@@ -464,10 +464,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
             return "--resume does not work with --floor, which is one request"
         if len(urls) > 1:
             return "--floor takes one --url: that server compares all windows"
-        if given["lane"] != "prefill":
-            return "--lane does not work with --floor: a reference's noise floor is of its own lane, prefill"
-        if "concurrency" in given:
-            return "--concurrency does not work with --floor: the server decides"
+        for name in given.keys() & {"concurrency", "decode_batch"}:
+            return f"--{name.replace('_', '-')} does not work with --floor: the server decides"
     return None
 
 

@@ -61,7 +61,7 @@ def _run_both_lanes(options: argparse.Namespace) -> int:
         if status := _run(argparse.Namespace(**{**vars(options), **of_lane}), measured):
             return status
     (prefill, positions), (decode, _) = measured
-    print(lane_difference(prefill, decode, positions).verdict)
+    print(lane_difference(prefill, decode, positions).verdict())
     return 0
 
 
@@ -159,7 +159,11 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _M
     async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
         if options.floor:
             measurement = await measure_noise_floor(
-                clients[0], options.reference, return_token_texts=output is not None, on_progress=on_progress
+                clients[0],
+                options.reference,
+                lane=options.lane,
+                return_token_texts=output is not None,
+                on_progress=on_progress,
             )
         else:
             measurement = await measure_kld(

@@ -343,8 +343,8 @@ class _Client(Generic[Transport]):
             windows: The first window and the one after the last, from 0; all when left out.
             top_logprobs: Return the k most likely tokens of both models at every position, at most what the server's
                 `--max-logprobs` allows, and 256.
-            as_noise_floor: Keep the result with the reference as its noise floor; all windows, and the reference's own
-                model.
+            as_noise_floor: Keep the result with the reference as its noise floor in this lane; all windows, and the
+                reference's own model.
             on_window: An ordinary function, called with each window as it is done.
             lane: Of the served model, as for `score`, with its `context`. References are of the prefill lane.
             model: In place of the client's.

@@ -58,6 +58,8 @@ class Score:
     candidate_logprobs: Annotated[NDArray[np.float32] | None, PlainValidator(_candidate_logprobs)] = None
     """[n, m], of the candidates at each position, in the order in which they were given; NaN without context;
     when asked for."""
+    mean_batch: float | None = None
+    """Sequences of these lanes in the engine on average while the request ran; None in the prefill lane."""
 
     def __post_init__(self) -> None:
         if len(self.logprob_array) != len(self.token_ids):
@@ -79,11 +81,13 @@ class Score:
 
 class _Scores(BaseModel):
     data: list[Score]
+    mean_batch: float | None = None
 
 
 def parse_scores(body: bytes) -> list[Score]:
     """Read the body of a `POST /v1/score` answer."""
-    return _Scores.model_validate_json(body).data
+    scores = _Scores.model_validate_json(body)
+    return [replace(score, mean_batch=scores.mean_batch) for score in scores.data]
 
 
 NUM_TOP = 5
@@ -105,6 +109,8 @@ class KldWindowValues:
     top_logprobs: TopLogprobs | None = None
     """The served model's; when asked for."""
     reference_top_logprobs: TopLogprobs | None = None
+    mean_batch: float | None = None
+    """As in `Score`."""
 
     @property
     def num_scored(self) -> int:
@@ -200,7 +206,7 @@ def _result(response: KldResponse) -> KldResult:
         windows=(first, last),
         num_scored=response["num_scored"],
         statistics=response["statistics"],
-        data=[_window(window) for window in response.get("data", [])],
+        data=[replace(_window(window), mean_batch=response.get("mean_batch")) for window in response.get("data", [])],
     )
 
 

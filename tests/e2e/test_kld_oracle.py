@@ -11,8 +11,7 @@ import pytest
 
 from scoremode import ScoreClient, cut_windows
 from scoremode.cli import main
-from scoremode.comparison.compare import compare
-from scoremode.comparison.run_file import load_run
+from scoremode.comparison import compare, load_run, load_runs, summary
 from scoremode.kld import KldPositions
 from scoremode.results import KldResult
 from tests import oracle
@@ -88,9 +87,10 @@ def test_both_lanes_of_a_run_agree(smollm2_server, reference, text, tmp_path, ca
     for command in (windows, ["kld", "--reference", reference]):
         assert main([*command, *lanes, "--output", str(tmp_path / "run.json")]) == 0
         assert "decode agrees with prefill" in capsys.readouterr().out
-        prefill, decode = (json.loads((tmp_path / f"run-{lane}.json").read_text()) for lane in ("prefill", "decode"))
-        assert (prefill["settings"].get("lane"), decode["settings"]["lane"]) == (None, "decode")
-        assert decode["settings"]["concurrency"] == 2
+        prefill, decode = runs = load_runs([tmp_path / f"run-{lane}.json" for lane in ("prefill", "decode")])
+        assert (prefill.lane, decode.lane, decode.label) == ("prefill", "decode", f"{prefill.label} (decode)")
+        assert any(f"{decode.label} and {prefill.label} by" in sentence for sentence in summary(compare(runs)))
+        assert json.loads(decode.path.read_text())["settings"]["concurrency"] == 2
         for each in tmp_path.glob("run-*"):
             each.unlink()
 

@@ -247,7 +247,7 @@ class _Sample:
     values: Mapping[tuple[str, str], Floats]
     """By the run's label and the name of the series."""
     resamples: Resamples
-    noise_floors: Mapping[tuple[str, str] | None, float]
+    noise_floors: Mapping[object, float]
 
     def _resampled(self, run: RunFile, name: str) -> Floats:
         return self.resamples.means[:, list(self.values).index((run.label, name))]
@@ -303,7 +303,7 @@ class _Sample:
         )
 
     def _over_noise_floor(self, run: RunFile) -> float | None:
-        floor = self.noise_floors.get(run.reference_identity)
+        floor = self.noise_floors.get((run.reference_identity, run.lane))
         return float(run.kld.mean()) / floor if run.kld is not None and floor else None
 
     def _difference(self, first: RunFile, second: RunFile, name: str) -> Figure:
@@ -350,10 +350,10 @@ def _series(run: RunFile) -> dict[str, Floats]:
     return {name: values for name, values in series.items() if values is not None}
 
 
-def _noise_floors(runs: Sequence[RunFile]) -> dict[tuple[str, str] | None, float]:
-    """Of each reference, the largest that a run knows: it may have been measured after some of them."""
-    known = sorted((run.noise_floor, run.reference_identity) for run in runs if run.noise_floor is not None)
-    return {identity: floor for floor, identity in known}
+def _noise_floors(runs: Sequence[RunFile]) -> dict[object, float]:
+    """Of each reference and lane, the largest that a run knows: it may have been measured after some of them."""
+    known = sorted((run.noise_floor, run.reference_identity, run.lane) for run in runs if run.noise_floor is not None)
+    return {(identity, lane): floor for floor, identity, lane in known}
 
 
 def _exponential(of: Figure) -> Figure:

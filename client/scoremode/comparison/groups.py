@@ -53,15 +53,22 @@ def groups_of(runs: Sequence[RunFile]) -> list[Group]:
         found += _several("class", dict(enumerate(TOKEN_CLASSES)), classes)
     if (of_windows := domains(runs)) is not None:
         found += _domain_groups(of_windows[0], np.repeat(of_windows[1], sizes))
-    contexts = first_known(runs, "window_contexts")
-    if contexts is not None:
-        starts = np.cumsum(sizes) - sizes
-        before = np.arange(sizes.sum()) + np.repeat(contexts - starts, sizes)
-        if before.max() >= DEFAULT_CONTEXT_LENGTH:
-            names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
-            names.append(f"{_CONTEXT_EDGES[-1]:,} and more")
-            found += _several("tokens before", dict(enumerate(names, 1)), np.digitize(before, _CONTEXT_EDGES))
+    before = tokens_before(runs)
+    if before is not None and before.max() >= DEFAULT_CONTEXT_LENGTH:
+        names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(_CONTEXT_EDGES)]
+        names.append(f"{_CONTEXT_EDGES[-1]:,} and more")
+        found += _several("tokens before", dict(enumerate(names, 1)), np.digitize(before, _CONTEXT_EDGES))
     return found
+
+
+def tokens_before(runs: Sequence[RunFile]) -> NDArray[np.int64] | None:
+    """[n], how many tokens of its window are before each target; None where no run knows the windows' contexts."""
+    sizes, contexts = runs[0].window_sizes, first_known(runs, "window_contexts")
+    if contexts is None:
+        return None
+    starts = np.cumsum(sizes) - sizes
+    before: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(contexts - starts, sizes)
+    return before
 
 
 def _domain_groups(names: Sequence[str], indices: NDArray[np.int32]) -> list[Group]:

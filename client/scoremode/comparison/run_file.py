@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AliasPath, BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -22,7 +22,7 @@ from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION, weights_in_words
 from scoremode.windows import TOKEN_CLASSES, Method
-from scoremode.wire.protocol import LOWEST_LOGPROB, ServerInfo
+from scoremode.wire.protocol import LOWEST_LOGPROB, Lane, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference
 
 
@@ -43,7 +43,11 @@ class _Record(BaseModel):
     labels: list[str] | None = None
 
 
-class _Settings(BaseModel):
+class _Lane(BaseModel):
+    lane: Lane = "prefill"
+
+
+class _Settings(_Lane):
     method: Method
     context_length: int
     stride: int
@@ -56,9 +60,13 @@ class _PerplexityRecord(_Record):
     settings: _Settings
 
 
+class _KldSettings(_Lane):
+    as_noise_floor: bool
+
+
 class _KldRecord(_Record):
     reference: Reference
-    as_noise_floor: bool = Field(validation_alias=AliasPath("settings", "as_noise_floor"))
+    settings: _KldSettings
 
 
 _OPTIONAL_DTYPES = {**dict.fromkeys(("window_contexts", "window_documents", "window_labels"), "<i4"), "classes": "|u1"}
@@ -122,6 +130,8 @@ class RunFile:
     """[windows], index into `labels`; None for a run without `--by`."""
     labels: Sequence[str] = ()
     """The values of the `--by` column."""
+    lane: Lane = "prefill"
+    """How the served model computed it; references are of the prefill lane."""
     classes: NDArray[np.uint8] | None = None
     """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
 
@@ -142,8 +152,8 @@ class RunFile:
 
     @property
     def noise_floor(self) -> float | None:
-        """Mean KL divergence of the reference's model from itself, nats; None where this run knew none."""
-        floor = None if self.reference is None else self.reference.noise_floor
+        """Mean KL divergence of the reference's model from itself in this lane, nats; None where this run knew none."""
+        floor = None if self.reference is None else self.reference.noise_floor_of(self.lane)
         return None if floor is None else floor.mean
 
     @property
@@ -167,8 +177,8 @@ class RunFile:
 
     @property
     def weights(self) -> str:
-        """Quantization and dtype, in words."""
-        return weights_in_words(self.server)
+        """Quantization and dtype, in words, and the lane where it is another than usual."""
+        return weights_in_words(self.server) + f", {self.lane} lane" * (self.lane != "prefill")
 
     @property
     def versions(self) -> str:
@@ -223,7 +233,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         client_version=record.client_version,
         finished=record.finished,
         reference=reference,
-        as_noise_floor=isinstance(record, _KldRecord) and record.as_noise_floor,
+        as_noise_floor=isinstance(record, _KldRecord) and record.settings.as_noise_floor,
         corpus=text.corpus,
         method=windows.method,
         context_length=windows.context_length,
@@ -243,6 +253,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         top_tokens=top_tokens,
         **{name: arrays.get(name) for name in _OPTIONAL_DTYPES},
         labels=record.labels or (),
+        lane=record.settings.lane,
     )
 
 
@@ -336,7 +347,8 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
     Args:
         paths: As for `load_run`.
-        labels: One for each run. When left out, a run bears the model's name if no other has it, else its file's.
+        labels: One for each run. When left out, a run bears the model's name, and its lane if that is not prefill,
+            unless another run has both too: then its file's.
 
     Raises:
         RunError: a run cannot be read, or there is not one label for each run.
@@ -350,7 +362,7 @@ def load_runs(paths: Sequence[str | Path], labels: Sequence[str] | None = None) 
 
 
 def _labels(runs: Sequence[RunFile]) -> list[str]:
-    labels = [model_name(run.model) for run in runs]
+    labels = [model_name(run.model) + f" ({run.lane})" * (run.lane != "prefill") for run in runs]
     numbered = [f"{run.path} ({number})" for number, run in enumerate(runs, 1)]
     # Each is longer than the one before, and the last is another for every file.
     for longer in ([run.path.stem for run in runs], [str(run.path) for run in runs], numbered):

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from scoremode.comparison.compare import OPPOSITE, RunComparison, RunFigures, Verdict
+from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
+from scoremode.runs.lanes import lane_difference
 from scoremode.wire.protocol import ComputedBy
 
 
@@ -33,7 +35,7 @@ def summary(comparison: RunComparison) -> list[str]:
     sentences = [*with_base.values(), *_order("perplexity", labels, others)]
     if by_kld:
         sentences += _order("mean KL divergence", compared, by_kld)
-    sentences += _noise_floor(comparison.runs)
+    sentences += [*_lanes(comparison), *_noise_floor(comparison.runs)]
     sentences += computed_differently([figures.run for figures in comparison.runs])
     differences = [figure for pair in comparison.pairs for figure in (pair.ln_ppl_ratio, pair.kld_difference)]
     if any(figure is not None and figure.low is None for figure in differences):
@@ -60,6 +62,21 @@ def _order(what: str, labels: Sequence[str], verdicts: dict[tuple[str, str], Ver
     if undecided:
         sentences.append(f"No difference by {what} is shown between {', nor between '.join(undecided)}.")
     return sentences
+
+
+def _lanes(comparison: RunComparison) -> Iterator[str]:
+    """Whether another lane of a model agrees with its prefill lane."""
+    before = tokens_before([figures.run for figures in comparison.runs])
+    for pair in comparison.pairs:
+        prefill, other = sorted((pair.first, pair.second), key=lambda run: run.lane != "prefill")
+        is_one_model = prefill.server.fingerprint == other.server.fingerprint is not None
+        if before is None or not is_one_model or (prefill.lane == "prefill") == (other.lane == "prefill"):
+            continue
+        first, second, by = prefill.nlls, other.nlls, "NLL"
+        if pair.kld_difference is not None and prefill.kld is not None and other.kld is not None:
+            first, second, by = prefill.kld, other.kld, "KL divergence"
+        verdict = lane_difference(first, second, before).verdict(other.lane)
+        yield f"{other.label} and {prefill.label} by {by}: {verdict}."
 
 
 def _noise_floor(runs: Sequence[RunFigures]) -> list[str]:
@@ -125,7 +142,10 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
         dtypes.setdefault(run.server.dtype, {})[run.label] = None
         if run.reference is not None:
             dtypes.setdefault(run.reference.dtype, {})[f"reference {run.reference.name}"] = None
-    parts = [_differing("dtype", dtypes)] if len(dtypes) > 1 else []
+    lanes: dict[str, dict[str, None]] = {}
+    for run in runs:
+        lanes.setdefault(run.lane, {})[run.label] = None
+    parts = [_differing(words, of) for words, of in (("dtype", dtypes), ("lane", lanes)) if len(of) > 1]
     for name, words in _IN_WORDS.items():
         if name in _WITHOUT_INFLUENCE:
             continue

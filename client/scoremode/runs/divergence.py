@@ -15,7 +15,8 @@ from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
 from scoremode.runs.conversations import token_classes
-from scoremode.runs.plan import differences, lane_header, server_header
+from scoremode.runs.lanes import lane_fields, mean_batch
+from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, Run, StartJournal, measure
 from scoremode.windows import EXHAUSTIVE_METHODS, Method
@@ -37,6 +38,7 @@ class _Line(BaseModel):
     num_scored: int
     positions: dict[str, str]
     tops: list[TopLogprobArrays] = Field([], max_length=2)
+    mean_batch: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class KldPlan:
             **{f"reference.{name}": value for name, value in _identity(self.reference).items()},
             "model": self.model,
             **({"top_logprobs": self.top_logprobs} if self.top_logprobs else {}),
-            **lane_header(self.lane),
+            **lane_fields(self.lane),
             **server_header(self.server),
         }
 
@@ -87,12 +89,14 @@ class KldPlan:
             "num_scored": window.num_scored,
             "positions": encode_positions(window.positions),
             "tops": [encode_top_logprobs(top) for top in tops if top is not None],
+            "mean_batch": window.mean_batch,
         }
 
     def from_line(self, line: dict[str, object]) -> KldWindowValues:
         found = _Line.model_validate(line)
-        tops = map(decode_top_logprobs, found.tops)
-        window = KldWindowValues(found.index, decode_positions(found.positions), *tops)
+        top, reference_top = [*map(decode_top_logprobs, found.tops), None, None][:2]
+        positions = decode_positions(found.positions)
+        window = KldWindowValues(found.index, positions, top, reference_top, found.mean_batch)
         if found.index >= self.num_windows or found.num_scored != window.num_scored:
             raise ValueError("not a window of this run")
         return window
@@ -150,6 +154,8 @@ class KldMeasurement:
     origins: WindowOrigins | None = None
     """Of the windows; None from an older server."""
     lane: Lane = "prefill"
+    mean_batch: float | None = None
+    """Mean of the windows'."""
 
     def statistics_of(self, windows: NDArray[np.bool_]) -> KldStatistics:
         """Of the positions of some windows, [windows] true for each."""
@@ -172,8 +178,8 @@ class KldMeasurement:
 
     @property
     def kld_over_noise_floor(self) -> float | None:
-        """The mean KL divergence as a multiple of the reference's noise floor; None without one, or if it is 0."""
-        floor, mean = self.reference.noise_floor, self.statistics["kld"]["mean"]
+        """The mean KL divergence as a multiple of this lane's noise floor; None without one, or if it is 0."""
+        floor, mean = self.reference.noise_floor_of(self.lane), self.statistics["kld"]["mean"]
         return mean / floor.mean if floor is not None and floor.mean > 0 and mean is not None else None
 
 
@@ -218,7 +224,12 @@ async def measure_kld(
 
 
 async def measure_noise_floor(
-    client: AsyncScoreClient, name: str, *, return_token_texts: bool = False, on_progress: OnProgress | None = None
+    client: AsyncScoreClient,
+    name: str,
+    *,
+    lane: Lane = "prefill",
+    return_token_texts: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
@@ -227,6 +238,7 @@ async def measure_noise_floor(
     Args:
         client: Of a server whose fingerprint is the reference's.
         name: Of a complete reference.
+        lane: Of the served model, as for `evaluate`: each lane has its own floor.
         return_token_texts: As for `measure_kld`.
         on_progress: Called for each window.
 
@@ -234,9 +246,9 @@ async def measure_noise_floor(
         ScoremodeError: the server fails, or serves another model.
     """
     info = await client.info()
-    plan = KldPlan(info, client.model or info.model, await client.reference(name))
+    plan = KldPlan(info, client.model or info.model, await client.reference(name), lane=lane)
     run = Run(plan, None, on_progress)
-    await client.kld(name, as_noise_floor=True, on_window=run.store)
+    await client.kld(name, as_noise_floor=True, on_window=run.store, lane=lane)
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
     return await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
@@ -284,6 +296,7 @@ async def _measurement(
         top_tokens=top_tokens,
         origins=await _origins(client, reference),
         lane=plan.lane,
+        mean_batch=mean_batch(windows),
     )
 
 

@@ -15,6 +15,7 @@ from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
 from scoremode.runs.conversations import token_classes
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import texts_of_occurring
+from scoremode.runs.lanes import mean_batch
 from scoremode.runs.plan import Plan, WindowNlls, make_plan
 from scoremode.runs.pool import Pool
 from scoremode.runs.run import OnProgress, StartJournal, measure
@@ -35,6 +36,11 @@ class Evaluation:
     """From the first request for scores to the last answer; of a run in several sessions, the sum."""
     token_texts: dict[int, str] = field(default_factory=dict)
     """The text of every target, by its id, where it was asked for and a server gave it."""
+
+    @property
+    def mean_batch(self) -> float | None:
+        """Mean of the windows'; None in the prefill lane."""
+        return mean_batch(self.windows)
 
     @property
     def classes(self) -> NDArray[np.uint8] | None:

@@ -18,7 +18,7 @@ from scoremode.kld import POSITION_DTYPES, times_the_floor
 from scoremode.results import TOP_DTYPES
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
-from scoremode.runs.plan import lane_header
+from scoremode.runs.lanes import lane_fields, lane_rows
 from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import (
@@ -125,7 +125,7 @@ def as_json(
         "settings": {
             "concurrency": measurement.concurrency,
             "as_noise_floor": measurement.as_noise_floor,
-            **lane_header(measurement.lane),
+            **lane_fields(measurement.lane, measurement.mean_batch),
         },
         "statistics": measurement.statistics,
         "kld_over_noise_floor": measurement.kld_over_noise_floor,
@@ -153,6 +153,7 @@ def _heading(measurement: KldMeasurement) -> str:
         [
             ("model (Q)", f"{measurement.model}: {weights_in_words(server)}"),
             *server_rows(server),
+            *lane_rows(measurement.lane, measurement.mean_batch),
             ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
             *_window_rows(reference),
             ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s"),
@@ -224,7 +225,7 @@ def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
 
 
 def _noise_floor(measurement: KldMeasurement) -> str:
-    floor, multiple = measurement.reference.noise_floor, measurement.kld_over_noise_floor
+    floor, multiple = measurement.reference.noise_floor_of(measurement.lane), measurement.kld_over_noise_floor
     if measurement.as_noise_floor:
         return "this comparison, kept with the reference"
     if floor is None:

@@ -1,15 +1,45 @@
-"""What two lanes make of the same positions: whether they agree, by how much not, and from which position on."""
+"""Lanes of runs: what is said of one, and whether two agree, by how much not, and from which position on."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scoremode.kld import standard_error
+from scoremode.wire.protocol import Lane
 
 AGREEMENT = 0.001
 """Nats in the mean, below which a difference is rounding: 0.1 % of a perplexity."""
 _STANDARD_ERRORS = 3
+
+
+class InLane(Protocol):
+    """A window as its lane gave it."""
+
+    @property
+    def mean_batch(self) -> float | None: ...
+
+
+def mean_batch(windows: Iterable[InLane]) -> float | None:
+    """The mean of the windows'; None where none has one."""
+    known = [window.mean_batch for window in windows if window.mean_batch is not None]
+    return sum(known) / len(known) if known else None
+
+
+def lane_fields(lane: Lane, batch: float | None = None) -> dict[str, object]:
+    """In the header of a journal and in the settings of a run; the usual lane has none."""
+    if lane == "prefill":
+        return {}
+    return {"lane": lane} if batch is None else {"lane": lane, "mean_batch": batch}
+
+
+def lane_rows(lane: Lane, batch: float | None) -> list[tuple[str, str]]:
+    """Of a table."""
+    if lane == "prefill":
+        return []
+    return [("lane", lane if batch is None else f"{lane}, {batch:.1f} sequences in a step on average")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +53,15 @@ class LaneDifference:
     differs_from: int | None
     """The first position of the ranges from which on all differ; None where the lanes agree."""
 
-    @property
-    def verdict(self) -> str:
+    def verdict(self, lane: Lane = "decode") -> str:
         """In one sentence."""
         if self.differs_from is None:
             absolute = f"{self.mean_absolute:.5f} in the mean of absolute values"
-            return f"decode agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"
+            return f"{lane} agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"
         last = self.by_position[-1][2]
         drifts = len(self.by_position) > 1 and abs(last) > 2 * abs(self.by_position[0][2]) and self.differs_from > 1
         return (
-            f"decode differs from prefill: {self.mean:+.5f} nats in the mean, from position {self.differs_from} on"
+            f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, from position {self.differs_from} on"
             + (f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's" * drifts)
         )
 

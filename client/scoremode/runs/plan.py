@@ -16,6 +16,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
 from scoremode.runs.corpora import Corpus
+from scoremode.runs.lanes import lane_fields
 from scoremode.windows import (
     Method,
     Window,
@@ -48,6 +49,8 @@ class WindowNlls:
     """NLL of each target, in order."""
     ranks: list[int] | None = None
     """Rank of each target in the vocabulary, 1 for the most likely; None where they were not asked for."""
+    mean_batch: float | None = None
+    """As in `Score`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ class Plan:
         ranks = [rank for rank in (scores[0].ranks or [])[first:] if rank is not None]
         if self.return_ranks and len(ranks) != window.num_scored:
             raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
-        return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, ranks if self.return_ranks else None)
+        asked_ranks = ranks if self.return_ranks else None
+        return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, scores[0].mean_batch)
 
     def nats(self, window: WindowNlls) -> float:
         return window.nll_sum
@@ -129,7 +133,7 @@ class Plan:
             "add_special_tokens": self.add_special_tokens,
             "return_ranks": self.return_ranks,
             "model": self.model,
-            **lane_header(self.lane),
+            **lane_fields(self.lane),
             **server_header(self.server),
             "num_tokens": len(self.tokens),
             "tokens_sha256": hashlib.sha256(" ".join(map(str, self.tokens)).encode()).hexdigest(),
@@ -253,11 +257,6 @@ async def _conversation_plan(
         documents=documents,
         roles=roles,
     )
-
-
-def lane_header(lane: Lane) -> dict[str, object]:
-    """Its field in the header of a journal and in the settings of a run; the usual lane has none."""
-    return {} if lane == "prefill" else {"lane": lane}
 
 
 def identity(server: ServerInfo) -> dict[str, object]:

@@ -15,7 +15,7 @@ from scoremode._version import __version__
 from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.evaluate import Evaluation
-from scoremode.runs.plan import lane_header
+from scoremode.runs.lanes import lane_fields, lane_rows
 from scoremode.runs.presets import comparable_with
 from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import Reference, WindowOrigins
@@ -32,6 +32,7 @@ def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) 
         ("model", plan.model),
         ("weights", weights_in_words(server)),
         *server_rows(server),
+        *lane_rows(plan.lane, evaluation.mean_batch),
         ("corpus", corpus.in_words),
         ("figures", comparable_with(corpus, plan.context_length)),
         ("method", plan.method),
@@ -87,7 +88,7 @@ def as_json(
             # True in files of earlier versions whose windows the server cut.
             "server_side": False,
             "concurrency": evaluation.concurrency,
-            **lane_header(plan.lane),
+            **lane_fields(plan.lane, evaluation.mean_batch),
         },
         "num_tokens": len(plan.tokens),
         "num_bytes": plan.num_bytes,

@@ -116,6 +116,12 @@ class Reference(BaseModel):
     nll_mean: float | None
     """Nats per token."""
     noise_floor: NoiseFloor | None = None
+    lane_noise_floors: dict[Lane, NoiseFloor] = {}
+    """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
+
+    def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
+        """What a divergence in that lane is read as a multiple of; None where it was not measured."""
+        return self.noise_floor if lane == "prefill" else self.lane_noise_floors.get(lane)
 
 
 class WindowOrigins(BaseModel):
@@ -169,7 +175,8 @@ class KldRequest(LaneFields):
     )
     as_noise_floor: bool = Field(
         False,
-        description="Keep the result with the reference as its noise floor; all windows, the reference's own model.",
+        description="Keep the result with the reference as its noise floor in this lane; all windows, and the "
+        "reference's own model.",
     )
     stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
 

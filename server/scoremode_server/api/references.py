@@ -203,8 +203,6 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
-        if request.as_noise_floor and request.lane != "prefill":
-            raise RequestError("lane: a noise floor is of the prefill lane, as the reference is", "lane")
         options = await state.models.engine_options(raw_request, model)
         lane = state.lanes.settings(request)
     request_id = f"kld-{raw_request.state.request_id}"
@@ -225,7 +223,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         lengths = list(map(len, parts))
         figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
         if request.as_noise_floor:
-            await references.comparer.references.save(reference, {"noise_floor": _noise_floor(figures)})
+            floor = _noise_floor(figures)
+            of_lanes = {**reference.manifest.lane_noise_floors, request.lane: floor}
+            stored = {"lane_noise_floors": of_lanes} if queue.decodes else {"noise_floor": floor}
+            await references.comparer.references.save(reference, stored)
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
         yield {
             "id": request_id,

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scoremode.windows import Method
-from scoremode.wire.protocol import ComputedBy, Figure, is_old_fingerprint
+from scoremode.wire.protocol import ComputedBy, Figure, Lane, is_old_fingerprint
 from scoremode.wire.references import CorpusInfo, NoiseFloor
 
 FORMAT_VERSION = 2
@@ -110,6 +110,8 @@ class Manifest(BaseModel):
     result: Result | None = None
     """None until all windows are on disk."""
     noise_floor: NoiseFloor | None = None
+    lane_noise_floors: dict[Lane, NoiseFloor] = {}
+    """Of the other lanes than prefill."""
 
     def to_json(self) -> str:
         """The text of its file."""

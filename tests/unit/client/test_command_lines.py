@@ -121,7 +121,12 @@ def references(made) -> dict[str, Any]:
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("kld --reference r --floor --concurrency 2", 2, "--concurrency does not work with --floor", ""),
-        ("kld --reference r --floor --lane decode", 2, "--lane does not work with --floor", ""),
+        (
+            "kld --reference r --floor --lane decode --decode-batch 2",
+            2,
+            "--decode-batch does not work with --floor",
+            "",
+        ),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
         ("--text a --lane decode --decode-batch 2 --concurrency 2", 2, "takes the place of --concurrency", ""),
         ("kld --reference r --floor --url http://a --url http://b", 2, "takes one --url", ""),

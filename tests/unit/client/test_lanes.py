@@ -24,7 +24,7 @@ ROUNDING = RANDOM.normal(0, 0.01, len(POSITIONS))
 def test_a_difference_beyond_rounding_is_found_from_its_first_position_on(fault, differs_from, words):
     found = lane_difference(PREFILL, PREFILL + ROUNDING + fault, POSITIONS)
     assert (found.differs_from in (differs_from, 64)) if differs_from == 128 else found.differs_from == differs_from
-    assert words in found.verdict
+    assert words in found.verdict()
     assert found.mean == pytest.approx(float((ROUNDING + fault).mean()), abs=1e-12)
     assert [first for first, _, _ in found.by_position] == [2**octave for octave in range(11)]
     assert found.by_position[-1][1] == 2048

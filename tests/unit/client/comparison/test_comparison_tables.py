@@ -3,15 +3,17 @@
 import csv
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from run_files import kld_run, made_up_nlls, made_up_reference, perplexity_run
+from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import compare, summary
 from scoremode.comparison.report import write_report
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 from scoremode.wire.protocol import ComputedBy
+from scoremode.wire.references import NoiseFloor
 
 SIZE = {"weight_bytes": 1_500_000_000, "num_parameters": 3_000_000_000, "quantization": "awq"}
 KERNELS = {"kernels": ["Linear: gemm"], "attention_backends": ["FLASH_ATTN 2"]}
@@ -92,6 +94,28 @@ def test_the_summary_ranks_runs_in_sentences(comparison):
         "int8 is at or below the noise floor: the reference's own model diverges as much from itself in other batches.",
         f"int4 is {multiple:,.1f} times the noise floor by mean KL divergence.",
     ]
+
+
+def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
+    floor = NoiseFloor(mean=0.005, p99=1, max=1, num_scored=3000, created=1)
+    reference = made_up_reference(noise_floor=0.001, lane_noise_floors={"decode": floor})
+    contexts, position = np.full(30, 1, np.int32), np.tile(np.arange(100), 30)
+    of_model = {"reference": reference, "server": {"fingerprint": "of the model"}}
+    runs = [
+        replace(
+            kld_run(tmp_path, lane, made_up_nlls(2), made_up_kld(1, 0.01) + drift * position, **of_model),
+            lane=lane,
+            window_contexts=contexts,
+        )
+        for lane, drift in (("prefill", 0), ("decode", 1e-3))
+    ]
+    prefill, decode = compare(runs, num_resamples=100).runs
+    assert prefill.kld_over_noise_floor == pytest.approx(10, rel=0.1)
+    assert decode.kld_over_noise_floor == pytest.approx((0.01 + 99e-3 / 2) / 0.005, rel=0.1)
+    found = "\n".join(summary(compare(runs, num_resamples=100)))
+    assert "decode and prefill by KL divergence: decode differs from prefill: +0.04950 nats in the mean" in found
+    assert "lane: prefill (prefill), decode (decode)" in found
+    assert "float32, decode lane" in as_text(compare(runs, num_resamples=100))
 
 
 def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):

@@ -168,8 +168,12 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monke
         before = (await client.get(BASE)).json()
         figures = (await client.post(KLD, json={**BODY, "as_noise_floor": True})).json()["statistics"]["kld"]
         after = (await client.get(BASE)).json()
+        decoded = await client.post(KLD, json={**BODY, "as_noise_floor": True, "lane": "decode"})
+        of_lanes = (await client.get(BASE)).json()
+    assert of_lanes["lane_noise_floors"]["decode"]["mean"] == decoded.json()["statistics"]["kld"]["mean"]
+    assert {**of_lanes, "lane_noise_floors": {}, "disk_bytes": after["disk_bytes"]} == after
     # Next to others than when they were recorded.
-    assert orders == [list(reversed(range(NUM_WINDOWS)))]
+    assert orders == [list(reversed(range(NUM_WINDOWS)))] * 2
     stored = [after["noise_floor"][name] for name in ("mean", "p99", "max", "num_scored")]
     assert stored == [figures["mean"], figures["p99"], figures["max"], len(TOKENS) - 1]
     assert {**after, "noise_floor": None, "disk_bytes": before["disk_bytes"]} == before
