@@ -283,6 +283,12 @@ _COMMANDS = {
                     action="append",
                     default=[],
                 ),
+                "--qbench RESULTS": _option(
+                    "the `results` that ExLlamaV3's eval/qbench.py wrote, on the same text: a row for each of its "
+                    "models; several times",
+                    action="append",
+                    default=[],
+                ),
             },
             "tasks": {
                 "--tasks [NAME=]DIR": _option(
@@ -473,8 +479,8 @@ def _compare_contradiction(options: argparse.Namespace) -> str | None:
     runs, tasks = options.runs, options.tasks or []
     if not runs and not tasks:
         return "give finished runs, or --tasks"
-    if options.llama_cpp and not runs:
-        return "--llama-cpp needs a finished run to be beside"
+    if (options.llama_cpp or options.qbench) and not runs:
+        return "--llama-cpp and --qbench need a finished run to be compared with"
     if len({path.resolve() for path in runs}) < len(runs):
         return "a run is named twice"
     if options.labels is not None:

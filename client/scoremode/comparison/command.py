@@ -26,7 +26,7 @@ def run_compare(options: argparse.Namespace) -> None:
     runs = load_runs(options.runs, options.labels)
     if runs:
         comparison = compare(runs, num_resamples=options.resamples, seed=options.seed)
-        comparison = with_logs(comparison, options.llama_cpp)
+        comparison = with_logs(comparison, options.llama_cpp, options.qbench)
     for place, each in enumerate(options.tasks or ()):
         label, separator, folder = each.partition("=")
         if not separator:

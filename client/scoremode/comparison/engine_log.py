@@ -1,6 +1,6 @@
-"""What llama.cpp's `llama-perplexity` printed, as figures next to those of runs.
+"""What llama.cpp's `llama-perplexity` printed and ExLlamaV3's qbench wrote, as figures next to those of runs.
 
-Its own errors are kept, and what it does not print is None. It prints no value of single tokens, so there are no
+Their own errors are kept, and what they do not give is None. They give no value of single tokens, so there are no
 intervals and no verdicts.
 """
 
@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from scoremode._printable import printable
 from scoremode.comparison.compare import Figure, RunComparison, RunFigures, check_labels
@@ -28,22 +30,35 @@ that of SmolLM2 lower by 0.003."""
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """A run of another engine. What the log does not say is None."""
+    """A run of another engine. What its log or results do not say is None."""
 
     path: Path
     label: str
-    num_windows: int
-    context_length: int
+    num_windows: int | None
+    context_length: int | None
     base_perplexity: float | None
     """Of the base that it was compared with."""
     file_type: str | None
     gib: float | None
     """Of the weights."""
     bits_per_weight: float | None
+    engine: str = "llama.cpp"
 
     @property
     def weights(self) -> str:
-        return ", ".join(filter(None, ("llama.cpp", self.file_type)))
+        return ", ".join(filter(None, (self.engine, self.file_type)))
+
+
+class _QbenchModel(BaseModel):
+    label: str
+    group: str
+    ppl: float | None = None
+    kld: float | None = None
+    kld_median: float | None = None
+    bpw_layer: float | None = None
+
+
+_QBENCH = TypeAdapter(list[_QbenchModel])
 
 
 def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
@@ -79,6 +94,45 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     return _figures(log, perplexity, printed)
 
 
+def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
+    """Read the `results` of ExLlamaV3's eval/qbench.py: every model but its reference, and its noise floor.
+
+    Raises:
+        RunError: it cannot be read, or has no reference.
+    """
+    path = Path(path)
+    try:
+        models = _QBENCH.validate_json(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise RunError(f"{path} is not what qbench writes as its results: {error.errors()[0]['msg']}") from error
+    references = [model.ppl for model in models if model.group == "reference"]
+    if not references:
+        raise RunError(f"{path} has no model of qbench's group `reference`")
+    floor = next((model.kld for model in models if model.group == "noise_floor"), None)
+    found = []
+    # qbench leaves out the perplexity of a model whose logits are not finite.
+    for model in (each for each in models if each.group != "reference" and each.ppl):
+        log = EngineLog(
+            path=path,
+            label=printable(model.label),
+            num_windows=None,
+            context_length=None,
+            base_perplexity=references[0],
+            file_type=printable(model.group),
+            gib=None,
+            bits_per_weight=model.bpw_layer,
+            engine="qbench",
+        )
+        printed = {"Mean KLD": model.kld, "Median KLD": model.kld_median}
+        known = {name: _figure(value, None) for name, value in printed.items() if value is not None}
+        figures = _figures(log, _figure(model.ppl or math.nan, None), known)
+        multiple = model.kld / floor if model.kld is not None and floor else None
+        found.append(replace(figures, kld_over_noise_floor=multiple))
+    return found
+
+
 def _figures(log: EngineLog, perplexity: Figure, printed: Mapping[str, Figure]) -> RunFigures[EngineLog]:
     def quantile(name: str) -> float | None:
         return printed[name].value if name in printed else None
@@ -103,18 +157,25 @@ def _figures(log: EngineLog, perplexity: Figure, printed: Mapping[str, Figure]) 
     )
 
 
-def _figure(value: str, stderr: str | None) -> Figure:
+def _figure(value: str | float, stderr: str | None) -> Figure:
     return Figure(float(value), None if stderr is None else float(stderr), None, None)
 
 
-def with_logs(comparison: RunComparison, logs: Iterable[tuple[str, str]]) -> RunComparison:
-    """A comparison with what other engines found, each a label and the path of a log.
+def with_logs(
+    comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]], qbench: Iterable[str] = ()
+) -> RunComparison:
+    """A comparison with what other engines found.
+
+    Args:
+        llama_cpp: Of each log of llama-perplexity, a label and the path.
+        qbench: Paths of qbench's results.
 
     Raises:
         RunError: a log cannot be read, is of other windows than the runs, or of another base than their reference, or a
             label occurs twice.
     """
-    found = [load_log(path, label) for label, path in logs]
+    found = [load_log(path, label) for label, path in llama_cpp]
+    found += [figures for path in qbench for figures in load_qbench(path)]
     for each in found:
         _check(comparison, each.run)
     with_found = replace(comparison, logs=found)
@@ -124,7 +185,8 @@ def with_logs(comparison: RunComparison, logs: Iterable[tuple[str, str]]) -> Run
 
 def _check(comparison: RunComparison, log: EngineLog) -> None:
     run, reference = comparison.base, comparison.base.reference
-    if (run.method, run.num_windows, run.context_length) != ("llama.cpp", log.num_windows, log.context_length):
+    windows = ("llama.cpp", log.num_windows, log.context_length)
+    if log.num_windows is not None and (run.method, run.num_windows, run.context_length) != windows:
         raise RunError(
             f"{log.path} has {log.num_windows} chunks of {log.context_length} tokens, and {run.path} {run.num_windows} "
             f"windows of {run.context_length} by method {run.method}"

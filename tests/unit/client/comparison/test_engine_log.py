@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 from pathlib import Path
 
@@ -67,6 +68,29 @@ def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
     assert rows[1][columns.index("mean KL")].value == 0.053622
     found = {row["figure"]: row for row in csv.DictReader(io.StringIO(as_csv(beside))) if row["run"] == "q4_k_m"}
     assert (found["kld"]["value"], found["kld"]["low"]) == ("0.053622", "")
+
+
+def test_each_model_of_qbench_is_a_row_with_its_own_floor(comparison, tmp_path: Path):
+    # As eval/qbench.py writes it, without the fields that no row has.
+    buckets = [{"conf_range": [0.0, 0.25], "share": 0.2, "mean": 0.08, "median": 0.05}]
+    kld = {"kld": 0.02, "kld_median": 0.011, "kld_p10": 0.001, "kld_p90": 0.05, "kld_buckets": buckets}
+    models = [
+        {"label": "HF BF16", "group": "reference", "ppl": 24.531, "bpw_layer": 16.0, "bpw_head": 16.0, "vram_gb": 0.3},
+        {"label": "Noise floor", "group": "noise_floor", "ppl": 24.54, **kld, "kld": 0.0005},
+        {"label": "3.00 bpw", "group": "EXL3", "ppl": 25.1, **kld, "bpw_layer": 3.0, "bpw_head": 6.0, "vram_gb": 0.1},
+        {"label": "broken", "group": "EXL3", "nonfinite_share": 1.0, "bpw_layer": 2.0},
+    ]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(models))
+    _, floor, exl3 = with_logs(comparison, [], [str(path)]).rows
+    assert (floor.run.label, exl3.run.label, exl3.run.weights) == ("Noise floor", "3.00 bpw", "qbench, EXL3")
+    assert (exl3.perplexity.value, exl3.kld.value, exl3.kld_median, exl3.run.bits_per_weight) == (25.1, 0.02, 0.011, 3)
+    assert exl3.kld_over_noise_floor == pytest.approx(40)
+    path.write_text(json.dumps([{**models[0], "ppl": 30.0}, models[2]]))
+    with pytest.raises(RunError, match="another base than the reference base"):
+        with_logs(comparison, [], [str(path)])
+    with pytest.raises(RunError, match="is not what qbench writes"):
+        with_logs(comparison, [], [str(KLD)])
 
 
 def test_another_text_another_base_and_what_is_no_log_are_refused(comparison, tmp_path: Path):
