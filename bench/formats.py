@@ -194,7 +194,8 @@ def lane_rows(setup: Setup) -> Iterator[Row]:
         yield (
             *(name, setup.kernels(name), f"{prefill.kld.mean():.6f}", f"{decode.kld.mean():.6f}"),
             *(f"{decode.kld.mean() / floor:.1f}", f"{nlls.mean:+.5f}", f"{nlls.mean_absolute:.5f}"),
-            lane_difference(prefill.kld, decode.kld, positions).verdict(),
+            # The base diverges from itself by rounding alone.
+            (nlls if name == BASE else lane_difference(prefill.kld, decode.kld, positions)).verdict(),
         )
 
 

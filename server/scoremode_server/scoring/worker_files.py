@@ -29,7 +29,7 @@ from scoremode_server.vllm_patches.worker_extension import call_engines
 SECONDS_TO_READ = 120
 """Time for a worker to read a window or an LM head."""
 
-TURN_SECONDS = 5.0
+TURN_SECONDS = 10.0
 """How long a reference keeps its head in memory while another waits. Replacing a head takes half a second or so, in
 which neither is compared."""
 
