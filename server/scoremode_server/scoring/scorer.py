@@ -175,7 +175,7 @@ class Lanes:
     def settings(self, request: LaneFields) -> dict[str, Any]:
         """The `ScoreSettings` of a request's lane."""
         if request.lane not in self.chunks:
-            needed = "speculative decoding" if "decode" in self.chunks else "vLLM's own scheduler"
+            needed = "speculative decoding" if "decode" in self.chunks else "another model runner, model or scheduler"
             raise RequestError(
                 f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}, which needs {needed}", "lane"
             )

@@ -36,7 +36,16 @@ def within_lane(request: Any, num_computed_tokens: int, num_new_tokens: int) -> 
 
 
 def has_lanes(config: VllmConfig) -> bool:
-    """Whether an engine's scheduler is one that is patched, and gives all ranks the same tokens."""
+    """Whether an engine's scheduler is one that is patched, and gives all ranks the same tokens; and whether its model
+    begins a text in a step of one token as it does in a longer one."""
+    model = config.model_config
+    # Its linear attention takes that step for a decode, and goes on from the state that its slot had before.
+    if model.architecture == "BailingMoeV2_5ForCausalLM":
+        return False
+    # V1 replays a full graph for that step, with the slots of states that an earlier step had.
+    has_full_graphs = config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    if model.has_inner_state and has_full_graphs and not config.use_v2_model_runner:
+        return False
     reserves = getattr(config.scheduler_config.get_scheduler_cls(), "_reserve_prefill_lookahead", None)
     is_patched = reserves is Scheduler._reserve_prefill_lookahead
     return is_patched and config.parallel_config.prefill_context_parallel_size == 1

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm.config import CUDAGraphMode
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from scoremode_server.vllm_patches.row_spec import RowSpec
-from scoremode_server.vllm_patches.scheduler import within_lane
+from scoremode_server.vllm_patches.scheduler import has_lanes, within_lane
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,24 @@ def test_a_step_gets_the_context_and_then_a_chunk(spec: RowSpec | None, num_comp
 
 def test_pooling_requests_have_no_lane():
     assert within_lane(SimpleNamespace(sampling_params=None, num_prompt_tokens=100), 0, 100) == 100
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_state", "graphs", "is_v2", "expected"),
+    [
+        ("LlamaForCausalLM", False, CUDAGraphMode.FULL_AND_PIECEWISE, False, True),
+        ("Mamba2ForCausalLM", True, CUDAGraphMode.FULL_AND_PIECEWISE, False, False),
+        ("Mamba2ForCausalLM", True, CUDAGraphMode.PIECEWISE, False, True),
+        ("Mamba2ForCausalLM", True, CUDAGraphMode.FULL_AND_PIECEWISE, True, True),
+        ("BailingMoeV2_5ForCausalLM", True, CUDAGraphMode.NONE, True, False),
+    ],
+)
+def test_models_whose_state_one_token_does_not_begin_have_no_lanes(architecture, has_state, graphs, is_v2, expected):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(architecture=architecture, has_inner_state=has_state),
+        compilation_config=SimpleNamespace(cudagraph_mode=graphs),
+        scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+        use_v2_model_runner=is_v2,
+    )
+    assert has_lanes(config) == expected
