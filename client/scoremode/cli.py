@@ -3,8 +3,8 @@
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from scoremode._progress import corpus_bar, export_bar, lines_on_stderr, progres
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
-from scoremode.errors import MissingPackageError, ScoremodeError
+from scoremode.errors import ScoremodeError, extra
 from scoremode.runs import kld_report, report
 from scoremode.runs.calibration import Calibration, load_calibration, measure_overlap
 from scoremode.runs.corpora import Corpus, load_corpus
@@ -82,12 +82,12 @@ def _run(options: argparse.Namespace, measured: list[_Measured]) -> int:
                 case "kld":
                     measured.append(asyncio.run(_measure_kld(options, output)))
                 case "compare":
-                    with _report_extra():
+                    with extra("report"):
                         from scoremode.comparison.command import run_compare
 
                         run_compare(options)
                 case "sweep":
-                    with _report_extra():
+                    with extra("report"):
                         from scoremode.sweep.command import run_plan
                     return 0 if run_plan(options) else EXIT_FAILURE
                 case "corpus":
@@ -189,18 +189,6 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _M
     # The reference's own model diverges from it by rounding alone, and by more of it in the other lane.
     nats = -positions.logprobs if measurement.server.fingerprint == measurement.reference.fingerprint else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
-
-
-@contextmanager
-def _report_extra() -> Iterator[None]:
-    """For imports of what the extra brings, which no other command needs: say what to install where it is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "scoremode"):
-            raise
-        raise MissingPackageError(package, "report") from error
 
 
 async def _score_corpus(options: argparse.Namespace) -> None:

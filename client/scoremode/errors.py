@@ -1,6 +1,8 @@
 """Everything that the client raises."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ScoremodeError(Exception):
@@ -13,6 +15,22 @@ class MissingPackageError(ScoremodeError):
     def __init__(self, package: str, extra: str) -> None:
         command = f"scripts/install.sh {sys.executable} none {extra}"
         super().__init__(f"{package} is missing; to install it, run in a clone of Scoremode: {command}")
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """For imports of packages that an extra of Scoremode brings.
+
+    Raises:
+        MissingPackageError: one is missing; the error says what to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "scoremode"):
+            raise
+        raise MissingPackageError(package, name) from error
 
 
 class TransportError(ScoremodeError):

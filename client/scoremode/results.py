@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from scoremode.kld import POSITION_DTYPES, KldPositions
 from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs
 from scoremode.wire.calls import EventReader
 from scoremode.wire.protocol import LOWEST_LOGPROB
-from scoremode.wire.references import KldResponse, KldStatistics, KldWindow
+from scoremode.wire.references import KldStatistics, KldWindow
 
 
 def _logprobs(sent: object) -> NDArray[np.float32]:
@@ -95,9 +95,6 @@ NUM_TOP = 5
 MAX_TOP_POSITIONS = 20_000
 TOP_DTYPES = {"positions": "<i4", "token_ids": "<i4", "logprobs": "<f4"}
 
-_WINDOW = TypeAdapter(KldWindow)
-_RESPONSE = TypeAdapter(KldResponse)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KldWindowValues:
@@ -118,6 +115,20 @@ class KldWindowValues:
         return len(self.positions)
 
 
+_WINDOW = TypeAdapter(KldWindow)
+
+
+def _window(sent: object) -> KldWindowValues:
+    window = _WINDOW.validate_python(sent)
+    positions = decode_positions(window)
+    if len(positions) != window["num_scored"]:
+        raise ResponseError(
+            f"the server gave {len(positions)} positions for the {window['num_scored']} of window {window['index']}"
+        )
+    tops = (decode_top_logprobs(window.get(name)) for name in ("top_logprobs", "reference_top_logprobs"))
+    return KldWindowValues(window["index"], positions, *tops)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KldResult:
     """Some windows of a reference, compared with the served model."""
@@ -131,8 +142,13 @@ class KldResult:
     num_scored: int
     statistics: KldStatistics
     """Of the positions of these windows, by the server; `scoremode.kld.statistics` gives the same."""
-    data: list[KldWindowValues]
+    data: list[Annotated[KldWindowValues, PlainValidator(_window)]] = field(default_factory=list)
     """In the order of windows."""
+    mean_batch: float | None = None
+    """As in `Score`."""
+
+
+_RESULT = TypeAdapter(KldResult)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +190,8 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
 
 def parse_kld_result(body: bytes) -> KldResult:
     """Read the body of a `POST /v1/kld` answer."""
-    return _result(_RESPONSE.validate_json(body))
+    found = _RESULT.validate_json(body)
+    return replace(found, data=[replace(window, mean_batch=found.mean_batch) for window in found.data])
 
 
 def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
@@ -197,33 +214,6 @@ def encode_positions(positions: KldPositions) -> dict[str, str]:
     }
 
 
-def _result(response: KldResponse) -> KldResult:
-    first, last = response["windows"]
-    return KldResult(
-        model=response["model"],
-        reference=response["reference"],
-        fingerprint=response["fingerprint"],
-        windows=(first, last),
-        num_scored=response["num_scored"],
-        statistics=response["statistics"],
-        data=[replace(_window(window), mean_batch=response.get("mean_batch")) for window in response.get("data", [])],
-    )
-
-
-def _window(window: KldWindow) -> KldWindowValues:
-    positions = decode_positions(window)
-    if len(positions) != window["num_scored"]:
-        raise ResponseError(
-            f"the server gave {len(positions)} positions for the {window['num_scored']} of window {window['index']}"
-        )
-    return KldWindowValues(
-        window["index"],
-        positions,
-        decode_top_logprobs(window.get("top_logprobs")),
-        decode_top_logprobs(window.get("reference_top_logprobs")),
-    )
-
-
 def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventReader[KldWindowValues, KldResult]:
     """Reads a stream of compared windows, and puts them into the result."""
     windows: list[KldWindowValues] = []
@@ -234,8 +224,6 @@ def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventRe
             on_window(window)
 
     def result(event: object) -> KldResult:
-        found = _result(_RESPONSE.validate_python(event))
-        return replace(found, data=sorted(windows, key=lambda window: window.index))
+        return replace(_RESULT.validate_python(event), data=sorted(windows, key=lambda window: window.index))
 
-    kinds = ("kld.window", "kld")
-    return EventReader(kinds, lambda event: _window(_WINDOW.validate_python(event)), result, collect)
+    return EventReader(("kld.window", "kld"), _window, result, collect)

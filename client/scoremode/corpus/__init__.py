@@ -6,7 +6,7 @@ from pathlib import Path
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
 from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, find_inputs
-from scoremode.errors import MissingPackageError
+from scoremode.errors import extra
 from scoremode.runs.pool import Pool
 
 __all__ = ["CorpusProgress", "OnCorpusProgress", "score_corpus"]
@@ -53,12 +53,8 @@ async def score_corpus(
         ScoremodeError: the last server failed, the servers differ, a file cannot be read or written, or the output is
             of other settings or another model. What is finished stays, and so does what is needed to resume.
     """
-    try:
+    with extra("corpora"):
         from scoremode.corpus.pipeline import Pipeline
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "pyarrow":
-            raise
-        raise MissingPackageError("pyarrow", "corpora") from error
     folder = Path(output)
     files = find_inputs([Path(path) for path in inputs], folder)
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)

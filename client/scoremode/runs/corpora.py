@@ -4,16 +4,14 @@ The rows of a dataset are joined with a blank line, as the field does for WikiTe
 """
 
 import hashlib
-import importlib
 import json
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from scoremode.errors import CorpusError, MissingPackageError
+from scoremode.errors import CorpusError, extra
 from scoremode.metrics import count_words
 from scoremode.runs import presets
 from scoremode.runs.conversations import Conversation, read_conversation
@@ -200,7 +198,8 @@ def _conversations(
 
 def _load_dataset(dataset: str, config: str | None, split: str, columns: list[str]) -> _Rows:
     if dataset == PYDOC:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+        from pydoc_data.topics import topics
+
         source = f"pydoc_data.topics of Python {platform.python_version()}"
         return _Rows(PYDOC, source, [(topics[name],) for name in sorted(topics)])
     path = Path(dataset).expanduser()
@@ -262,11 +261,12 @@ def _read_columns(file: Path, columns: list[str]) -> list[tuple[Any, ...]]:
     if file.suffix not in _SUFFIXES:
         raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
     if file.suffix == ".parquet":
-        parquet = _optional_module("pyarrow.parquet")
+        with extra("datasets"):
+            import pyarrow.parquet as pq
         try:
-            names = parquet.read_schema(file).names
+            names = pq.read_schema(file).names
             _check_columns(columns, names, str(file))
-            table = parquet.read_table(file, columns=[name for name in dict.fromkeys(columns) if name in names])
+            table = pq.read_table(file, columns=[name for name in dict.fromkeys(columns) if name in names])
         except (OSError, ValueError) as error:
             raise CorpusError(f"cannot read {file}: {error}") from error
         return _checked_rows(table.to_pylist(), columns, str(file))
@@ -303,7 +303,8 @@ def _read_text(file: Path) -> str:
 def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[str]) -> _Rows:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
-    datasets = _optional_module("datasets")
+    with extra("datasets"):
+        import datasets
     try:
         table = datasets.load_dataset(repository, config, split=split)
     # What can go wrong comes from half a dozen libraries below `datasets`, each with its own exceptions.
@@ -316,13 +317,6 @@ def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[s
     rows = _checked_rows(list(table), columns, repository)
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {columns[0]}"
     return _Rows(dataset, source, rows, config, split)
-
-
-def _optional_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingPackageError(name, "datasets") from error
 
 
 def _check_columns(columns: list[str], names: Iterable[str], where: str) -> None:
