@@ -89,40 +89,40 @@ def short_labels(labels: Sequence[str]) -> list[str]:
 
 
 def _perplexity(comparison: RunComparison) -> Plot | None:
-    size, points = size_plots.points(comparison, lambda figures: figures.perplexity)
+    figures = [figures.perplexity for figures in comparison.runs]
+    size, points = size_plots.points(comparison, figures)
     if not points:
         return None
-    infinite = [figures.run for figures in comparison.runs if math.isinf(figures.perplexity.value)]
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size, points)}. {_not_drawn('it is infinite', infinite)}".rstrip(),
+        f"Perplexity{_front(size, points)}. {_infinite(comparison, figures)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
 
-def _perplexity_ratio(comparison: RunComparison) -> Plot | None:
+def _perplexity_ratio(comparison: RunComparison) -> Plot:
     """Paired: what a hard text adds to all runs alike is in no interval."""
-    # Pairs with the base come first, in the order of the runs, whose labels here are short.
-    in_order = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in comparison.pairs)]
-    ratios = dict(zip((figures.run.label for figures in comparison.runs), in_order, strict=False))
+    # Pairs with the base come first, in the order of the runs.
+    pairs = comparison.pairs[: len(comparison.runs) - 1]
+    ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in pairs)]
     base = comparison.base.label
-    size, points = size_plots.points(comparison, lambda figures: ratios[figures.run.label])
-    infinite = [figures.run for figures in comparison.runs if not math.isfinite(ratios[figures.run.label].value)]
+    size, points = size_plots.points(comparison, ratios)
     return Plot(
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
-        f"as {base}, and 0.01 is 1 % more. {_not_drawn('it is infinite', infinite)}".rstrip(),
+        f"as {base}, and 0.01 is 1 % more. {_infinite(comparison, ratios)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
 
 def _mean_kld(comparison: RunComparison) -> Plot | None:
-    size, points = size_plots.points(comparison, lambda figures: figures.kld if _diverges(figures.run) else None)
+    figures = [figures.kld for figures in comparison.runs]
+    shown = [figures.kld if _diverges(figures.run) else None for figures in comparison.runs]
+    size, points = size_plots.points(comparison, shown)
     if not points:
         return None
-    infinite = [figures.run for figures in comparison.runs if figures.kld and math.isinf(figures.kld.value)]
     floor = _drawn_floor(comparison)
     names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
     return Plot(
@@ -130,7 +130,7 @@ def _mean_kld(comparison: RunComparison) -> Plot | None:
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
         f"{_not_drawn('it does not diverge', _without_kld(comparison))}"
-        f"{_not_drawn('it is infinite', infinite)}{_floor(noise_floor(comparison))}",
+        f"{_infinite(comparison, figures)}{_floor(comparison)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
@@ -143,7 +143,7 @@ def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> 
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
-        f"{_without_curve(comparison)}{_floor(noise_floor(comparison))}",
+        f"{_without_curve(comparison)}{_floor(comparison)}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
@@ -210,6 +210,12 @@ def _not_drawn(reason: str, runs: Sequence[RunFile]) -> str:
     return f"Not drawn, because {reason}: {', '.join(run.label for run in runs)}. " if runs else ""
 
 
+def _infinite(comparison: RunComparison, figures: Sequence[Figure | None]) -> str:
+    pairs = zip(comparison.runs, figures, strict=True)
+    runs = [of_run.run for of_run, figure in pairs if figure is not None and not math.isfinite(figure.value)]
+    return _not_drawn("it is infinite", runs)
+
+
 def _front(size: str | None, points: Sequence[size_plots.Point]) -> str:
     if size is None:
         return " of each run"
@@ -218,7 +224,8 @@ def _front(size: str | None, points: Sequence[size_plots.Point]) -> str:
     return f" against {size}; no run is at once smaller and better than one on the Pareto front"
 
 
-def _floor(floor: float | None) -> str:
+def _floor(comparison: RunComparison) -> str:
+    floor = noise_floor(comparison)
     if floor is None:
         return "The noise floor is not known."
     return f"The noise floor, the mean of the reference's model against itself, is {floor:.3g} nats."

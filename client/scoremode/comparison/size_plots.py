@@ -1,7 +1,7 @@
 """Perplexity and mean KL divergence against what a model takes: which of the runs is worth its size."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Bbox
 
-from scoremode.comparison.compare import Figure, RunComparison, RunFigures
+from scoremode.comparison.compare import Figure, RunComparison
 from scoremode.comparison.plot_style import (
     HEIGHT,
     Theme,
@@ -45,12 +45,10 @@ class Point:
     high: float
 
 
-def points(
-    comparison: RunComparison, figure_of: Callable[[RunFigures], Figure | None]
-) -> tuple[str | None, list[Point]]:
+def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
     """What is known of every run's size, as the name of an axis, None where nothing is; and the runs whose figure is
     finite, with low and high as the value itself where it has no interval."""
-    runs = [figures.run for figures in comparison.runs]
+    runs = [each.run for each in comparison.runs]
     axis: str | None = None
     sizes = [0.0] * len(runs)
     for name, known in (
@@ -59,22 +57,12 @@ def points(
     ):
         if None not in known:
             axis, sizes = name, [size or 0 for size in known]
-    return axis, [
-        Point(
-            index,
-            run.run.label,
-            size,
-            figure.value,
-            _finite(figure.low, figure.value),
-            _finite(figure.high, figure.value),
-        )
-        for index, (run, size) in enumerate(zip(comparison.runs, sizes, strict=True))
-        if (figure := figure_of(run)) is not None and math.isfinite(figure.value)
-    ]
-
-
-def _finite(value: float | None, otherwise: float) -> float:
-    return value if value is not None and math.isfinite(value) else otherwise
+    found = []
+    for index, (run, size, figure) in enumerate(zip(runs, sizes, figures, strict=True)):
+        if figure is not None and math.isfinite(figure.value):
+            ends = (figure.value if end is None or math.isinf(end) else end for end in (figure.low, figure.high))
+            found.append(Point(index, run.label, size, figure.value, *ends))
+    return axis, found
 
 
 def draw(all_points: Sequence[Point], size: str | None, value: str, floor: float | None, theme: Theme) -> Drawing:
