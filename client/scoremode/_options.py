@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,43 +32,30 @@ Options = dict[str, dict[str, Any]]
 """Names, each with what stands for its value, and what `argparse.add_argument` takes for each."""
 
 
-def _at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        if not (value := convert(text)) >= least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
-        return value
+def _value(convert: Callable[[str], Any], is_allowed: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """What argparse takes for the type of an option."""
 
-    return number
+    def value(text: str) -> Any:
+        with suppress(ValueError):
+            if is_allowed(converted := convert(text)):
+                return converted
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+
+    return value
+
+
+def _at_least(least: int, convert: Callable[[str], float] = int) -> Callable[[str], Any]:
+    return _value(convert, lambda number: number >= least, f"at least {least}")
+
+
+_MORE_THAN_0 = _value(float, lambda number: number > 0, "more than 0")
+_SHARE = _value(float, lambda share: 0 <= share < 1, "at least 0 and less than 1")
+_OBJECT = _value(json.loads, lambda value: isinstance(value, dict), "a JSON object")
+_NAMED = _value(lambda text: text.partition("=")[::2], all, "NAME=FILE")
 
 
 def _names(text: str) -> list[str]:
     return text.split(",")
-
-
-def _named(text: str) -> tuple[str, str]:
-    name, separator, path = text.partition("=")
-    if not (name and separator and path):
-        raise argparse.ArgumentTypeError(f"must be NAME=FILE, got {text}")
-    return name, path
-
-
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and less than 1, got {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value
 
 
 def _url(text: str) -> str:
@@ -103,7 +91,7 @@ def _server(url_help: str) -> Options:
         "--url URL": _option(url_help, dest="urls", type=_url, action="append"),
         "--model NAME": _option("default: the served model"),
         "--api-key KEY": _option(_API_KEY_HELP),
-        "--timeout SECONDS": _option(timeout_help, type=_seconds, default=DEFAULT_TIMEOUT),
+        "--timeout SECONDS": _option(timeout_help, type=_MORE_THAN_0, default=DEFAULT_TIMEOUT),
         "--retry-for SECONDS": _option(retry_for_help, type=_at_least(0, float)),
     }
 
@@ -139,7 +127,7 @@ _DATASET: Options = {
 }
 _MESSAGES: Options = {
     "--messages COLUMN": _option("column of the dataset with conversations, of which the assistant's turns are scored"),
-    "--chat-template-kwargs JSON": _option("for the chat template of conversations", type=_object),
+    "--chat-template-kwargs JSON": _option("for the chat template of conversations", type=_OBJECT),
     "--by COLUMN": _option("column with a label of each row, for tables by it; rows are then not joined"),
 }
 _WINDOWS: Options = {
@@ -161,7 +149,7 @@ _CALIBRATION: Options = {
     "--calibration-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
     "--calibration-share SHARE": _option(
         "of a window's sequences of 13 tokens, with more of which it is left out; default: %(default)g",
-        type=_share,
+        type=_SHARE,
         default=DEFAULT_THRESHOLD,
     ),
 }
@@ -279,7 +267,7 @@ _COMMANDS = {
                 "--llama-cpp NAME=LOG": _option(
                     "what `llama-perplexity` printed, with --kl-divergence or without, on the same text and windows: a "
                     "row of its own, without intervals; several times",
-                    type=_named,
+                    type=_NAMED,
                     action="append",
                     default=[],
                 ),
@@ -305,7 +293,7 @@ _COMMANDS = {
                 "--smallest-difference POINTS": _option(
                     "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
                     "%(default)g",
-                    type=_seconds,
+                    type=_MORE_THAN_0,
                     default=1.0,
                 ),
             },

@@ -39,6 +39,8 @@ Result = TypeVar("Result")
 Answer = tuple[float, bool]
 TokenRequest = tuple[Any, list[int], list[int]]
 """As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
+Group = tuple[tuple[int, ...], list[int]]
+"""A context, and the places of the requests that have it."""
 
 
 class ScoremodeLM(TemplateLM):
@@ -203,11 +205,8 @@ class ScoremodeLM(TemplateLM):
                     f"a continuation has {len(continuation)} tokens, and the model takes {self.max_length} (max_length)"
                 )
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
-        jobs = list(self._jobs(sorted(by_context.items())))
 
-        async def score(
-            client: AsyncScoreClient, job: list[tuple[tuple[int, ...], list[int]]]
-        ) -> list[tuple[int, Answer]]:
+        async def score(client: AsyncScoreClient, job: list[Group]) -> list[tuple[int, Answer]]:
             scores = await client.score(
                 [list(context) for context, _ in job], [[requests[index][2] for index in own] for _, own in job]
             )
@@ -215,14 +214,12 @@ class ScoremodeLM(TemplateLM):
             return list(zip((index for _, own in job for index in own), answers, strict=True))
 
         with tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable_tqdm) as bar:
-            self._run(jobs, score, keep, bar)
+            self._run(self._jobs(sorted(by_context.items())), score, keep, bar)
 
-    def _jobs(
-        self, groups: list[tuple[tuple[int, ...], list[int]]]
-    ) -> Iterator[list[tuple[tuple[int, ...], list[int]]]]:
+    def _jobs(self, groups: list[Group]) -> Iterator[list[Group]]:
         """The contexts of each request to the server."""
         most = min(MAX_PROMPTS, -(-len(groups) // self._num_concurrent))
-        job: list[tuple[tuple[int, ...], list[int]]] = []
+        job: list[Group] = []
         num_tokens = 0
         for context, own in groups:
             if job and (len(job) == most or num_tokens + len(context) > MAX_TOKENS):

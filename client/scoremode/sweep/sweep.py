@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from numpy.typing import NDArray
@@ -82,6 +82,7 @@ class _Sweep:
         self._corpus = corpus
         self._api_key = api_key
         self._quiet = quiet
+        self._windows = cast(WindowSettings, {**plan.windows.model_dump(), "max_tokens": plan.text.max_tokens})
         self._output = (folder / plan.output).resolve()
         self._references = self._output / "references"
         self._reference: str | None = None
@@ -169,18 +170,17 @@ class _Sweep:
         self.result.runs[entry.name] = self._path(entry)
 
     def _lacks_reference(self) -> bool:
-        """Whether the first model's reference is missing, or not complete, and another model needs it."""
+        """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
+        known before its server is asked."""
         assert self._reference is not None
         if kept.is_complete(self._references / self._reference):
             return False
-        return any(map(self._will_be_measured, self._plan.models[1:]))
-
-    def _will_be_measured(self, entry: ModelEntry) -> bool:
-        """Whether a model after the first has no run yet, as far as is known before its server is asked."""
-        if entry.url is not None:
-            return True
-        marks = {**self._marks(entry, kept.served_marks(self._plan, entry, self._folder)), "reference": self._reference}
-        return kept.changes(self._path(entry), marks) != ""
+        text = {**kept.text_marks(self._plan, self._corpus), "reference": self._reference}
+        return any(
+            entry.url is not None
+            or kept.changes(self._path(entry), text | kept.served_marks(self._plan, entry, self._folder)) != ""
+            for entry in self._plan.models[1:]
+        )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
         """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
@@ -222,7 +222,7 @@ class _Sweep:
                 client,
                 self._corpus,
                 reference,
-                **self._windows(),
+                **self._windows,
                 on_progress=on_progress,
                 on_window=self._recorded.append,
             )
@@ -252,7 +252,7 @@ class _Sweep:
             evaluation = await evaluate(
                 client,
                 self._corpus,
-                **self._windows(),
+                **self._windows,
                 return_ranks=True,
                 return_token_texts=True,
                 start_journal=start_journal,
@@ -275,15 +275,6 @@ class _Sweep:
         mean, perplexity = measurement.statistics["kld"]["mean"], measurement.statistics["ppl_q"]
         figure = f"mean KL divergence {_shown(mean)}, perplexity {_shown(perplexity)}"
         return kld_report.as_json(measurement, [client.base_url]), kld_report.as_arrays(measurement), figure
-
-    def _windows(self) -> WindowSettings:
-        windows = self._plan.windows
-        return {
-            "method": windows.method,
-            "context_length": windows.context_length,
-            "stride": windows.stride,
-            "max_tokens": self._plan.text.max_tokens,
-        }
 
 
 def _shown(figure: float | None) -> str:
