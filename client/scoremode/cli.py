@@ -18,8 +18,8 @@ from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
 from scoremode.errors import ScoremodeError, extra
 from scoremode.runs import kld_report, report
-from scoremode.runs.calibration import Calibration, load_calibration, measure_overlap
-from scoremode.runs.corpora import Corpus, load_corpus
+from scoremode.runs.calibration import Calibration, measure_overlap
+from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.export import export_llama_cpp
@@ -217,9 +217,10 @@ def _corpus(options: argparse.Namespace) -> Corpus:
 
 def _calibration(options: argparse.Namespace) -> Calibration | None:
     """Read before anything is measured, for it may be missing."""
-    if options.calibration is None:
+    path = options.calibration
+    if path is None:
         return None
-    return load_calibration(options.calibration, options.calibration_column, options.calibration_share)
+    return Calibration(path.name, read_rows(path, options.calibration_column), options.calibration_share)
 
 
 def _window_settings(options: argparse.Namespace) -> WindowSettings:

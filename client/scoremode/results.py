@@ -1,6 +1,5 @@
 """What `/v1/score` and `/v1/kld` answer, as arrays, and how it is read from the wire."""
 
-import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from pydantic import BaseModel, Field, PlainValidator, TypeAdapter
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs
+from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs, encode_array
 from scoremode.wire.calls import EventReader
 from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode.wire.references import KldStatistics, KldWindow
@@ -208,10 +207,7 @@ def decode_positions(fields: Mapping[str, Any]) -> KldPositions:
 
 def encode_positions(positions: KldPositions) -> dict[str, str]:
     """The arrays in base64, as `decode_positions` takes them."""
-    return {
-        name: base64.b64encode(getattr(positions, name).astype(dtype).tobytes()).decode("ascii")
-        for name, dtype in POSITION_DTYPES.items()
-    }
+    return {name: encode_array(getattr(positions, name), dtype) for name, dtype in POSITION_DTYPES.items()}
 
 
 def kld_reader(on_window: Callable[[KldWindowValues], object] | None) -> EventReader[KldWindowValues, KldResult]:

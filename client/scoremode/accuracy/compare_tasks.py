@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, holm, task_figures
+from statsmodels.stats.multitest import multipletests
+
+from scoremode.accuracy.flips import Flips, TaskFigures, exact_p, task_figures
 from scoremode.accuracy.samples import Sample, TaskSamples
 from scoremode.errors import RunError
 
@@ -88,9 +90,10 @@ def compare_tasks(
 
 def _model(label: str, pairs: list[tuple[TaskSamples, TaskSamples]], smallest_difference: float) -> ModelTasks:
     flips = [_flips(base, other) for base, other in pairs]
+    adjusted = multipletests([exact_p(each) for each in flips], method="holm")[1].tolist()
     rows = [
         TaskRow(base.task, base.metric, base.filter, task_figures(each, smallest_difference, p))
-        for (base, _), each, p in zip(pairs, flips, holm([exact_p(each) for each in flips]), strict=True)
+        for (base, _), each, p in zip(pairs, flips, adjusted, strict=True)
     ]
     total = Flips(*map(sum, zip(*map(astuple, flips), strict=True)))
     flipped = [

@@ -11,7 +11,6 @@ Only questions whose answer flips say anything: `lost`, which the base answers r
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -95,16 +94,6 @@ def exact_p(flips: Flips) -> float:
     """The exact McNemar test, two-sided."""
     num_flips = flips.lost + flips.gained
     return float(binomtest(flips.lost, num_flips).pvalue) if num_flips else 1.0
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """Adjusted p-values: where no model differs, the chance that any of them is below a level is at most that level."""
-    order = sorted(range(len(ps)), key=lambda at: ps[at])
-    adjusted, largest = [0.0] * len(ps), 0.0
-    for rank, at in enumerate(order):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[at]))
-        adjusted[at] = largest
-    return adjusted
 
 
 def score_interval(flips: Flips) -> tuple[float, float]:

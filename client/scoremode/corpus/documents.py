@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from itertools import compress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,22 +73,18 @@ class ScoredDocument:
 @dataclass(frozen=True, slots=True)
 class UnscoredDocument:
     error: str
+    num_bytes: ClassVar[int] = 0
 
 
 AnyDocument = Document | UnscoredDocument
 DocumentResult = ScoredDocument | UnscoredDocument
 
 
-def text_bytes(document: AnyDocument) -> int:
-    """Of the text in UTF-8; 0 without a text."""
-    return document.num_bytes if isinstance(document, Document) else 0
-
-
 def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
     """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
-        num_bytes += text_bytes(document)
+        num_bytes += document.num_bytes
         if num_bytes >= _REQUEST_BYTES or index + 1 - first >= _REQUEST_DOCUMENTS:
             yield first, index + 1
             first, num_bytes = index + 1, 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from scoremode._tasks import in_thread, joined
-from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests, text_bytes
+from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of, open_rows
@@ -135,7 +135,7 @@ class Pipeline:
         documents = documents_of(batch.column(self._settings.text_column))
         for first, last in cut_into_requests(documents):
             rows = batch.slice(first, last - first)
-            num_bytes = int(rows.nbytes) + sum(map(text_bytes, documents[first:last]))
+            num_bytes = int(rows.nbytes) + sum(document.num_bytes for document in documents[first:last])
             while self._held and self._held + num_bytes > _HELD_BYTES:
                 self._released.clear()
                 await self._released.wait()

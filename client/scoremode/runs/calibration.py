@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,7 +15,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
-from scoremode.runs.corpora import read_rows
 
 Figures = TypeVar("Figures")
 
@@ -35,7 +33,7 @@ class Calibration:
 
     name: str
     texts: list[str]
-    threshold: float = DEFAULT_THRESHOLD
+    threshold: float
     """A window that shares more than this has been seen."""
 
     @property
@@ -75,15 +73,6 @@ class Overlap(Generic[Figures]):
             f"{self.calibration.name}, {self.num_tokens:,} tokens: {num_shared:,} of {len(self.shares):,} windows "
             f"share more than {most:.0%} of their {NGRAM}-grams with it, {self.shares.max():.1%} at most"
         )
-
-
-def load_calibration(path: Path, column: str, threshold: float = DEFAULT_THRESHOLD) -> Calibration:
-    """Read a parquet, jsonl or txt file.
-
-    Raises:
-        CorpusError: it cannot be read.
-    """
-    return Calibration(path.name, read_rows(path, column), threshold)
 
 
 async def measure_overlap(

@@ -37,8 +37,16 @@ def decode_top_logprobs(sent: object) -> TopLogprobs | None:
 
 def encode_top_logprobs(top: TopLogprobs) -> TopLogprobArrays:
     """The arrays as `decode_top_logprobs` takes them."""
-    token_ids, logprobs = (base64.b64encode(array.tobytes()).decode() for array in (top.token_ids, top.logprobs))
-    return {"shape": list(top.token_ids.shape), "token_ids": token_ids, "logprobs": logprobs}
+    return {
+        "shape": list(top.token_ids.shape),
+        "token_ids": encode_array(top.token_ids, "<i4"),
+        "logprobs": encode_array(top.logprobs, "<f4"),
+    }
+
+
+def encode_array(array: NDArray[Any], dtype: str) -> str:
+    """The array as `decode_array` takes it."""
+    return base64.b64encode(array.astype(dtype).tobytes()).decode()
 
 
 def decode_array(name: str, encoded: object, dtype: str, shape: Sequence[int] | None = None) -> NDArray[Any]:

@@ -1,11 +1,8 @@
 """Windows that share n-grams with a calibration text, against sets of tuples."""
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 
-from scoremode.runs.calibration import NGRAM, Calibration, load_calibration, measure_overlap
+from scoremode.runs.calibration import NGRAM, Calibration, measure_overlap
 from tests.unit.client.fake_server import FakeServer, client_of
 
 
@@ -28,10 +25,3 @@ async def test_shares_are_those_of_sets_of_ngrams() -> None:
     assert 0 < overlap.is_shared.sum() < len(windows)
     assert overlap.is_shared.tolist() == [share > 0.4 for share in expected]
     assert overlap.without == [share <= 0.4 for share in expected]
-
-
-@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_a_file_of_texts_is_read(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"calibration.{suffix}"
-    path.write_text("one text" if suffix == "txt" else '{"text": "one text"}\n')
-    assert load_calibration(path, "text").texts == ["one text"]

@@ -7,12 +7,10 @@ import pytest
 from scipy.optimize import minimize_scalar
 from scipy.stats import binom, norm
 from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
 
 from scoremode.accuracy.flips import (
     Flips,
     exact_p,
-    holm,
     power,
     questions_needed,
     score_interval,
@@ -27,11 +25,6 @@ TABLES = [Flips(200, 120, 14, 5), Flips(50, 20, 0, 9), Flips(1000, 640, 31, 31),
 def test_p_is_that_of_the_exact_test(flips):
     table = [[0, flips.lost], [flips.gained, 0]]
     assert exact_p(flips) == pytest.approx(mcnemar(table, exact=True).pvalue, abs=1e-9)
-
-
-def test_p_values_are_adjusted_as_by_holm():
-    ps = np.random.default_rng(0).uniform(0, 0.1, 12).tolist()
-    assert holm(ps) == pytest.approx(multipletests(ps, method="holm")[1].tolist(), abs=1e-12)
 
 
 @pytest.mark.parametrize("flips", TABLES)
