@@ -17,14 +17,19 @@ from scoremode.runs.recording import record_reference
 from scoremode.windows import METHODS
 
 TEXT = "The quick brown fox jumps over the lazy dog"
+NUM_WINDOWS = 5
 NOISE = 0.5
 
 
-async def recorded(method="disjoint", length=8) -> dict:
-    """The references of a server that has recorded `TEXT` as `base`."""
-    server = FakeServer()
+async def record(server, **settings):
     async with client_of(server) as client:
-        await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", method=method, context_length=length)
+        settings = {"method": "disjoint", "context_length": 8, **settings}
+        return await record_reference(client, Corpus("fox", TEXT, "made up", 1), "base", **settings)
+
+
+async def recorded(**settings) -> dict:
+    """The references of a server that has recorded `TEXT` as `base`."""
+    await record(server := FakeServer(), **settings)
     return server.references
 
 
@@ -55,7 +60,7 @@ def same_positions(found: KldPositions, expected: KldPositions) -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_every_position_of_every_window_is_there_in_order(method):
-    references = await recorded(method)
+    references = await recorded(method=method)
     server, steps = FakeServer(references, noise=NOISE, info={"quantization": "fp8"}), []
     measurement = await measure(server, concurrency=3, on_progress=steps.append)
     expected = expected_positions(references)
@@ -87,7 +92,7 @@ async def test_later_comparisons_are_multiples_of_the_noise_floor(references, se
 
 async def test_servers_with_different_references_do_not_share_a_run(server):
     with pytest.raises(ServersDifferError, match="http://b has another reference 'base' than http://a") as caught:
-        await measure(server, FakeServer(await recorded(length=4), noise=NOISE))
+        await measure(server, FakeServer(await recorded(context_length=4), noise=NOISE))
     assert "num_windows is 10 instead of 5" in str(caught.value)
 
 
@@ -172,20 +177,9 @@ async def test_the_most_divergent_tokens_have_their_texts(references, server):
 
 
 async def test_the_text_before_a_token_crosses_windows_of_consecutive_targets():
-    measurement = await measure(FakeServer(await recorded("sliding"), noise=NOISE))
+    measurement = await measure(FakeServer(await recorded(method="sliding"), noise=NOISE))
     for token in measurement.most_divergent:
         assert token.text_before == TEXT[max(0, token.index - 16) : token.index]
-
-
-TEXT = "The quick brown fox jumps over the lazy dog"
-CORPUS = Corpus("fox", TEXT, "made up", 1)
-NUM_WINDOWS = 5
-
-
-async def record(server, **settings):
-    async with client_of(server) as client:
-        settings = {"method": "disjoint", "context_length": 8, **settings}
-        return await record_reference(client, CORPUS, "base", **settings)
 
 
 async def test_a_recording_is_resumed_while_each_request_records_something():
