@@ -69,7 +69,7 @@ CLIENT_FAULTS = {
     ],
     "comparison/bootstrap.py < comparison/test_bootstrap.py": [
         ("list(2 * wanted[", "list(wanted["),
-        ("counts @ sums / (counts @ units.sizes)", "counts @ sums / units.sizes.sum()"),
+        ("/ (counts @ sizes)[:, None]", "/ sizes.sum(axis=0)[:, None]"),
     ],
     "comparison/compare.py < comparison/test_compare.py": [
         ("if all(multiple is not None and", "if any(multiple is not None and"),
