@@ -88,8 +88,7 @@ class ScoreBatch:
             AsyncScoreClient(url, model=model, api_key=api_key, timeout=timeout, retry_for=retry_for) for url in urls
         ]
         try:
-            self._pool = self._runner.run(Pool.connect(self._clients, self._concurrency))
-            self._scorer = self._scorer_on(self._pool)
+            self._use(self._runner.run(Pool.connect(self._clients, self._concurrency)))
         except BaseException:
             self.close()
             raise
@@ -118,8 +117,9 @@ class ScoreBatch:
             self._runner.run(client.close())
         self._runner.close()
 
-    def _scorer_on(self, pool: Pool) -> DocumentScorer:
-        return DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
+    def _use(self, pool: Pool) -> None:
+        self._pool = pool
+        self._scorer = DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
 
     async def _take_back(self) -> None:
         """Use servers again that were given up, and that answer by now as they did."""
@@ -133,8 +133,7 @@ class ScoreBatch:
         }
         if back:
             known = [self._pool.info] * len(used)
-            self._pool = Pool([*used, *back], [*known, *back.values()], self._concurrency)
-            self._scorer = self._scorer_on(self._pool)
+            self._use(Pool([*used, *back], [*known, *back.values()], self._concurrency))
 
     async def _score(self, documents: list[AnyDocument]) -> list[DocumentResult]:
         await self._take_back()

@@ -93,10 +93,9 @@ def _read_body(body: bytes) -> _Failure:
     match content:
         case {"error": said}:
             return _read_error(said)
-        case {"detail": [{"msg": message, **others}, *_]}:
-            # The first of FastAPI's validation errors, which names the field last.
-            location = others.get("loc")
-            return _Failure(str(message), str(location[-1]) if isinstance(location, list) and location else None)
+        case {"detail": [{"msg": message, "loc": [*_, field]}, *_]}:
+            # The first of FastAPI's validation errors.
+            return _Failure(str(message), str(field))
         case {"detail": detail}:
             return _Failure(str(detail))
     return _Failure(text[:_LONGEST_PLAIN_MESSAGE])
