@@ -124,8 +124,8 @@ def _window(sent: object) -> KldWindowValues:
         raise ResponseError(
             f"the server gave {len(positions)} positions for the {window['num_scored']} of window {window['index']}"
         )
-    tops = (decode_top_logprobs(window.get(name)) for name in ("top_logprobs", "reference_top_logprobs"))
-    return KldWindowValues(window["index"], positions, *tops)
+    top, reference_top = (decode_top_logprobs(window.get(name)) for name in ("top_logprobs", "reference_top_logprobs"))
+    return KldWindowValues(window["index"], positions, top, reference_top)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

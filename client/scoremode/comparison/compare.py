@@ -76,20 +76,20 @@ class RunFigures(Generic[M]):
     nll: Figure
     """Mean NLL, nats per token."""
     perplexity: Figure
-    bits_per_byte: Figure | None
-    kld: Figure | None
+    bits_per_byte: Figure | None = None
+    kld: Figure | None = None
     """Mean KL divergence from the reference, nats."""
-    kld_median: float | None
-    kld_p95: float | None
+    kld_median: float | None = None
+    kld_p95: float | None = None
     """The 95 % quantile; the next two likewise."""
-    kld_p99: float | None
-    kld_p999: float | None
-    kld_max: float | None
-    delta_p_rms: Figure | None
+    kld_p99: float | None = None
+    kld_p999: float | None = None
+    kld_max: float | None = None
+    delta_p_rms: Figure | None = None
     """Root mean square of the change in the probability of the text's tokens."""
-    same_top_p: Figure | None
+    same_top_p: Figure | None = None
     """Share of positions with the reference's top token."""
-    kld_over_noise_floor: float | None
+    kld_over_noise_floor: float | None = None
     """Mean KL divergence over that of the reference's own model compared with itself."""
 
     @property

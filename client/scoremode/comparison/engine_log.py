@@ -6,9 +6,10 @@ intervals and no verdicts.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -22,6 +23,15 @@ _FINAL = re.compile(rf"Final estimate: PPL = {_NUMBER} \+/- {_NUMBER}")
 _WINDOWS = re.compile(r"over (\d+) chunks, n_ctx=(\d+)")
 _WEIGHTS = re.compile(r"file type +=? *(.+)")
 _SIZE = re.compile(r"file size +=? *([\d.]+) (MiB|GiB) \(([\d.]+) BPW\)")
+_QUANTILES = {
+    "kld_median": "Median KLD",
+    "kld_p95": "95.0% KLD",
+    "kld_p99": "99.0% KLD",
+    "kld_p999": "99.9% KLD",
+    "kld_max": "Maximum KLD",
+}
+_PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
+"""What it prints, by the names of figures."""
 
 _LARGEST_DIFFERENCE = 1e-2
 """In ln(perplexity) of the same base: llama.cpp has no token less likely than 16 nats below the top one, which made
@@ -32,17 +42,17 @@ that of SmolLM2 lower by 0.003."""
 class EngineLog:
     """A run of another engine. What its log or results do not say is None."""
 
+    engine: str
     path: Path
     label: str
-    num_windows: int | None
-    context_length: int | None
     base_perplexity: float | None
     """Of the base that it was compared with."""
     file_type: str | None
-    gib: float | None
-    """Of the weights."""
     bits_per_weight: float | None
-    engine: str = "llama.cpp"
+    gib: float | None = None
+    """Of the weights."""
+    num_windows: int | None = None
+    context_length: int | None = None
 
     @property
     def weights(self) -> str:
@@ -82,16 +92,22 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     weights, size = _WEIGHTS.search(text), _SIZE.search(text)
     base = printed.get("Mean PPL(base)")
     log = EngineLog(
-        path=path,
-        label=printable(label),
-        num_windows=int(windows[1]),
-        context_length=int(windows[2]),
+        "llama.cpp",
+        path,
+        printable(label),
         base_perplexity=None if base is None else base.value,
         file_type=printable(weights[1].strip()) if weights else None,
-        gib=float(size[1]) / (1024 if size[2] == "MiB" else 1) if size else None,
         bits_per_weight=float(size[3]) if size else None,
+        gib=float(size[1]) / (1024 if size[2] == "MiB" else 1) if size else None,
+        num_windows=int(windows[1]),
+        context_length=int(windows[2]),
     )
-    return _figures(log, perplexity, printed)
+    known: dict[str, Any] = {name: printed[label].value for name, label in _QUANTILES.items() if label in printed}
+    for name, label in _PERCENTAGES.items():
+        if label in printed:
+            known[name] = printed[label].through(lambda percent: percent / 100, 1 / 100)
+    nll = perplexity.through(math.log, 1 / perplexity.value)
+    return RunFigures(log, nll, perplexity, kld=printed.get("Mean KLD"), **known)
 
 
 def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
@@ -112,52 +128,25 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
         raise RunError(f"{path} has no model of qbench's group `reference`")
     floor = next((model.kld for model in models if model.group == "noise_floor"), None)
     found = []
-    # qbench leaves out the perplexity of a model whose logits are not finite.
-    for model in (each for each in models if each.group != "reference" and each.ppl):
-        log = EngineLog(
-            path=path,
-            label=printable(model.label),
-            num_windows=None,
-            context_length=None,
-            base_perplexity=references[0],
-            file_type=printable(model.group),
-            gib=None,
-            bits_per_weight=model.bpw_layer,
-            engine="qbench",
+    for model in models:
+        # qbench leaves out the perplexity of a model whose logits are not finite.
+        if model.group == "reference" or not model.ppl:
+            continue
+        label, group = printable(model.label), printable(model.group)
+        found.append(
+            RunFigures(
+                EngineLog("qbench", path, label, references[0], group, model.bpw_layer),
+                nll=_figure(math.log(model.ppl)),
+                perplexity=_figure(model.ppl),
+                kld=None if model.kld is None else _figure(model.kld),
+                kld_median=model.kld_median,
+                kld_over_noise_floor=model.kld / floor if model.kld is not None and floor else None,
+            )
         )
-        printed = {"Mean KLD": model.kld, "Median KLD": model.kld_median}
-        known = {name: _figure(value, None) for name, value in printed.items() if value is not None}
-        figures = _figures(log, _figure(model.ppl or math.nan, None), known)
-        multiple = model.kld / floor if model.kld is not None and floor else None
-        found.append(replace(figures, kld_over_noise_floor=multiple))
     return found
 
 
-def _figures(log: EngineLog, perplexity: Figure, printed: Mapping[str, Figure]) -> RunFigures[EngineLog]:
-    def quantile(name: str) -> float | None:
-        return printed[name].value if name in printed else None
-
-    def share(name: str) -> Figure | None:
-        return printed[name].through(lambda percent: percent / 100, 1 / 100) if name in printed else None
-
-    return RunFigures(
-        run=log,
-        nll=perplexity.through(math.log, 1 / perplexity.value),
-        perplexity=perplexity,
-        bits_per_byte=None,
-        kld=printed.get("Mean KLD"),
-        kld_median=quantile("Median KLD"),
-        kld_p95=quantile("95.0% KLD"),
-        kld_p99=quantile("99.0% KLD"),
-        kld_p999=quantile("99.9% KLD"),
-        kld_max=quantile("Maximum KLD"),
-        delta_p_rms=share("RMS Δp"),
-        same_top_p=share("Same top p"),
-        kld_over_noise_floor=None,
-    )
-
-
-def _figure(value: str | float, stderr: str | None) -> Figure:
+def _figure(value: str | float, stderr: str | None = None) -> Figure:
     return Figure(float(value), None if stderr is None else float(stderr), None, None)
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shlex
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -32,47 +32,35 @@ class _Arrays(BaseModel):
 
 
 class _Record(BaseModel):
-    """What is read of every record."""
+    """What is read of a record: fields of `RunFile`, and where the arrays are."""
 
+    kind: Literal["perplexity", "kld"]
     model: str
     server: ServerInfo
     client_version: str
     finished: str | None = None
-    arrays: _Arrays | None
-    token_texts: dict[int, str] | None = None
-    labels: list[str] | None = None
-
-
-class _Lane(BaseModel):
+    arrays: _Arrays | None = None
+    token_texts: dict[int, str] = {}
+    labels: Sequence[str] = ()
+    reference: Reference | None = None
+    as_noise_floor: bool = False
     lane: Lane = "prefill"
-
-
-class _Settings(_Lane):
+    corpus: CorpusInfo | None = None
     method: Method
     context_length: int
     stride: int
-
-
-class _PerplexityRecord(_Record):
     num_tokens: int
-    num_bytes: int
-    corpus: CorpusInfo
-    settings: _Settings
+    num_bytes: int | None = None
 
-
-class _KldSettings(_Lane):
-    as_noise_floor: bool
-
-
-class _KldRecord(_Record):
-    reference: Reference
-    settings: _KldSettings
+    @model_validator(mode="after")
+    def _of_kind(self) -> "_Record":
+        if (self.reference is None) == (self.kind == "kld") or (self.reference is None and self.corpus is None):
+            raise ValueError("a run of kind perplexity has a corpus, one of kind kld a reference")
+        return self
 
 
 _OPTIONAL_DTYPES = {**dict.fromkeys(("window_contexts", "window_documents", "window_labels"), "<i4"), "classes": "|u1"}
 """Of arrays that not every file has."""
-
-_SHAPES: dict[str, type[_PerplexityRecord | _KldRecord]] = {"perplexity": _PerplexityRecord, "kld": _KldRecord}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,52 +200,35 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     path = Path(path)
     record = _read_record(path)
     arrays = _read_arrays(path, record)
-    reference = record.reference if isinstance(record, _KldRecord) else None
-    windows = record.reference if isinstance(record, _KldRecord) else record.settings
-    text = record.reference if isinstance(record, _KldRecord) else record
-    kind: Literal["perplexity", "kld"] = "perplexity" if reference is None else "kld"
-    _check_arrays(path, kind, arrays, len(record.labels or ()))
-    of_reference = {} if reference is None else {name: arrays[name] for name in POSITION_DTYPES}
+    _check_arrays(path, record.kind, arrays, len(record.labels))
+    is_kld = record.kind == "kld"
+    of_reference = {name: arrays[name] for name in POSITION_DTYPES} if is_kld else {}
     floats = {name: of_reference[name].astype(np.float64) for name in ("kld", "reference_confidence") if of_reference}
     found = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
     try:
         top_tokens = TopTokens(**found, num_scored=len(arrays["token_ids"])) if found["positions"].size else None
     except ValueError as error:
         raise RunError(f"{path}: its top tokens do not fit: {error}") from error
+    fields: dict[str, Any] = {name: value for name, value in record if name != "arrays"}
+    fields |= {name: arrays.get(name) for name in _OPTIONAL_DTYPES}
     return RunFile(
         path=path,
         label=record.model if label is None else printable(label),
-        kind=kind,
-        model=record.model,
-        server=record.server,
-        client_version=record.client_version,
-        finished=record.finished,
-        reference=reference,
-        as_noise_floor=isinstance(record, _KldRecord) and record.settings.as_noise_floor,
-        corpus=text.corpus,
-        method=windows.method,
-        context_length=windows.context_length,
-        stride=windows.stride,
-        num_tokens=text.num_tokens,
-        num_bytes=text.num_bytes,
+        **fields,
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
         ranks=arrays.get("ranks"),
         kld=floats.get("kld"),
-        reference_nlls=None if reference is None else _nlls(arrays["reference_logprobs"]),
+        reference_nlls=_nlls(arrays["reference_logprobs"]) if is_kld else None,
         top_token_ids=of_reference.get("top_token_ids"),
         reference_top_token_ids=of_reference.get("reference_top_token_ids"),
         reference_confidence=floats.get("reference_confidence"),
-        token_texts=record.token_texts or {},
         top_tokens=top_tokens,
-        **{name: arrays.get(name) for name in _OPTIONAL_DTYPES},
-        labels=record.labels or (),
-        lane=record.settings.lane,
     )
 
 
-def _read_record(path: Path) -> _PerplexityRecord | _KldRecord:
+def _read_record(path: Path) -> _Record:
     try:
         # Larger numbers would fit no float either.
         content: Any = json.loads(path.read_bytes(), parse_int=lambda digits: int(np.int64(digits)))
@@ -267,13 +238,15 @@ def _read_record(path: Path) -> _PerplexityRecord | _KldRecord:
     except (ValueError, OverflowError, RecursionError) as error:
         raise RunError(f"{path} is not JSON: {error}") from error
     kind, version = (record.get("kind"), record.get("version")) if isinstance(record, dict) else (None, None)
-    if not isinstance(kind, str) or kind not in _SHAPES:
+    if kind not in ("perplexity", "kld"):
         raise RunError(f"{path} is not a result of `ppl-client --output` or `ppl-client kld --output`")
     if version != RECORD_VERSION:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
-    record["token_texts"] = content.get("token_texts")
+    # The windows and the text of a comparison are its reference's.
+    parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
+    fields = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
     try:
-        return _SHAPES[kind].model_validate(record)
+        return _Record.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -296,7 +296,7 @@ async def _measurement(
         top_tokens=top_tokens,
         origins=await _origins(client, reference),
         lane=plan.lane,
-        mean_batch=mean_batch(windows),
+        mean_batch=mean_batch(window.mean_batch for window in windows),
     )
 
 

@@ -40,7 +40,7 @@ class Evaluation:
     @property
     def mean_batch(self) -> float | None:
         """Mean of the windows'; None in the prefill lane."""
-        return mean_batch(self.windows)
+        return mean_batch(window.mean_batch for window in self.windows)
 
     @property
     def classes(self) -> NDArray[np.uint8] | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +14,9 @@ AGREEMENT = 0.001
 _STANDARD_ERRORS = 3
 
 
-class InLane(Protocol):
-    """A window as its lane gave it."""
-
-    @property
-    def mean_batch(self) -> float | None: ...
-
-
-def mean_batch(windows: Iterable[InLane]) -> float | None:
-    """The mean of the windows'; None where none has one."""
-    known = [window.mean_batch for window in windows if window.mean_batch is not None]
+def mean_batch(of_windows: Iterable[float | None]) -> float | None:
+    """The mean of those that are known."""
+    known = [batch for batch in of_windows if batch is not None]
     return sum(known) / len(known) if known else None
 
 

@@ -127,7 +127,7 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: path.write_text("[" * 100_000), "{path} is not JSON: maximum recursion"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
-        (lambda path: changed(path, settings={}), "{path}: settings.method: Field required"),
+        (lambda path: changed(path, settings={}), "{path}: method: Field required"),
         (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
         (lambda path: with_content(path, b"\xff" * 100), "run.safetensors: SafetensorError"),
