@@ -355,9 +355,7 @@ async def divergent_tokens(
         texts = {}
     return [
         DivergentToken(
-            index=at,
-            window=entry["window"],
-            kld=entry["kld"],
+            **entry,
             token_id=token,
             reference_probability=exp(float(positions.reference_logprobs[at])),
             probability=exp(float(positions.logprobs[at])),

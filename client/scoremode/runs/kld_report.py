@@ -19,7 +19,6 @@ from scoremode.results import TOP_DTYPES
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.lanes import lane_fields, lane_rows
-from scoremode.runs.presets import comparable_with
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import (
     finite_or_none,
@@ -29,6 +28,7 @@ from scoremode.runs.report import (
     server_rows,
     token_texts_record,
     weights_in_words,
+    window_rows,
 )
 from scoremode.wire.references import ConfidenceBucket, KldStatistics, Reference
 
@@ -62,7 +62,7 @@ def recording_as_text(recording: Recording) -> str:
             ("weights", _weights(reference)),
             ("server", f"scoremode {reference.scoremode_version}, vLLM {reference.vllm_version}"),
             ("date", f"{datetime.fromtimestamp(reference.created, UTC):%Y-%m-%d %H:%M} UTC"),
-            *_window_rows(reference),
+            *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
             ("recorded", f"{reference.num_recorded:,} windows{resumed}"),
             ("on disk", f"{reference.disk_bytes / 2**30:,.3f} GiB"),
             ("time", f"{recording.seconds:,.1f} s"),
@@ -155,23 +155,10 @@ def _heading(measurement: KldMeasurement) -> str:
             *server_rows(server),
             *lane_rows(measurement.lane, measurement.mean_batch),
             ("base", f"{reference.name}: {reference.model}, {_weights(reference)}"),
-            *_window_rows(reference),
+            *window_rows(reference, reference.corpus, reference.num_scored, reference.num_tokens),
             ("time", f"{measurement.seconds:,.1f} s, {measurement.positions_per_second:,.0f} tokens/s"),
         ]
     )
-
-
-def _window_rows(reference: Reference) -> list[tuple[str, str]]:
-    corpus = reference.corpus
-    return [
-        ("corpus", "not known" if corpus is None else corpus.in_words),
-        ("figures", comparable_with(corpus, reference.context_length)),
-        ("method", reference.method),
-        ("context length", f"{reference.context_length:,} tokens"),
-        ("stride", f"{reference.stride:,} tokens"),
-        ("windows", f"{reference.num_windows:,}"),
-        ("tokens", f"{reference.num_scored:,} scored, {reference.num_tokens:,} in the text"),
-    ]
 
 
 def _weights(reference: Reference) -> str:

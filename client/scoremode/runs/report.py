@@ -16,9 +16,10 @@ from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.lanes import lane_fields, lane_rows
+from scoremode.runs.plan import Plan
 from scoremode.runs.presets import comparable_with
 from scoremode.wire.protocol import ServerInfo
-from scoremode.wire.references import Reference, WindowOrigins
+from scoremode.wire.references import CorpusInfo, Reference, WindowOrigins
 
 RECORD_VERSION = 1
 """Of the JSON of every `kind`: fields may be added; none changes its meaning or is removed."""
@@ -27,19 +28,12 @@ RECORD_VERSION = 1
 def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) -> str:
     """What was measured, in two columns; with `overlap`, of the windows without calibration text too."""
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
-    server, corpus = plan.server, plan.corpus.info
     rows = [
         ("model", plan.model),
-        ("weights", weights_in_words(server)),
-        *server_rows(server),
+        ("weights", weights_in_words(plan.server)),
+        *server_rows(plan.server),
         *lane_rows(plan.lane, evaluation.mean_batch),
-        ("corpus", corpus.in_words),
-        ("figures", comparable_with(corpus, plan.context_length)),
-        ("method", plan.method),
-        ("context length", f"{plan.context_length:,} tokens"),
-        ("stride", f"{plan.stride:,} tokens"),
-        ("windows", f"{len(evaluation.windows):,}"),
-        ("tokens", f"{result.num_scored:,} scored, {len(plan.tokens):,} in the text"),
+        *window_rows(plan, plan.corpus.info, result.num_scored, len(plan.tokens)),
         ("time", f"{evaluation.seconds:,.1f} s, {evaluation.tokens_per_second:,.0f} tokens/s"),
         ("NLL", f"{_with_error(result.nll_mean, result.nll_stderr, 6)} nats/token"),
         ("bits per byte", "-" if text.bits_per_byte is None else f"{text.bits_per_byte:.4f}"),
@@ -65,6 +59,21 @@ def server_rows(server: ServerInfo) -> list[tuple[str, str]]:
         ("server", f"scoremode {server.scoremode_version}, vLLM {server.vllm_version}"),
         ("computed on", server.devices or "-"),
         ("date", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+    ]
+
+
+def window_rows(
+    windows: Plan | Reference, corpus: CorpusInfo | None, num_scored: int, num_tokens: int
+) -> list[tuple[str, str]]:
+    """What every table says of the text and its windows."""
+    return [
+        ("corpus", "not known" if corpus is None else corpus.in_words),
+        ("figures", comparable_with(corpus, windows.context_length)),
+        ("method", windows.method),
+        ("context length", f"{windows.context_length:,} tokens"),
+        ("stride", f"{windows.stride:,} tokens"),
+        ("windows", f"{windows.num_windows:,}"),
+        ("tokens", f"{num_scored:,} scored, {num_tokens:,} in the text"),
     ]
 
 
