@@ -14,7 +14,6 @@ from scoremode.errors import NotFoundError, ResponseError, ScoremodeError, Serve
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
-from scoremode.runs.conversations import token_classes
 from scoremode.runs.lanes import lane_fields, mean_batch
 from scoremode.runs.plan import differences, server_header
 from scoremode.runs.pool import Pool
@@ -162,14 +161,6 @@ class KldMeasurement:
         kept = np.repeat(windows, self.window_sizes)
         positions = KldPositions(**{name: getattr(self.positions, name)[kept] for name in POSITION_DTYPES})
         return statistics(positions, np.array(self.window_sizes)[windows].tolist())
-
-    @property
-    def classes(self) -> NDArray[np.uint8] | None:
-        """Of every position, for conversations whose texts are known."""
-        roles = None if self.origins is None else self.origins.roles
-        if not (roles and self.token_texts):
-            return None
-        return token_classes(self.positions.token_ids, self.window_sizes, roles, self.token_texts)
 
     @property
     def positions_per_second(self) -> float:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from scoremode.client import AsyncScoreClient
 from scoremode.metrics import Perplexity, TextMetrics, perplexity, text_metrics
-from scoremode.runs.conversations import token_classes
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.divergence import texts_of_occurring
 from scoremode.runs.lanes import mean_batch
@@ -41,14 +40,6 @@ class Evaluation:
     def mean_batch(self) -> float | None:
         """Mean of the windows'; None in the prefill lane."""
         return mean_batch(window.mean_batch for window in self.windows)
-
-    @property
-    def classes(self) -> NDArray[np.uint8] | None:
-        """Of every target, for conversations whose texts are known."""
-        plan, sizes = self.plan, [window.num_scored for window in self.windows]
-        if not (plan.roles and self.token_texts):
-            return None
-        return token_classes(np.array(plan.target_ids()), sizes, plan.roles, self.token_texts)
 
     @property
     def text_metrics(self) -> TextMetrics:

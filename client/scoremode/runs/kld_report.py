@@ -143,8 +143,8 @@ def as_arrays(measurement: KldMeasurement) -> dict[str, NDArray[Any]]:
     arrays = {name: getattr(measurement.positions, name).astype(dtype) for name, dtype in POSITION_DTYPES.items()}
     if (top := measurement.top_tokens) is not None:
         arrays |= {f"top_tokens.{name}": getattr(top, name).astype(dtype) for name, dtype in TOP_DTYPES.items()}
-    sizes = {"window_sizes": np.array(measurement.window_sizes, np.int32)}
-    return {**arrays, **sizes, **origin_arrays(measurement.origins, measurement.classes)}
+    arrays["window_sizes"] = np.array(measurement.window_sizes, np.int32)
+    return arrays | origin_arrays(measurement.origins, arrays, measurement.token_texts)
 
 
 def _heading(measurement: KldMeasurement) -> str:

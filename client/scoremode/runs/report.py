@@ -14,6 +14,7 @@ from scoremode._printable import two_columns
 from scoremode._version import __version__
 from scoremode.metrics import Perplexity
 from scoremode.runs.calibration import Overlap
+from scoremode.runs.conversations import token_classes
 from scoremode.runs.evaluate import Evaluation
 from scoremode.runs.lanes import lane_fields, lane_rows
 from scoremode.runs.plan import Plan
@@ -144,7 +145,7 @@ def as_arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]]:
     ranks = [rank for window in windows for rank in window.ranks or ()]
     if ranks:
         arrays["ranks"] = np.array(ranks, np.int32)
-    return {**arrays, **origin_arrays(evaluation.plan.origins, evaluation.classes)}
+    return arrays | origin_arrays(evaluation.plan.origins, arrays, evaluation.token_texts)
 
 
 def labels_record(origins: WindowOrigins | None) -> dict[str, object]:
@@ -153,8 +154,10 @@ def labels_record(origins: WindowOrigins | None) -> dict[str, object]:
     return {} if labels is None else {"labels": list(dict.fromkeys(labels))}
 
 
-def origin_arrays(origins: WindowOrigins | None, classes: NDArray[np.uint8] | None) -> dict[str, NDArray[Any]]:
-    """Where each window is from, and the classes of targets, as far as they are known."""
+def origin_arrays(
+    origins: WindowOrigins | None, of_run: Mapping[str, NDArray[Any]], token_texts: Mapping[int, str]
+) -> dict[str, NDArray[Any]]:
+    """Where each window of a run is from, and the classes of its targets, as far as they are known."""
     if origins is None:
         return {}
     arrays: dict[str, NDArray[Any]] = {"window_contexts": np.array(origins.num_context, np.int32)}
@@ -163,7 +166,10 @@ def origin_arrays(origins: WindowOrigins | None, classes: NDArray[np.uint8] | No
     if origins.labels is not None:
         names = {name: index for index, name in enumerate(dict.fromkeys(origins.labels))}
         arrays["window_labels"] = np.array([names[label] for label in origins.labels], np.int32)
-    return arrays if classes is None else {**arrays, "classes": classes}
+    if origins.roles and token_texts:
+        sizes = of_run["window_sizes"].tolist()
+        arrays["classes"] = token_classes(of_run["token_ids"], sizes, origins.roles, token_texts)
+    return arrays
 
 
 def record_beginning(kind: str, urls: Sequence[str]) -> dict[str, object]:
