@@ -1,6 +1,5 @@
 """The plots of a comparison: which there are, what each says below it, and the files that `--plots` writes."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, token_plots
-from scoremode.comparison.compare import NEGLIGIBLE_KLD, Figure, RunComparison
+from scoremode.comparison.compare import NEGLIGIBLE_KLD, Figure, RunComparison, RunFigures
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import measured_by
@@ -48,7 +47,7 @@ def plots(comparison: RunComparison) -> list[Plot]:
         for figures, label in zip(comparison.runs, labels, strict=True)
     ]
     comparison = replace(comparison, runs=runs)
-    diverging = [(index, run) for index, run in _runs_with_kld(comparison) if _diverges(run)]
+    diverging = [(index, figures.run) for index, figures in enumerate(comparison.runs) if _diverges(figures.run)]
     found = (
         _perplexity_ratio(comparison) if comparison.pairs else _perplexity(comparison),
         _mean_kld(comparison),
@@ -89,14 +88,13 @@ def short_labels(labels: Sequence[str]) -> list[str]:
 
 
 def _perplexity(comparison: RunComparison) -> Plot | None:
-    figures = [figures.perplexity for figures in comparison.runs]
-    size, points = size_plots.points(comparison, figures)
+    size, points = size_plots.points(comparison, [figures.perplexity for figures in comparison.runs])
     if not points:
         return None
     return Plot(
         "perplexity",
         f"Perplexity against {size or 'runs'}",
-        f"Perplexity{_front(size, points)}. {_infinite(comparison, figures)}".rstrip(),
+        f"Perplexity{_front(size, points)}. {_not_drawn(comparison.runs, points)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "perplexity", None, theme),
     )
 
@@ -112,25 +110,24 @@ def _perplexity_ratio(comparison: RunComparison) -> Plot:
         "perplexity-ratio",
         f"Logarithm of the perplexity over that of {base}, against {size or 'runs'}",
         f"ln(perplexity / perplexity of {base}), paired token by token,{_front(size, points)}. At 0 a run is as good "
-        f"as {base}, and 0.01 is 1 % more. {_infinite(comparison, ratios)}".rstrip(),
+        f"as {base}, and 0.01 is 1 % more. {_not_drawn(comparison.runs, points)}".rstrip(),
         lambda theme: size_plots.draw(points, size, "ln(perplexity / the base's)", None, theme),
     )
 
 
 def _mean_kld(comparison: RunComparison) -> Plot | None:
-    figures = [figures.kld for figures in comparison.runs]
-    shown = [figures.kld if _diverges(figures.run) else None for figures in comparison.runs]
-    size, points = size_plots.points(comparison, shown)
+    diverging = [figures.kld if _diverges(figures.run) else None for figures in comparison.runs]
+    size, points = size_plots.points(comparison, diverging)
     if not points:
         return None
     floor = _drawn_floor(comparison)
-    names = dict.fromkeys(run.reference.name for _, run in _runs_with_kld(comparison) if run.reference is not None)
+    references = (figures.run.reference for figures in comparison.runs)
+    names = dict.fromkeys(reference.name for reference in references if reference is not None)
     return Plot(
         "kl-divergence",
         f"Mean KL divergence against {size or 'runs'}",
         f"Mean KL divergence from the reference ({', '.join(names)}){_front(size, points)}. "
-        f"{_not_drawn('it does not diverge', _without_kld(comparison))}"
-        f"{_infinite(comparison, figures)}{_floor(comparison)}",
+        f"{_without_place(comparison, points)}{_floor(comparison)}",
         lambda theme: size_plots.draw(points, size, "mean KL divergence (nats)", floor, theme),
     )
 
@@ -143,7 +140,7 @@ def _kld_distribution(comparison: RunComparison, runs: token_plots.Numbered) -> 
         "kl-divergence-distribution",
         "Share of tokens by KL divergence",
         f"Share of tokens whose KL divergence from the reference is larger.{unbounded} "
-        f"{_without_curve(comparison)}{_floor(comparison)}",
+        f"{_without_place(comparison, [run for _, run in runs])}{_floor(comparison)}",
         lambda theme: token_plots.draw_kld_distribution(runs, floor, theme),
     )
 
@@ -153,8 +150,8 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
         "Mean KL divergence of the tokens where the reference gave its top token so much probability: at the "
-        f"right it was sure. {_without_curve(comparison)}Infinite values are left out. Intervals are 95 %, from errors "
-        "that take windows as independent and tokens within one as dependent.",
+        f"right it was sure. {_without_place(comparison, [run for _, run in runs])}Infinite values are left out. "
+        "Intervals are 95 %, from errors that take windows as independent and tokens within one as dependent.",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
     )
 
@@ -186,34 +183,23 @@ def _drawn_floor(comparison: RunComparison) -> float | None:
     return None if floor is None or MOST_FLOORS * floor < min(means, default=0) else floor
 
 
-def _runs_with_kld(comparison: RunComparison) -> token_plots.Numbered:
-    return [(index, figures.run) for index, figures in enumerate(comparison.runs) if figures.run.kld is not None]
-
-
 def _diverges(run: RunFile) -> bool:
     """Whether the run has KL divergences that a log axis can show: finite ones that are not negligible."""
     return run.kld is not None and float(run.kld.sum(where=np.isfinite(run.kld))) >= NEGLIGIBLE_KLD * len(run.kld)
 
 
-def _without_kld(comparison: RunComparison) -> list[RunFile]:
-    return [run for _, run in _runs_with_kld(comparison) if run.kld is not None and run.kld.mean() < NEGLIGIBLE_KLD]
+def _without_place(comparison: RunComparison, drawn: Sequence[RunFile | size_plots.Point]) -> str:
+    """The runs that a plot of KL divergences leaves out."""
+    runs = [figures for figures in comparison.runs if figures.run.kld is not None]
+    return _not_drawn(runs, drawn, "a log axis has no place for 0 or infinity")
 
 
-def _without_curve(comparison: RunComparison) -> str:
-    """What the plots of single tokens leave out."""
-    zero = _without_kld(comparison)
-    infinite = [run for _, run in _runs_with_kld(comparison) if not _diverges(run) and run not in zero]
-    return _not_drawn("it does not diverge", zero) + _not_drawn("it is infinite or 0", infinite)
-
-
-def _not_drawn(reason: str, runs: Sequence[RunFile]) -> str:
-    return f"Not drawn, because {reason}: {', '.join(run.label for run in runs)}. " if runs else ""
-
-
-def _infinite(comparison: RunComparison, figures: Sequence[Figure | None]) -> str:
-    pairs = zip(comparison.runs, figures, strict=True)
-    runs = [of_run.run for of_run, figure in pairs if figure is not None and not math.isfinite(figure.value)]
-    return _not_drawn("it is infinite", runs)
+def _not_drawn(
+    runs: Sequence[RunFigures], drawn: Sequence[RunFile | size_plots.Point], reason: str = "it is infinite"
+) -> str:
+    labels = {each.label for each in drawn}
+    left_out = [figures.run.label for figures in runs if figures.run.label not in labels]
+    return f"Not drawn, because {reason}: {', '.join(left_out)}. " if left_out else ""
 
 
 def _front(size: str | None, points: Sequence[size_plots.Point]) -> str:
