@@ -115,16 +115,14 @@ def test_impossible_windows_name_the_field_at_fault(method, context_length, stri
     assert caught.value.field == field
 
 
-def test_the_default_context_length_is_2048_or_what_fits_the_model():
+def test_the_default_length_and_stride_fit_the_model_and_the_method():
     assert resolve_context_length("sliding", None, 4096) == 2048
     assert resolve_context_length("sliding", None, 1024) == 1024
     assert resolve_context_length("rolling", None, 1024) == 1023, "rolling feeds one token more than it predicts"
     with pytest.raises(WindowError, match=r"1025.*1024") as caught:
         resolve_context_length("rolling", 1024, 1024)
     assert caught.value.field == "context_length"
-
-
-def test_the_default_stride_of_overlapping_windows_is_a_quarter():
+    # A quarter of it, where windows overlap.
     assert resolve_stride("sliding", 2048, None) == 512
     assert resolve_stride("overlapping", 3, None) == 1
     assert resolve_stride("disjoint", 2048, None) == 2048

@@ -107,14 +107,6 @@ def test_documents_are_drawn_whole_and_one_by_one_and_groups_are_ratios_over_the
     assert few.interval(1.0, few.means[:, 0]) == (None, None)
 
 
-def test_documents_cover_what_blocks_of_windows_do_not():
-    """Documents of very different lengths, whose windows are alike: `bench/interval_coverage.py` with fewer trials."""
-    uneven = next(each for each in DEPENDENCES if each.name == "documents of very different lengths")
-    *_, by_windows, _, _, by_documents, difference = measure(uneven, 20, 200, num_resamples=200, seed=1)[2:]
-    assert min(by_documents, difference) >= 0.89
-    assert by_windows < by_documents
-
-
 def test_on_dependent_data_blocks_cover_what_independence_does_not():
     """`bench/interval_coverage.py`, with fewer trials."""
     [strong] = [dependence for dependence in DEPENDENCES if dependence.name == "strong"]
