@@ -101,14 +101,10 @@ def byte_fallback_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def int8_random_model(random_model: Path, tmp_path_factory) -> Path:
-    """`random_model` with its last block as INT8 W8A8: `oracle.int8_model` agrees with vLLM token by token.
-
-    Activations are asymmetric, because symmetric ones do not run in float32 on every CPU (see `int8_model`).
-    """
+    """`random_model` with its last block as INT8 W8A8: `oracle.int8_model` agrees with vLLM token by token."""
     from tests import models
 
-    folder = tmp_path_factory.mktemp("models") / "int8"
-    return models.int8_model(random_model, folder, last_blocks=1, symmetric_activations=False)
+    return models.int8_model(random_model, tmp_path_factory.mktemp("models") / "int8")
 
 
 @pytest.fixture(scope="session")

@@ -110,26 +110,25 @@ def disturbed(source: Path, path: Path, share: float) -> Path:
     return _changed(source, path, disturb)
 
 
-def int8_model(source: Path, path: Path, *, last_blocks: int | None = None, symmetric_activations: bool = True) -> Path:
-    """Writes `source` as INT8 W8A8 (compressed-tensors), data-free, by rounding to nearest.
+def int8_model(source: Path, path: Path) -> Path:
+    """Writes `source` with its last block as INT8 W8A8 (compressed-tensors), data-free, by rounding to nearest.
 
-    Weights of every linear layer but lm_head: symmetric int8 with one float32 scale per output channel,
-    max|w| / 127. Activations: int8, one scale per token, taken while running. All other tensors are kept, as float32.
+    Weights of its linear layers: symmetric int8 with one float32 scale per output channel, max|w| / 127. Activations:
+    int8, one scale and one zero point per token, taken while running. All other tensors are kept, as float32.
 
-    `last_blocks` quantizes only that many blocks at the end. Rounding activations is discontinuous: with all 30 blocks
-    of SmolLM2 quantized, a change of 1e-6 in the input flips so many roundings that single logprobs move by tenths of a
-    nat, and no two implementations agree token by token. With one block they do.
+    Rounding activations is discontinuous: with all 30 blocks of SmolLM2 quantized, a change of 1e-6 in the input flips
+    so many roundings that single logprobs move by tenths of a nat, and no two implementations agree token by token.
+    With one block they do.
 
-    With `symmetric_activations`, vLLM 0.32 cannot run the model in float32 on a CPU that has AMX: it takes a kernel
-    that knows only 16-bit activations. Asymmetric ones (a zero point per token) run on every CPU.
+    Symmetric activations do not run everywhere: for these, vLLM 0.32 takes a kernel that knows only 16-bit activations
+    on a CPU that has AMX, whatever the dtype.
     """
     blocks = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    kept = range(0 if last_blocks is None else blocks - last_blocks)
-    kept_prefixes = tuple(f"model.layers.{block}." for block in kept)
+    kept_prefixes = tuple(f"model.layers.{block}." for block in range(blocks - 1))
     scheme = QuantizationScheme(
         targets=["Linear"],
         weights=QuantizationArgs(num_bits=8, strategy="channel"),
-        input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=symmetric_activations),
+        input_activations=QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=False),
     )
 
     def quantize(tensors: dict[str, torch.Tensor]) -> None:

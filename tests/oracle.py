@@ -5,7 +5,6 @@ Nothing here imports from scoremode or vLLM. Logprobs are natural logarithms. Of
 is about token i + 1, given tokens 0 to i.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -206,14 +205,12 @@ def int8_model(path: Path) -> PreTrainedModel:
     """An INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it on this CPU: the architecture
     in plain float64, its quantized linear layers replaced by `Int8Linear`."""
     config = AutoConfig.from_pretrained(path)
-    scheme = json.loads((path / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    symmetric = scheme["input_activations"]["symmetric"]
     tensors = load_file(path / "model.safetensors")
     for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
         weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        model.set_submodule(name, Int8Linear(weight, scale, symmetric, int8_products_saturate()))
+        model.set_submodule(name, Int8Linear(weight, scale, int8_products_saturate()))
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
         raise ValueError(f"{path}: {missing=} {unexpected=}")
@@ -226,21 +223,19 @@ class Int8Linear(torch.nn.Module):
     Args:
         weight: [out, in] int8.
         weight_scale: [out, 1] float32.
-        symmetric: Whether the activations' zero point is 0.
         saturates: False sums the products without any rounding, True as `saturating_products` does.
     """
 
-    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, symmetric: bool, saturates: bool) -> None:
+    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, saturates: bool) -> None:
         super().__init__()
         # Float64 holds every sum of int8 products of these layers exactly.
         self.weight = weight.double().T
         self.scale = weight_scale.double().T
-        self.symmetric = symmetric
         self.saturates = saturates
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out] of the same type. Inputs are quantized from float32, as the kernels do."""
-        quantized, scale, zero_point = quantize_tokens(inputs.float(), self.symmetric)
+        quantized, scale, zero_point = quantize_tokens(inputs.float())
         quantized, zero_point = quantized.double(), zero_point.double()
         multiply = saturating_products if self.saturates else torch.matmul
         products = multiply(quantized, self.weight)
@@ -271,19 +266,15 @@ def saturating_products(activations: torch.Tensor, weight: torch.Tensor) -> torc
     return total
 
 
-def quantize_tokens(inputs: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[tokens, in] float32 -> int8 values (as float32) [tokens, in], scales and zero points [tokens, 1].
 
     This is vLLM's csrc/cpu/dnnl_kernels.cpp, dynamic_scaled_int8_quant: it multiplies by the float32 reciprocal of the
     scale, rounds halves to even, and adds the zero point before rounding. A token of zeros has scale 0.
     """
-    if symmetric:
-        scale = inputs.abs().amax(dim=-1, keepdim=True) / 127
-        zero_point = torch.zeros_like(scale)
-    else:
-        low, high = inputs.aminmax(dim=-1, keepdim=True)
-        scale = (high - low) / 255
-        zero_point = (-128 - low / scale).round()
+    low, high = inputs.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / 255
+    zero_point = (-128 - low / scale).round()
     reciprocal = (1 / scale.double()).float()
     quantized = (inputs * reciprocal + zero_point).clamp(-128, 127).round()
     return quantized.nan_to_num(), scale, zero_point.nan_to_num()
