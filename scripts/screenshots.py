@@ -1,15 +1,94 @@
-"""Pictures of pages for the docs, as small files."""
+"""Pictures for the docs, light and dark, in the Chromium that is installed.
 
+python scripts/screenshots.py URL                    docs/images/page-light.png and page-dark.png, of a server that runs
+python scripts/screenshots.py REPORT.html            docs/images/report-light.png and report-dark.png
+python scripts/screenshots.py RUN.json RUN.json...   make the report first
+"""
+
+import argparse
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Page
 
-COLOURS = 128
-"""What text and flat colours need, in a third of the bytes."""
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))
+
+from playwright.sync_api import Page, expect  # noqa: E402
+
+from scoremode.comparison import compare, load_runs  # noqa: E402
+from scoremode.comparison.report import write_report  # noqa: E402
+from tests.browser import installed_chromium, running_browser, visit  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+COLORS = 128
+"""What text and flat colors need, in a third of the bytes."""
+REPORT_VIEW: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}}
+PAGE_VIEW: dict[str, Any] = {"viewport": {"width": 1000, "height": 1340}, "device_scale_factor": 2}
+SAMPLE = "A factual paragraph"
+CONTINUATIONS = "The largest city of Australia is Sydney.\nThe largest city of Australia is Paris."
+POINTED_AT = "Sydney"
+CHOOSE = """
+document.getElementById("text").scrollIntoView();
+const shown = [...document.querySelectorAll(".tokens span")].filter((token) => token.getBoundingClientRect().top < 700);
+shown.sort((one, other) => other.className.localeCompare(one.className))[0].focus({ preventScroll: true });
+"""
+"""Of the tokens in the picture, choose one with the last color of the scale."""
 
 
-def take_screenshot(page: Page, path: Path, *, full_page: bool = False) -> None:
-    """Write what a page shows, or with `full_page` all of it, as a PNG of few colours."""
-    page.screenshot(path=path, full_page=full_page)
-    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+def show_page(page: Page) -> None:
+    """Have a sample scored and continuations compared, and point at a token."""
+    page.locator("#sample").select_option(SAMPLE)
+    page.locator("#continuations").fill(CONTINUATIONS)
+    page.locator("#compare").click()
+    expect(page.locator("#answers")).to_be_visible()
+    page.locator("#score").click()
+    expect(page.locator("#score-status")).to_be_empty()
+    page.locator("#tokens [data-index]", has_text=POINTED_AT).first.hover()
+
+
+def show_report(page: Page) -> None:
+    """The text with a divergent token chosen: every part of a report that a table or a plot does not show."""
+    page.wait_for_selector(".tokens span")
+    page.evaluate(CHOOSE)
+
+
+def take(url: str, name: str, folder: Path) -> None:
+    """Both pictures of a server's page or of a report, as PNGs of few colors."""
+    executable = installed_chromium()
+    if executable is None:
+        sys.exit("no Chromium is installed: apt-get install chromium")
+    is_page = name == "page"
+    folder.mkdir(parents=True, exist_ok=True)
+    with running_browser(executable) as browser:
+        for scheme in ("light", "dark"):
+            with visit(browser, color_scheme=scheme, **(PAGE_VIEW if is_page else REPORT_VIEW)) as seen:
+                seen.page.goto(url)
+                (show_page if is_page else show_report)(seen.page)
+                path = folder / f"{name}-{scheme}.png"
+                seen.page.screenshot(path=path, full_page=is_page)
+            Image.open(path).convert("RGB").quantize(COLORS).save(path, optimize=True)
+            print(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shown", nargs="+", help="a server's URL, one report, or runs")
+    parser.add_argument("--folder", type=Path, default=IMAGES)
+    options = parser.parse_args()
+    first: str = options.shown[0]
+    if first.startswith(("http://", "https://")):
+        take(f"{first.rstrip('/')}/scoremode", "page", options.folder)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(first)
+        if report.suffix == ".json":
+            report = Path(temporary) / "report.html"
+            write_report(compare(load_runs(list(map(Path, options.shown)))), report)
+        take(report.resolve().as_uri(), "report", options.folder)
+
+
+if __name__ == "__main__":
+    main()
