@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from loads import CHARACTERS_PER_TOKEN
 from transformers import AutoTokenizer
 
 from scoremode import ScoreClient
@@ -15,9 +16,6 @@ from scoremode.runs.corpora import load_corpus
 Windows = Sequence[Sequence[int]]
 Logprobs = Sequence[np.ndarray]
 """One array per window: the logprobs (nats) of all its tokens but the first."""
-
-CHARACTERS_PER_TOKEN = 8
-"""More than English has, so that a text cut to this is still long enough, and tokenized quickly."""
 
 
 def windows_parser(description: str | None) -> argparse.ArgumentParser:

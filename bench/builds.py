@@ -44,8 +44,6 @@ DEFAULT_LOADS = ("score", "echo", "choices", "unshared")
 WARM_UP_COUNT = 128
 """Twice the requests in flight, so that the engine has seen its largest steps."""
 SETTLE_SECONDS = 0.1
-STOP_SECONDS = 15
-"""Of `--seconds`, for stopping the servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--text", default=str(TEXT), help="what `ppl-client --dataset` reads")
     parser.add_argument("--reference-dir", type=Path, help="default: LOGS/references")
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after the last turn that fits")
     options, flags = parser.parse_known_args()
     options.builds = read_builds(options)
     options.reference_dir = (options.reference_dir or options.logs / "references").absolute()
@@ -175,7 +172,7 @@ def rotated(names: Sequence[str], turn: int) -> list[str]:
 
 
 class Turns:
-    """Turns of loads over servers that are up, until a number is reached or the next would end too late."""
+    """Turns of loads over servers that are up."""
 
     def __init__(self, servers: Mapping[str, ServerProcess], shapes: list[str], options: argparse.Namespace) -> None:
         self.servers = servers
@@ -189,26 +186,17 @@ class Turns:
             for load in self.options.loads:
                 self._run(shape, load, turn=-1, count=min(WARM_UP_COUNT, self._count(shape, load)), sets=1)
 
-    def run(self, turns: int, deadline: float) -> Iterator[list[Run]]:
-        """The runs of each turn.
-
-        After the first, a turn begins only if it ends by `deadline` (of the monotonic clock) when it takes as long as
-        the longest so far.
-        """
-        longest = 0.0
-        for turn in range(turns):
+    def run(self) -> Iterator[list[Run]]:
+        """The runs of each turn."""
+        for turn in range(self.options.turns):
             start = time.monotonic()
-            if turn and start + longest > deadline:
-                print(f"  no time is left for turn {turn + 1} of {turns}", flush=True)
-                return
             yield [
                 run
                 for shape in self.shapes
                 for load in self.options.loads
                 for run in self._run(shape, load, turn, self._count(shape, load), LOADS[load].sets)
             ]
-            longest = max(longest, time.monotonic() - start)
-            print(f"  turn {turn + 1} of {turns} took {time.monotonic() - start:.1f} s", flush=True)
+            print(f"  turn {turn + 1} of {self.options.turns} took {time.monotonic() - start:.1f} s", flush=True)
 
     def _run(self, shape: str, load: str, turn: int, count: int, sets: int) -> list[Run]:
         """One load on each build that has its route."""
@@ -323,15 +311,13 @@ def servers_of(shapes: list[str], options: argparse.Namespace, flags: list[str],
 def main() -> None:
     """Start the servers, measure, print the table after each group of shapes that is up at the same time."""
     options, flags = parse()
-    end = time.monotonic() + options.seconds
     options.logs.mkdir(parents=True, exist_ok=True)
     for name, build in options.builds.items():
         check_origin(name, build)
     runs: list[Run] = []
     groups = [options.shapes] if options.together else [[shape] for shape in options.shapes]
-    for done, shapes in enumerate(groups):
+    for shapes in groups:
         start = time.monotonic()
-        deadline = start + (end - start) / (len(groups) - done) - STOP_SECONDS
         with (
             tempfile.TemporaryDirectory() as folder,
             starting(servers_of(shapes, options, flags, Path(folder)), options.logs) as futures,
@@ -339,7 +325,7 @@ def main() -> None:
             turns = Turns({name: future.result() for name, future in futures.items()}, shapes, options)
             print(f"{', '.join(shapes)}: servers ready after {time.monotonic() - start:.0f} s", flush=True)
             turns.warm_up()
-            for finished in turns.run(options.turns, deadline):
+            for finished in turns.run():
                 runs += finished
                 save(runs, options)
             print(report(runs, next(iter(options.builds))), flush=True)

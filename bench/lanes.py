@@ -17,7 +17,6 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +72,11 @@ def measure(url: str, name: str, options: argparse.Namespace) -> Iterator[tuple[
         for turn in range(-1, options.turns):
             prompts = [random_tokens(rng, CONTEXT) for _ in range(options.batch)]
             start = time.perf_counter()
-            with sampled_memory() if has_gpu() else nullcontext([]) as samples:
+            with sampled_memory() as samples:
                 texts, own = generate(url, options.shape, prompts, new)
             middle = time.perf_counter()
             peaks["generation"] = max([peaks["generation"], *samples])
-            with sampled_memory() if has_gpu() else nullcontext([]) as samples:
+            with sampled_memory() as samples:
                 decode = client.score(texts, lane="decode", logprobs_from=CONTEXT + 1)
             end = time.perf_counter()
             peaks["decode"] = max([peaks["decode"], *samples])

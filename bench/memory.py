@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 from loads import ECHO, PREFILL, random_tokens, send_all
-from servers import STOCK_COMMAND, STOCK_ENVIRONMENT, ServerError, server_process
+from servers import STOCK_COMMAND, STOCK_ENVIRONMENT, ServerError, has_gpu, server_process
 from shapes import write_shape
 from tables import table
 
@@ -49,7 +49,11 @@ LOG_SIGNS = re.compile("Using V2 Model Runner|out of memory|EngineDeadError|Engi
 
 @contextmanager
 def sampled_memory() -> Iterator[list[int]]:
-    """The first GPU's memory in use, in MiB, as the driver reports it: samples, in the list when this is left."""
+    """The first GPU's memory in use, in MiB, as the driver reports it: samples, in the list when this is left. None
+    without a GPU."""
+    if not has_gpu():
+        yield []
+        return
     query = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     samples: list[int] = []
     with subprocess.Popen((*query, f"-lms={SAMPLE_MILLISECONDS}"), stdout=subprocess.PIPE, text=True) as sampler:

@@ -1,6 +1,6 @@
 """One GPU and several, one step and several: neither may show in scores.
 
-    python bench/parallelism.py MODEL TEXT LOGS [--parts scores kld rows long] [OPTION...] [any vllm serve flag]
+    python bench/parallelism.py MODEL TEXT LOGS [--parts scores kld long] [OPTION...] [any vllm serve flag]
 
 MODEL, TEXT and LOGS are those of bench/formats.py. All servers of a part start at once. vLLM refuses a number of heads
 that the number of devices does not divide, and SmolLM2-135M has 9 on 3, so `scores` and `kld` run a copy of MODEL whose
@@ -8,19 +8,15 @@ heads are padded with zeros. For throughput, run bench/builds.py with `--tensor-
 
 scores  each degree of tensor parallelism compared with transformers in float32, and with the first degree
 kld     each degree records the model in float32 and compares a 4-bit copy with its own recording and the first's
-rows    `prompt_logprobs` of stock vLLM and of ours at the last degree, on a shape with dummy weights
 long    a window of 32,768 tokens on a random model, in steps of several sizes (`--max-num-batched-tokens`)
 """
 
 import argparse
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import torch
 from agreement import (
@@ -35,9 +31,8 @@ from agreement import (
     windows_parser,
 )
 from checkpoints import pad_heads
-from loads import random_tokens
 from quantized_oracle import divergences, logprobs, oracle_model
-from servers import ServerProcess, failed_row, model_server, shape_server, starting
+from servers import ServerProcess, failed_row, model_server, starting
 from shapes import COMMON
 from tables import table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -47,9 +42,7 @@ from rounded_model import rounded_model
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ORACLE = "the oracle"
 DTYPES = ("float32", "bfloat16")
-TOPS = (0, 1, 20)
 TP = "--tensor-parallel-size"
-ROWS_PROMPTS, ROWS_LENGTH = 4, 2047
 
 Row = tuple[str, ...]
 Futures = Mapping[str, "Future[ServerProcess]"]
@@ -132,37 +125,6 @@ def kld_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
             )
 
 
-ROWS_HEADER = ("k", "rows", "logprobs differ by", "other tokens", "other ranks")
-
-
-def stock_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
-    """One per number of top tokens."""
-    flags = ["--max-logprobs", str(max(TOPS)), TP, str(options.degrees[-1]), *flags]
-    servers = {
-        name: shape_server(options.shape, options.model, options.logs, flags, stock=name == "stock")
-        for name in ("stock", "scoremode")
-    }
-    rng = random.Random(1)
-    prompts = [random_tokens(rng, ROWS_LENGTH) for _ in range(ROWS_PROMPTS)]
-    with starting(servers, options.logs) as futures:
-        urls = [futures[name].result().url for name in servers]
-        for top in TOPS:
-            stock, ours = (prompt_logprobs(url, prompts, top) for url in urls)
-            pairs = list(zip(stock, ours, strict=True))
-            shared = [(one[token], other[token]) for one, other in pairs for token in one.keys() & other.keys()]
-            off = max(abs(one["logprob"] - other["logprob"]) for one, other in shared)
-            ranks = sum(one["rank"] != other["rank"] for one, other in shared)
-            tokens = sum(len(one.keys() - other.keys()) for one, other in pairs)
-            yield str(top), f"{len(pairs):,}", f"{off:.2e}", str(tokens), str(ranks)
-
-
-def prompt_logprobs(url: str, prompts: list[list[int]], top: int) -> list[dict[str, Any]]:
-    """Token id -> logprob and rank, for each token but the first of each prompt."""
-    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status().json()
-    return [row for choice in answer["choices"] for row in choice["prompt_logprobs"][1:]]
-
-
 def long_rows(options: argparse.Namespace, flags: list[str]) -> Iterator[Row]:
     """One per dtype, size of steps and what it is compared with."""
     windows = cut_windows(options.text, options.model, 1, options.long_length)
@@ -206,7 +168,6 @@ def random_model(tokenizer: Path, folder: Path, positions: int) -> Path:
 PARTS: dict[str, tuple[Row, Callable[[argparse.Namespace, list[str]], Iterator[Row]]]] = {
     "scores": (AGREEMENT_HEADER, score_rows),
     "kld": (KLD_HEADER, kld_rows),
-    "rows": (ROWS_HEADER, stock_rows),
     "long": (AGREEMENT_HEADER, long_rows),
 }
 
@@ -218,7 +179,6 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=(12, 4), help="query and key-value heads after padding")
     parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2], help="of tensor parallelism")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--shape", default="1b", help="of bench/shapes.py, for `rows`")
     parser.add_argument("--long-length", type=int, default=32768, help="tokens of the window of `long`")
     parser.add_argument("--steps", type=int, nargs="+", default=[8192, 2048, 32768], help="tokens per step")
     options, flags = parser.parse_known_args()
