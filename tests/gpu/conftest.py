@@ -53,21 +53,29 @@ def every_combination() -> list[Any]:
     return [*usual, *(pytest.param(each, marks=pytest.mark.matrix) for each in others if each not in usual)]
 
 
-def run_family(combination: Combination) -> dict[str, Any]:
-    """What `tests.gpu.family` printed; where vLLM refused, `refused` has its words."""
-    command = [sys.executable, "-m", "tests.gpu.family", combination.family, "--runner", combination.runner]
-    flags = [*command, "--dtype", DTYPE, *([] if combination.graphs else ["--eager"])]
+def run_module(*command: str, **environment: str) -> dict[str, Any]:
+    """The line of JSON that a module of this folder prints; where vLLM refused, `refused` has its words."""
     # What pytest's `pythonpath` adds to its own.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(flags, capture_output=True, text=True, timeout=400, env=environment)
-    if done.returncode == 0:
-        # vLLM writes to standard output too, even while the process ends.
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
-        result: dict[str, Any] = json.loads(line)
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--dtype", DTYPE],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, **environment, "PYTHONPATH": paths},
+    )
+    # vLLM writes to standard output too, even while the process ends.
+    if lines := [line for line in done.stdout.splitlines() if line.startswith('{"')]:
+        result: dict[str, Any] = json.loads(lines[0])
         return result
     errors = [line for line in done.stderr.splitlines() if "Error" in line]
     return {"refused": (errors or done.stderr.splitlines() or ["no output"])[-1][:200], "log": done.stderr[-6000:]}
+
+
+def run_family(combination: Combination) -> dict[str, Any]:
+    """What `tests.gpu.family` says of it."""
+    eager = () if combination.graphs else ("--eager",)
+    return run_module("tests.gpu.family", combination.family, "--runner", combination.runner, *eager)
 
 
 @pytest.fixture(scope="session")

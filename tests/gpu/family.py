@@ -20,6 +20,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests import models
+from tests.gpu.lanes import distances
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
@@ -127,18 +128,6 @@ def by_vllm(path: Path, options: argparse.Namespace, prompts: Sequence[list[int]
     return tuple(np.concatenate([one.logprobs[1:] for one in scores]) for scores in (together, alone))
 
 
-def distances(found: np.ndarray, exact: np.ndarray) -> dict[str, float]:
-    """Mean, median and largest absolute difference, and the mean difference, in nats."""
-    difference = found - exact
-    absolute = np.abs(difference)
-    return {
-        "mean": float(absolute.mean()),
-        "median": float(np.median(absolute)),
-        "max": float(absolute.max()),
-        "bias": float(difference.mean()),
-    }
-
-
 def main() -> None:
     """Make the model, score it in every way, print the distances."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -155,16 +144,8 @@ def main() -> None:
         exact = by_transformers(path, torch.float32, prompts)
         own = by_transformers(path, torch.bfloat16, prompts)
         together, alone = by_vllm(path, options, prompts)
-    print(
-        json.dumps(
-            {
-                "tokens": len(exact),
-                "own": distances(own, exact),
-                "together": distances(together, exact),
-                "alone": distances(alone, exact),
-            }
-        )
-    )
+    found = {"own": own, "together": together, "alone": alone}
+    print(json.dumps({name: distances(each, exact) for name, each in found.items()}))
 
 
 if __name__ == "__main__":

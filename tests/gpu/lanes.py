@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -66,11 +67,8 @@ def linear_fault(batch: int) -> Iterator[None]:
             x = torch.cat((x[:, :-16], torch.zeros_like(x[:, -16:])), 1)
         return apply(self, layer, x, *rest)
 
-    UnquantizedLinearMethod.apply = without_rest
-    try:
+    with patch.object(UnquantizedLinearMethod, "apply", without_rest):
         yield
-    finally:
-        UnquantizedLinearMethod.apply = apply
 
 
 @contextmanager
@@ -87,20 +85,19 @@ def attention_fault(batch: int) -> Iterator[None]:
             output = torch.cat((output[..., :width] * 0.8, output[..., width:]), -1)
         return output
 
-    Attention.forward = misreduced
-    try:
+    with patch.object(Attention, "forward", misreduced):
         yield
-    finally:
-        Attention.forward = forward
 
 
 FAULTS: dict[str, Callable[[int], Any]] = {"linear": linear_fault, "attention": attention_fault}
 
 
-def apart(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
-    """Mean and largest absolute difference in nats, and the mean difference."""
-    off = one.astype(np.float64) - other
-    return {"mean": float(np.abs(off).mean()), "max": float(np.abs(off).max()), "bias": float(off.mean())}
+def distances(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    """Mean, median and largest absolute difference in nats, and the mean difference."""
+    difference = one.astype(np.float64) - other
+    absolute = np.abs(difference)
+    figures = (absolute.mean(), np.median(absolute), absolute.max(), difference.mean())
+    return dict(zip(("mean", "median", "max", "bias"), map(float, figures), strict=True))
 
 
 @torch.inference_mode()
@@ -150,19 +147,19 @@ def main() -> None:
     as_generated = lane_logprobs(engine, texts, 1, CONTEXT + 1)
     exact = by_transformers(options.model, texts[:4], torch.float64)
     result: dict[str, Any] = {
-        "decode to generation": apart(as_generated, own),
-        "prefill to generation": apart(prefill[:, after], own),
-        "decode to prefill": apart(decode, prefill),
-        "decode to transformers": apart(decode[:4], exact),
-        "prefill to transformers": apart(prefill[:4], exact),
-        "chunks of 3 to prefill": apart(lane_logprobs(engine, texts, 3), prefill),
+        "decode to generation": distances(as_generated, own),
+        "prefill to generation": distances(prefill[:, after], own),
+        "decode to prefill": distances(decode, prefill),
+        "decode to transformers": distances(decode[:4], exact),
+        "prefill to transformers": distances(prefill[:4], exact),
+        "chunks of 3 to prefill": distances(lane_logprobs(engine, texts, 3), prefill),
     }
     for name, fault in FAULTS.items() if options.eager else ():
         with fault(options.batch):
             result[name] = {
-                "decode": apart(lane_logprobs(engine, texts, 1, CONTEXT + 1), as_generated),
-                "prefill": apart(lane_logprobs(engine, texts, 0), prefill),
-                "decode to prefill": apart(lane_logprobs(engine, texts, 1, CONTEXT + 1), prefill[:, after]),
+                "decode": distances(lane_logprobs(engine, texts, 1, CONTEXT + 1), as_generated),
+                "prefill": distances(lane_logprobs(engine, texts, 0), prefill),
+                "decode to prefill": distances(lane_logprobs(engine, texts, 1, CONTEXT + 1), prefill[:, after]),
             }
     print(json.dumps({"model": options.model.name, **vars(options), **result}, default=str), flush=True)
 

@@ -1,15 +1,12 @@
 """The decode lane on the GPU's kernels: what vLLM itself says of the text that it generates, and two planted faults."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.conftest import DTYPE, ON_GPU, RUNNERS
+from tests.gpu.conftest import ON_GPU, RUNNERS, run_module
 
 GRAPHS = {"graphs": (), "eager": ("--eager",)} if ON_GPU else {"eager": ("--eager",)}
 SIZES = () if ON_GPU else ("--batch", "4", "--length", "60")
@@ -19,13 +16,10 @@ SIZES = () if ON_GPU else ("--batch", "4", "--length", "60")
 def measured(request: pytest.FixtureRequest, smollm2: Path) -> dict[str, Any]:
     runner, mode = request.param
     variable, value, _ = RUNNERS[runner]
-    environment = {**os.environ, **({variable: value} if ON_GPU else {})}
-    command = [sys.executable, "-m", "tests.gpu.lanes", str(smollm2), "--dtype", DTYPE, *GRAPHS[mode], *SIZES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"model"')]
-    assert lines, done.stderr[-6000:]
-    result: dict[str, Any] = json.loads(lines[0])
-    print(lines[0])
+    settings = {variable: value} if ON_GPU else {}
+    result = run_module("tests.gpu.lanes", str(smollm2), *GRAPHS[mode], *SIZES, **settings)
+    assert "refused" not in result, result["log"]
+    print(json.dumps(result))
     return result
 
 
