@@ -60,6 +60,7 @@ NOT_JSON = "the body is not valid JSON: "
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
 CONTINUED = {"prompt": [5], "continuations": [[6]]}
 TOO_MANY_VALUES = {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}
+MESSAGES = {"name": "a", "messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]}
 LONG_NAME = "gpt-5" * 200_000
 SHORT_NAME = f"The model `{'gpt-5' * 20}…` does not"
 
@@ -141,7 +142,16 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a token past the vocabulary", scoring(prompt=[10**6]), None, "Token id 1000000", True),
         ("a sequence too long", scoring(prompt=[5] * 2049), "input_tokens", "This model's", True),
     ],
-    (REFERENCES,): [("no name", {"prompt": [5, 6]}, "name", "name is required")],
+    (REFERENCES,): [
+        ("no name", {"prompt": [5, 6]}, "name", "name is required"),
+        ("a text and messages", MESSAGES | {"prompt": "x"}, "prompt", "prompt cannot be given with messages", True),
+        ("texts and messages", MESSAGES | {"texts": ["x"]}, "texts", "texts cannot be given with messages", True),
+        ("a bound on messages", MESSAGES | {"max_tokens": 5}, "max_tokens", "max_tokens cannot be given with", True),
+        ("a stride of messages", MESSAGES | {"stride": 5}, "stride", "stride cannot be given with messages", True),
+        ("a method of texts", MESSAGES | {"method": "sliding"}, "method", "messages are scored by method 'conv", True),
+        ("too many labels", MESSAGES | {"labels": ["one", "two"]}, "labels", "labels has 2 labels for 1", True),
+        ("a text as messages", {"name": "a", "prompt": "x", "method": "conversation"}, "method", "", True),
+    ],
     (KLD,): [
         ("no reference", {}, "reference", "reference is required"),
         ("an unknown reference", {"reference": "x"}, "reference", "there is no reference 'x'", False, 404),

@@ -3,9 +3,7 @@
 import socket
 
 import httpx
-import pytest
 
-from scoremode import AuthenticationError, ScoreClient
 from tests import oracle
 from tests.shared_servers import API_KEY, OTHER_API_KEY
 
@@ -35,12 +33,6 @@ def test_no_spelling_of_a_path_needs_no_key(plugin_server):
             connection.sendall(head.encode() + body)
             status = connection.makefile("rb").readline()
         assert status.split()[1] == b"401", (target, status)
-
-
-def test_the_client_names_the_error(plugin_server):
-    for key in (None, "wrong"):
-        with ScoreClient(plugin_server, api_key=key) as client, pytest.raises(AuthenticationError, match="API key"):
-            client.score([5, 6, 7])
 
 
 def test_what_one_key_has_scored_is_computed_for_another(plugin_server, byte_fallback_model):

@@ -115,26 +115,6 @@ def test_turns_are_cut_at_the_context(http, sequences, expected):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": [], "name": "x"},
-        {"messages": SHORT, "prompt": "x"},
-        {"messages": SHORT, "texts": ["x"]},
-        {"messages": SHORT, "max_tokens": 5},
-        {"messages": SHORT, "method": "sliding"},
-        {"messages": SHORT, "stride": 5},
-        {"messages": CONVERSATIONS, "labels": ["one"]},
-        {"prompt": "Some text", "method": "conversation"},
-    ],
-    ids=lambda body: next(reversed(body)),
-)
-def test_fields_of_texts_do_not_go_with_conversations(http, body):
-    field = next(reversed(body)) if body.get("messages") != [] else "messages"
-    answer = http.post("/v1/references", json={"name": "x"} | body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {},
@@ -184,24 +164,19 @@ def test_chat_completions_use_the_cache_of_logprobs(http, smollm2_server):
     assert_same(first, second, oracle.PER_TOKEN)
 
 
-def test_runs_of_a_dataset_have_these_logprobs_and_say_where_they_are_from(smollm2_server, expected, tmp_path):
+def test_runs_of_a_dataset_have_these_logprobs_and_say_where_they_are_from(
+    smollm2_server, http, sequences, expected, tmp_path
+):
     rows = [{"chat": chat, "topic": label} for chat, label in zip(CONVERSATIONS, LABELS, strict=True)]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     text = ("--url", smollm2_server, "--dataset", str(tmp_path / "chats.jsonl"), "--messages", "chat", "--by", "topic")
     ppl_client(*text, "--output", str(tmp_path / "plain.json"))
     ppl_client("record", *text, "--reference", "dataset")
     ppl_client("kld", "--url", smollm2_server, "--reference", "dataset", "--output", str(tmp_path / "kld.json"))
-    with connect(smollm2_server) as client:
-        client.delete("/v1/references/dataset").raise_for_status()
+    http.delete("/v1/references/dataset").raise_for_status()
     for name in ("plain", "kld"):
         run = load_run(tmp_path / f"{name}.json")
         oracle.assert_close(-run.nlls, np.concatenate(expected))
         assert (run.window_documents.tolist(), run.window_labels.tolist(), run.labels) == ([0, 0, 1], [0, 0, 1], LABELS)
         assert (run.method, set(run.classes)) == ("conversation", {0})
-        assert run.window_contexts.tolist() == [turn["first"] for turn in every_turn(smollm2_server)]
-
-
-def every_turn(url: str) -> list[dict[str, Any]]:
-    with connect(url) as client:
-        data = client.post("/v1/turns", json={"messages": CONVERSATIONS}).raise_for_status().json()["data"]
-    return [turn for sequence in data for turn in sequence["turns"]]
+        assert run.window_contexts.tolist() == [turn["first"] for each in sequences for turn in each["turns"]]

@@ -1,9 +1,8 @@
-"""`/v1/score` against transformers in float64 on the same weights, and against stock vLLM on the same server."""
+"""`/v1/score` against transformers in float64 on the same weights."""
 
 import math
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -42,21 +41,8 @@ def test_a_token_after_bos_is_within_the_tolerance(smollm2_client):
     oracle.assert_close(score.logprobs[2:], np.array([exact]))
 
 
-def test_ranks_and_alternatives_equal_transformers(smollm2_client, smollm2, tokens):
-    sequence = tokens[:200]
-    (score,) = smollm2_client.score(sequence, top_logprobs=20, return_ranks=True)
-    (ranks,) = oracle.ranks(smollm2, [sequence])
-    ((ids, logprobs),) = oracle.top_logprobs(smollm2, [sequence], 20)
-    assert score.ranks[0] is None
-    assert np.isnan(score.top_logprobs.logprobs[0]).all()
-    # Float32 rounding may swap two neighbours of nearly equal likelihood, so a few ranks and ids may differ.
-    assert np.mean(np.array(score.ranks[1:]) == ranks) > 0.99
-    oracle.assert_close(score.top_logprobs.logprobs[1:], logprobs)
-    assert np.mean(score.top_logprobs.token_ids[1:] == ids) > 0.99
-
-
 def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm2):
-    context, continuations = "The capital of France is", [" Paris", " the city of Lyon", "Ångström"]
+    context, continuations = "The capital of France is", [" Paris", " Rome", " the city of Lyon", "Ångström"]
     scores = smollm2_client.score(context, continuations, return_ranks=True)
     start = len(smollm2_client.tokenize(context))
     for score, continuation in zip(scores, continuations, strict=True):
@@ -67,21 +53,6 @@ def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm
         oracle.assert_close(score.logprobs, expected[start - 1 :])
         assert score.ranks == ranks[start - 1 :].tolist()
         assert score.is_greedy == all(rank == 1 for rank in ranks[start - 1 :])
-
-
-def test_trailing_white_space_of_a_context_is_scored(smollm2_client):
-    ended = smollm2_client.score("The capital of France is ", ["Paris"])
-    plain = smollm2_client.score("The capital of France is", [" Paris"])
-    assert [score.token_ids for score in ended] == [score.token_ids for score in plain]
-
-
-def test_logprobs_equal_stock_vllm_on_the_same_server(smollm2_client, smollm2_server, tokens):
-    request = {"prompt": tokens[:700], "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
-    stock = httpx.post(f"{smollm2_server}/stock/v1/completions", json=request, timeout=300).raise_for_status().json()
-    expected = stock["choices"][0]["logprobs"]["token_logprobs"][:700]
-    (score,) = smollm2_client.score(tokens[:700])
-    assert expected[0] is None
-    oracle.assert_close(score.logprobs[1:], np.array(expected[1:]))
 
 
 def test_a_batch_scores_each_sequence_as_if_it_were_alone(smollm2_client, smollm2, tokens):

@@ -53,17 +53,16 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, wikitext: str) -> Path:
     return folder
 
 
-def evaluate(
-    tasks: Path, model: Any, arguments: dict[str, Any], *names: str, limit: int = NUM_QUESTIONS
-) -> dict[str, Any]:
+def evaluate(tasks: Path, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What lm-eval makes of both tasks."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     results: dict[str, Any] = lm_eval.simple_evaluate(
         model=model,
         model_args=arguments,
-        tasks=list(names),
-        limit=limit,
+        tasks=[TASK, ROLLING],
+        limit=NUM_QUESTIONS,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
         random_seed=None,
@@ -75,7 +74,7 @@ def evaluate(
 def reference(tasks: Path, random_model: Path) -> dict[str, Any]:
     """lm-eval's `hf` backend: transformers in float32."""
     arguments = {"pretrained": str(random_model), "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH}
-    return evaluate(tasks, "hf", {**arguments, "batch_size": 1}, TASK, ROLLING)
+    return evaluate(tasks, "hf", {**arguments, "batch_size": 1})
 
 
 @pytest.fixture(scope="module", params=["scoremode", "local-completions"])
@@ -85,7 +84,7 @@ def ours(request: pytest.FixtureRequest, tasks: Path, server: str, random_model:
         from scoremode.lm_eval.model import ScoremodeLM
 
         model = ScoremodeLM(server, tokenizer=str(random_model), max_length=MAX_LENGTH, num_concurrent=4)
-        return evaluate(tasks, model, {}, TASK, ROLLING)
+        return evaluate(tasks, model, {})
     arguments = {
         "model": "tiny",
         "base_url": f"{server}/v1/completions",
@@ -96,7 +95,7 @@ def ours(request: pytest.FixtureRequest, tasks: Path, server: str, random_model:
         "batch_size": 2,
         "max_length": MAX_LENGTH + 2,
     }
-    return evaluate(tasks, "local-completions", arguments, TASK, ROLLING)
+    return evaluate(tasks, "local-completions", arguments)
 
 
 def answers(results: dict[str, Any], task: str) -> list[Any]:

@@ -26,6 +26,9 @@ CASES = [
     Case("rolling", 50),
     Case("rolling", 64),
 ]
+CASES_WITH_BOS = [Case("llama.cpp", 64), Case("rolling", 64), Case("sliding", 64, 32)]
+# Tests choose their client by name.
+pytestmark = pytest.mark.usefixtures("server", "plugin_server")
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +36,26 @@ def text(wikitext: str) -> str:
     return wikitext[:1500]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_perplexity_and_counts_of_a_real_model(client, random_model, text, case):
-    tokens = client.tokenize(text)
-    expected = oracle.perplexity(random_model, tokens, *case, prefix=client.info().prefix_token_id)
+@pytest.mark.parametrize(
+    ("client_name", "model_name", "case"),
+    [
+        *(("client", "random_model", case) for case in CASES),
+        *(("bos_client", "byte_fallback_model", case) for case in CASES_WITH_BOS),
+    ],
+)
+def test_perplexity_and_counts_are_those_of_an_oracle(request, text, client_name, model_name, case):
+    """Also where the tokenizer adds BOS, which `rolling` replaces with its own prefix."""
+    client, model = map(request.getfixturevalue, (client_name, model_name))
+    info = client.info()
+    tokens = client.tokenize(text, add_special_tokens=case.method != "rolling")
+    bos = info.bos_token_id if info.adds_bos else None
+    expected = oracle.perplexity(model, tokens, *case, bos=bos, prefix=info.prefix_token_id)
     result = client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_windows >= 5
     assert result.num_scored == expected.num_scored
     assert result.perplexity == pytest.approx(expected.perplexity, rel=oracle.MEAN)
     assert result.nll_stderr == pytest.approx(expected.nlls.std(ddof=1) / len(expected.nlls) ** 0.5, rel=1e-4)
     assert result.perplexity_stderr == pytest.approx(result.perplexity * result.nll_stderr, rel=1e-9)
-
-
-@pytest.mark.parametrize("case", [Case("llama.cpp", 64), Case("rolling", 64), Case("sliding", 64, 32)], ids=str)
-def test_special_tokens_of_a_tokenizer_that_adds_bos(bos_client, byte_fallback_model, text, case):
-    info = bos_client.info()
-    tokens = bos_client.tokenize(text, add_special_tokens=case.method != "rolling")
-    expected = oracle.perplexity(byte_fallback_model, tokens, *case, bos=info.bos_token_id, prefix=info.bos_token_id)
-    result = bos_client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
-    assert result.num_scored == expected.num_scored
-    assert result.perplexity == pytest.approx(expected.perplexity, rel=oracle.MEAN)
 
 
 def test_texts_share_no_context_and_pool_their_tokens(client, text):

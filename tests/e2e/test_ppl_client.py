@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from safetensors.numpy import load_file
 
 from scoremode import NotFoundError
 from tests.command_line import ppl_client
@@ -19,19 +18,6 @@ def test_windows_cut_here_and_on_the_server_give_the_same_number(server, client,
     for figure in ("perplexity", "nll_sum", "bits_per_byte", "word_perplexity", "perplexity_stderr"):
         assert here[figure] == pytest.approx(getattr(there, figure), rel=1e-6), figure
     assert here["num_scored"] == there.num_scored
-
-
-def test_the_arrays_equal_those_of_score(server, client, tmp_path):
-    text = "The capital of France is Paris."
-    output = tmp_path / "result.json"
-    printed = ppl_client("--url", server, "--text", text, "--context-length", "64", "--output", str(output))
-    assert "perplexity" in printed.lower()
-    [score] = client.score(text, return_ranks=True)
-    arrays = load_file(tmp_path / "result.safetensors")
-    assert arrays["token_ids"].tolist() == score.token_ids[1:]
-    assert arrays["logprobs"] == pytest.approx(score.logprobs[1:], abs=1e-5)
-    assert arrays["ranks"].tolist() == score.ranks[1:]
-    assert arrays["window_sizes"].tolist() == [score.num_scored]
 
 
 def test_a_server_without_a_folder_names_the_flag(bos_client):

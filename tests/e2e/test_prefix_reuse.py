@@ -1,20 +1,14 @@
-"""Shared prefixes are computed once, and no number changes: compared with transformers and with stock vLLM.
+"""Shared prefixes are computed once, and no number changes: compared with transformers.
 
 vLLM's own metrics tell what the engine computed. A part of a prompt runs in another batch shape than the whole.
 """
 
-from typing import Any
-
 import pytest
 
-import lm_eval_tasks
 from scoremode import ScoreClient
 from tests import oracle
 from tests.e2e.metrics import metric
-from tests.e2e.test_lm_eval import TASK, answers, evaluate
 from tests.shared_servers import BLOCK_SIZE
-
-NUM_QUESTIONS = 10  # The examples, which are computed once, weigh little.
 
 
 def computed_tokens(server: str) -> float:
@@ -71,29 +65,3 @@ def test_a_cache_of_no_bytes_holds_nothing(int8_client, int8_server, wikitext):
     assert computed_tokens(int8_server) - before == 2 * 199
     assert first.logprobs == again.logprobs
     assert cache_metric(int8_server, "hits_total") == cache_metric(int8_server, "bytes") == 0
-
-
-def test_lm_eval_computes_each_shared_prefix_once(server, random_model, tmp_path):
-    """Stock vLLM's completions compute every prompt whole."""
-    lm_eval_tasks.write_tasks(tmp_path, None)
-
-    def run(route: str) -> tuple[dict[str, Any], float]:
-        before = computed_tokens(server)
-        arguments = {
-            "model": "tiny",
-            "base_url": f"{server}{route}",
-            # There is no remote tokenizer under /stock.
-            "tokenizer_backend": "huggingface",
-            "tokenizer": str(random_model),
-            "num_concurrent": 4,
-            "max_length": 1024,
-        }
-        results = evaluate(tmp_path, "local-completions", arguments, TASK, limit=NUM_QUESTIONS)
-        return results, computed_tokens(server) - before
-
-    (cached, computed), (uncached, computed_without) = run("/v1/completions"), run("/stock/v1/completions")
-    pairs = zip(answers(cached, TASK), answers(uncached, TASK), strict=True)
-    for (ours, is_greedy), (expected, is_expected_greedy) in pairs:
-        assert ours == pytest.approx(expected, abs=oracle.PER_TOKEN)
-        assert is_greedy == is_expected_greedy
-    assert computed_without / computed >= 3

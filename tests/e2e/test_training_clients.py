@@ -121,10 +121,3 @@ def test_refusals_are_vllms(server, path, body):
     ours, stock = both(server, path, body)
     assert ours.status_code == stock.status_code >= 400
     assert_same(ours.json(), stock.json())
-
-
-def test_without_its_flag_the_generate_route_is_refused(plugin_server):
-    with connect(plugin_server) as client:
-        response = client.post(GENERATE, json={"token_ids": [5], "sampling_params": {"max_tokens": 1}})
-    assert response.status_code == 403
-    assert "--enable-scale-out" in response.text

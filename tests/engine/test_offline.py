@@ -1,4 +1,4 @@
-"""Score mode on a `vllm.LLM`, without a server, and what computes there. Exactness is tested with bounded memory."""
+"""Score mode on a `vllm.LLM`, without a server. Exactness is tested with bounded memory."""
 
 import numpy as np
 import pytest
@@ -28,16 +28,3 @@ def test_bad_input_names_its_field(llm: LLM, prompts, top_logprobs, param):
     with pytest.raises(RequestError) as error:
         score(llm, prompts, top_logprobs)
     assert error.value.param == param
-
-
-def test_a_worker_describes_its_modules(llm: LLM):
-    (described,) = llm.collective_rpc("scoremode_computed_by")
-    kernels = described.pop("kernels")
-    assert [each.partition(":")[0] for each in kernels] == ["UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"]
-    assert described == {
-        "model_runner": "v1",
-        "attention_backends": ["CPU_ATTN"],
-        "kv_cache_dtype": "float32",
-        "device": "cpu",
-        "batch_invariant": False,
-    }
