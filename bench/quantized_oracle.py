@@ -2,8 +2,8 @@
 
 Nothing of compressed-tensors, vLLM or scoremode runs here; transformers runs the architecture around the quantized
 layers. Weights of weight-only formats are dequantized. W8A8 formats quantize each linear layer's input per token, and
-products of codes are summed in float64, which is exact for int8 and nearly so for FP8. An FP8 KV cache is a setting of
-attention, for any weights.
+products of codes are summed in float64, which is exact for int8 and nearly so for FP8; where this CPU saturates int8,
+so do they. An FP8 KV cache is a setting of attention, for any weights.
 """
 
 import json
@@ -22,8 +22,8 @@ SMALLEST_FP8_SCALE = 1 / (LARGEST_FP8 * 512)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """E2M1 by its low three bits; the fourth is the sign."""
 
-QuantizeTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""[..., in] -> codes [..., in], as float64, and scales [..., 1], float32."""
+QuantizeTokens = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""[..., in] -> codes [..., in], as float64; scales and zero points [..., 1], float32."""
 
 WEIGHT_PARTS = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape")
 
@@ -60,7 +60,8 @@ def oracle_model(
         parts = {part: tensors.pop(f"{name}.{part}") for part in WEIGHT_PARTS if f"{name}.{part}" in tensors}
         tensors[f"{name}.weight"] = dequantized_weight(parts)
         if quantized_activations and (quantize := _token_quantizer(folder)) is not None:
-            layers[name] = QuantizedLinear(parts["weight"], parts["weight_scale"], quantize)
+            saturates = device == "cpu" and parts["weight"].dtype == torch.int8 and int8_products_saturate()
+            layers[name] = QuantizedLinear(parts["weight"], parts["weight_scale"], quantize, saturates)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     if unexpected or set(missing) - set(model.all_tied_weights_keys):
         raise ValueError(f"{folder}: {missing=} {unexpected=}")
@@ -118,32 +119,75 @@ def dequantized_weight(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 class QuantizedLinear(torch.nn.Module):
     """A linear layer without bias whose input is quantized per token, and whose products are summed in float64.
 
-    Its weight [out, in] is codes, int8 or float8_e4m3fn; its scale [out, 1] is float32.
+    Its weight [out, in] is codes, int8 or float8_e4m3fn; its scale [out, 1] is float32. `saturates` sums products as
+    `saturating_products` does.
     """
 
-    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, quantize: QuantizeTokens) -> None:
+    def __init__(
+        self, weight: torch.Tensor, weight_scale: torch.Tensor, quantize: QuantizeTokens, saturates: bool
+    ) -> None:
         super().__init__()
         self.codes = weight.double().T
         self.scale = weight_scale.double().T
         self.quantize = quantize
+        self.multiply = saturating_products if saturates else torch.matmul
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out] of the same dtype."""
-        codes, scale = self.quantize(inputs.float())
-        return (codes @ self.codes * scale.double() * self.scale).to(inputs.dtype)
+        codes, scale, zero_point = self.quantize(inputs.float())
+        products = self.multiply(codes, self.codes) - zero_point.double() * self.codes.sum(dim=0)
+        return (products * scale.double() * self.scale).to(inputs.dtype)
 
 
-def int8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_products_saturate() -> bool:
+    """Whether this CPU lacks VNNI: oneDNN, vLLM's INT8 kernel on CPUs, then sums as `saturating_products` does.
+
+    oneDNN's documentation tells so under "Nuances of int8 Computations".
+    """
+    capabilities = torch.cpu.get_capabilities()
+    return capabilities["architecture"] == "x86_64" and not (capabilities["avx512_vnni"] or capabilities["avx_vnni"])
+
+
+def saturating_products(activations: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[..., in] @ [in, out], int8 values as float64, as the instruction vpmaddubsw makes a kernel do it.
+
+    It multiplies unsigned activations (128 more, taken off again in the end) and adds two neighbors' products in 16
+    bits: a sum beyond them is cut off. `in` is even.
+    """
+    unsigned = activations + 128
+    total = -128 * weight.sum(dim=0)
+    for even in range(0, len(weight), 2):
+        pair = slice(even, even + 2)
+        total = total + (unsigned[..., pair] @ weight[pair]).clamp(-(2**15), 2**15 - 1)
+    return total
+
+
+def int8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The largest value of a token becomes 127; halves are rounded to even."""
     scale = inputs.abs().amax(dim=-1, keepdim=True) / LARGEST_INT8
     # A token of zeros has scale 0.
-    return (inputs / scale).nan_to_num().round().clamp(-128, LARGEST_INT8).double(), scale
+    codes = (inputs / scale).nan_to_num().round().clamp(-128, LARGEST_INT8)
+    return codes.double(), scale, torch.zeros_like(scale)
 
 
-def fp8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def asymmetric_int8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The range of a token becomes that of int8.
+
+    This is vLLM's csrc/cpu/dnnl_kernels.cpp, dynamic_scaled_int8_quant: it multiplies by the float32 reciprocal of the
+    scale, rounds halves to even, and adds the zero point before rounding. A token of zeros has scale 0.
+    """
+    low, high = inputs.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / 255
+    zero_point = (-128 - low / scale).round()
+    reciprocal = (1 / scale.double()).float()
+    codes = (inputs * reciprocal + zero_point).clamp(-128, LARGEST_INT8).round()
+    return codes.nan_to_num().double(), scale, zero_point.nan_to_num()
+
+
+def fp8_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The largest value of a token becomes 448, the largest of e4m3; vLLM clamps scales that are too small."""
     scale = (inputs.abs().amax(dim=-1, keepdim=True) / LARGEST_FP8).clamp(min=SMALLEST_FP8_SCALE)
-    return fp8_rounded(inputs / scale).double(), scale
+    return fp8_rounded(inputs / scale).double(), scale, torch.zeros_like(scale)
 
 
 def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
@@ -156,9 +200,11 @@ def _token_quantizer(folder: Path) -> QuantizeTokens | None:
     activations = scheme.get("input_activations")
     if activations is None:
         return None
-    if not activations["dynamic"] or activations["strategy"] != "token" or not activations["symmetric"]:
-        raise ValueError(f"{folder}: this oracle knows symmetric activations, one scale per token, not {activations}")
-    return {"int": int8_tokens, "float": fp8_tokens}[activations["type"]]
+    if not activations["dynamic"] or activations["strategy"] != "token":
+        raise ValueError(f"{folder}: this oracle knows activations with one scale per token, not {activations}")
+    if activations["type"] == "float":
+        return fp8_tokens
+    return int8_tokens if activations["symmetric"] else asymmetric_int8_tokens
 
 
 def _int4_values(packed: torch.Tensor) -> torch.Tensor:

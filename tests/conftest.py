@@ -99,7 +99,7 @@ def byte_fallback_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def int8_random_model(random_model: Path, tmp_path_factory) -> Path:
-    """`random_model` with its last block as INT8 W8A8: `oracle.int8_model` agrees with vLLM token by token."""
+    """`random_model` with its last block as INT8 W8A8, on which an oracle agrees with vLLM token by token."""
     from tests import models
 
     return models.int8_model(random_model, tmp_path_factory.mktemp("models") / "int8")

@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from compressed_tensors.quantization import disable_quantization
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 Tokens = Sequence[int]
 Score = Callable[[Tokens], np.ndarray]
@@ -189,92 +187,3 @@ def _targets(tokens: Tokens) -> torch.Tensor:
 @lru_cache(maxsize=3)
 def _float64_model(path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-
-
-def decompressed_model(int8_path: Path) -> PreTrainedModel:
-    """What transformers makes of a compressed-tensors checkpoint: weights decompressed, activations not quantized.
-
-    `logprobs` of the same path is something else: left to itself, compressed-tensors simulates quantized activations,
-    with a scale of max|x| / 127.5 where vLLM's kernels take max|x| / 127.
-    """
-    return AutoModelForCausalLM.from_pretrained(int8_path, dtype=torch.float64).eval().apply(disable_quantization)
-
-
-@lru_cache(maxsize=1)
-def int8_model(path: Path) -> PreTrainedModel:
-    """An INT8 W8A8 checkpoint with activations quantized as well, as vLLM's kernels do it on this CPU: the architecture
-    in plain float64, its quantized linear layers replaced by `Int8Linear`."""
-    config = AutoConfig.from_pretrained(path)
-    del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    tensors = load_file(path / "model.safetensors")
-    for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
-        weight, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.weight_scale")
-        model.set_submodule(name, Int8Linear(weight, scale, int8_products_saturate()))
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    if unexpected or set(missing) - set(model.all_tied_weights_keys):
-        raise ValueError(f"{path}: {missing=} {unexpected=}")
-    return model.eval()
-
-
-class Int8Linear(torch.nn.Module):
-    """A linear layer without bias whose input is quantized per token.
-
-    Args:
-        weight: [out, in] int8.
-        weight_scale: [out, 1] float32.
-        saturates: False sums the products without any rounding, True as `saturating_products` does.
-    """
-
-    def __init__(self, weight: torch.Tensor, weight_scale: torch.Tensor, saturates: bool) -> None:
-        super().__init__()
-        # Float64 holds every sum of int8 products of these layers exactly.
-        self.weight = weight.double().T
-        self.scale = weight_scale.double().T
-        self.saturates = saturates
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out] of the same type. Inputs are quantized from float32, as the kernels do."""
-        quantized, scale, zero_point = quantize_tokens(inputs.float())
-        quantized, zero_point = quantized.double(), zero_point.double()
-        multiply = saturating_products if self.saturates else torch.matmul
-        products = multiply(quantized, self.weight)
-        shifted = products - zero_point * self.weight.sum(dim=0)
-        return (shifted * scale.double() * self.scale).to(inputs.dtype)
-
-
-def int8_products_saturate() -> bool:
-    """Whether this CPU lacks VNNI: oneDNN, vLLM's INT8 kernel on CPUs, then sums as `saturating_products` does.
-
-    oneDNN's documentation tells so under "Nuances of int8 Computations".
-    """
-    capabilities = torch.cpu.get_capabilities()
-    return capabilities["architecture"] == "x86_64" and not (capabilities["avx512_vnni"] or capabilities["avx_vnni"])
-
-
-def saturating_products(activations: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[..., in] @ [in, out], int8 values as float64, as the instruction vpmaddubsw makes a kernel do it.
-
-    It multiplies unsigned activations (128 more, taken off again in the end) and adds two neighbours' products in 16
-    bits: a sum beyond them is cut off. `in` is even.
-    """
-    unsigned = activations + 128
-    total = -128 * weight.sum(dim=0)
-    for even in range(0, len(weight), 2):
-        pair = slice(even, even + 2)
-        total = total + (unsigned[..., pair] @ weight[pair]).clamp(-(2**15), 2**15 - 1)
-    return total
-
-
-def quantize_tokens(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[tokens, in] float32 -> int8 values (as float32) [tokens, in], scales and zero points [tokens, 1].
-
-    This is vLLM's csrc/cpu/dnnl_kernels.cpp, dynamic_scaled_int8_quant: it multiplies by the float32 reciprocal of the
-    scale, rounds halves to even, and adds the zero point before rounding. A token of zeros has scale 0.
-    """
-    low, high = inputs.aminmax(dim=-1, keepdim=True)
-    scale = (high - low) / 255
-    zero_point = (-128 - low / scale).round()
-    reciprocal = (1 / scale.double()).float()
-    quantized = (inputs * reciprocal + zero_point).clamp(-128, 127).round()
-    return quantized.nan_to_num(), scale, zero_point.nan_to_num()

@@ -4,8 +4,13 @@ The oracle quantizes both in torch, as the kernels do. transformers decompresses
 alone, which is another model; that difference is why this project exists.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
+from quantized_oracle import oracle_model
+from transformers import PreTrainedModel
 
 from scoremode import ScoreClient
 from scoremode.wire.protocol import ComputedBy
@@ -15,6 +20,12 @@ from tests import oracle
 @pytest.fixture(scope="module")
 def tokens(int8_client: ScoreClient, wikitext: str) -> list[int]:
     return int8_client.tokenize(wikitext[:3000])[:512]
+
+
+@pytest.fixture(scope="module")
+def quantized_model(int8_random_model: Path) -> PreTrainedModel:
+    """What the kernels compute, in float64."""
+    return oracle_model(int8_random_model, dtype=torch.float64)
 
 
 def test_the_server_runs_quantized_kernels_and_says_so(int8_client):
@@ -42,11 +53,14 @@ def test_the_server_runs_quantized_kernels_and_says_so(int8_client):
     )
 
 
-def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(int8_client, int8_random_model, tokens):
+def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(
+    int8_client, int8_random_model, quantized_model, tokens
+):
     (score,) = int8_client.score(tokens)
     ours = np.array(score.logprobs[1:])
-    (quantized,) = oracle.logprobs(oracle.int8_model(int8_random_model), [tokens])
-    (decompressed,) = oracle.logprobs(oracle.decompressed_model(int8_random_model), [tokens])
+    (quantized,) = oracle.logprobs(quantized_model, [tokens])
+    decompressed_model = oracle_model(int8_random_model, quantized_activations=False, dtype=torch.float64)
+    (decompressed,) = oracle.logprobs(decompressed_model, [tokens])
     to_quantized, to_decompressed = np.abs(ours - quantized), np.abs(ours - decompressed)
     # A quantized activation that lies on the edge between two integers may fall on either side of it, which float32
     # rounding decides: such a token is off by hundredths of a nat, between the kernel and the oracle as between the
@@ -56,12 +70,12 @@ def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(int8_client
     assert np.median(to_decompressed) > 100 * oracle.MEAN
 
 
-def test_their_divergence_is_that_of_int8_arithmetic(client, int8_client, random_model, int8_random_model, wikitext):
+def test_their_divergence_is_that_of_int8_arithmetic(client, int8_client, random_model, quantized_model, wikitext):
     """Most positions agree to float32 rounding; docs/methods.md has how far the others are apart."""
     tokens = client.tokenize(wikitext[:1800])[:256]
     client.record_reference("tiny", tokens)
     (window,) = int8_client.kld("tiny").data
     client.delete_reference("tiny")
-    (expected,) = oracle.divergences(random_model, oracle.int8_model(int8_random_model), [tokens])
+    (expected,) = oracle.divergences(random_model, quantized_model, [tokens])
     assert np.median(np.abs(window.positions.kld - expected.kld)) < oracle.MEAN
     assert window.positions.kld.mean() == pytest.approx(expected.kld.mean(), rel=0.02)

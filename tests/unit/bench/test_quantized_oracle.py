@@ -1,14 +1,13 @@
-"""The oracles against cases worked out by hand, so that a test that leans on them leans on something checked."""
+"""The INT8 oracle against cases worked out by hand, so that a test that leans on it leans on something checked."""
 
 import torch
-
-from tests import oracle
+from quantized_oracle import QuantizedLinear, asymmetric_int8_tokens, int8_tokens, saturating_products
 
 
 def test_quantization_by_hand():
     # Range 255, so the scale is 1; 0 lands on the zero points -128 - (-55) = -73 and 0. Halves are rounded to even.
     inputs = torch.tensor([[-55.0, 0.0, 200.0, 10.4], [-128.0, 0.5, 1.5, 127.0], [0.0, 0.0, 0.0, 0.0]])
-    values, scale, zero_point = oracle.quantize_tokens(inputs)
+    values, scale, zero_point = asymmetric_int8_tokens(inputs)
     assert scale[:, 0].tolist() == [1.0, 1.0, 0.0]
     assert zero_point[:, 0].tolist() == [-73.0, 0.0, 0.0]
     assert values.tolist() == [[-128, -73, 127, -63], [-128, 0, 2, 127], [0, 0, 0, 0]]
@@ -16,25 +15,25 @@ def test_quantization_by_hand():
 
 def test_int8_linear_by_hand():
     weight = torch.tensor([[2, -1, 1], [127, 127, -127]], dtype=torch.int8)
-    linear = oracle.Int8Linear(weight, torch.tensor([[0.5], [0.25]]), saturates=False)
+    linear = QuantizedLinear(weight, torch.tensor([[0.5], [0.25]]), asymmetric_int8_tokens, saturates=False)
     # Scale 2, zero point -73; above it lie (-55, 200, 10): -110 - 200 + 10 and 127 * (-55 + 200 - 10).
     assert linear(torch.tensor([[-110.0, 400.0, 20.8]])).tolist() == [[-300 * 2 * 0.5, 17_145 * 2 * 0.25]]
 
 
 def test_saturating_int8_linear_by_hand():
     weight, weight_scale = torch.tensor([[127, 127, 1, -1]], dtype=torch.int8), torch.tensor([[1.0]])
-    # Scale 1, zero point 0. The unsigned pair 255 * 127 + 132 * 127 = 49,149 is cut to 32,767; the other is
-    # 130 - 0 = 130; both were raised by 128 * (127 + 127).
-    inputs = torch.tensor([[127.0, 4.0, 2.0, -128.0]])
+    # Scale 1. The unsigned pair 255 * 127 + 132 * 127 = 49,149 is cut to 32,767; the other is
+    # 130 - 1 = 129; both were raised by 128 * (127 + 127).
+    inputs = torch.tensor([[127.0, 4.0, 2.0, -127.0]])
     exact, saturated = (
-        oracle.Int8Linear(weight, weight_scale, saturates=saturates)(inputs).tolist() for saturates in (False, True)
+        QuantizedLinear(weight, weight_scale, int8_tokens, saturates)(inputs).tolist() for saturates in (False, True)
     )
-    assert exact == [[131 * 127 + 130]]
-    assert saturated == [[32_767 + 130 - 128 * 254]]
+    assert exact == [[131 * 127 + 129]]
+    assert saturated == [[32_767 + 129 - 128 * 254]]
 
 
 def test_saturating_products_are_exact_where_16_bits_hold_every_pair():
     generator = torch.Generator().manual_seed(0)
     activations = torch.randint(-128, 128, (5, 96), generator=generator).double()
     weight = torch.randint(-64, 64, (96, 7), generator=generator).double()
-    assert torch.equal(oracle.saturating_products(activations, weight), activations @ weight)
+    assert torch.equal(saturating_products(activations, weight), activations @ weight)
