@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from demo_model import cache_root, demo_model, made_once
-from local_server import has_gpu, running_server
+from local_server import has_gpu, server_process
 from rounded_model import rounded_model
 
 NAME = "SmolLM2-135M"
@@ -43,9 +43,10 @@ def ask(model: Path, name: str, commands: list[tuple[str, ...]]) -> int:
     flags = ("--served-model-name", name, "--max-model-len", "2048", "--enforce-eager")
     with tempfile.TemporaryDirectory() as folder:
         print(f"$ scoremode serve {model} --reference-dir {references}      (a minute or two)", flush=True)
-        with running_server(model, *flags, "--reference-dir", str(references), log=Path(folder) / "server.log") as url:
+        log = Path(folder) / "server.log"
+        with server_process(model, *flags, "--reference-dir", str(references), log=log) as server:
             for command in commands:
-                arguments = [*command, "--url", url]
+                arguments = [*command, "--url", server.url]
                 print(f"\n$ ppl-client {' '.join(arguments)}", flush=True)
                 if status := subprocess.run([sys.executable, "-m", "scoremode.cli", *arguments]).returncode:
                     return status

@@ -31,9 +31,9 @@ def made_once(folder: Path, make: Callable[[Path], object]) -> Path:
     return folder
 
 
-def demo_model(cache: Path | None = None) -> Path:
-    """The model folder inside `cache`, converted on the first call (under a minute)."""
-    return made_once((cache or cache_root()) / "SmolLM2-135M", _convert)
+def demo_model() -> Path:
+    """The model folder in the cache, converted on the first call (under a minute)."""
+    return made_once(cache_root() / "SmolLM2-135M", _convert)
 
 
 def _move(source: Path, target: Path) -> None:

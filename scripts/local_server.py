@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 
@@ -60,13 +59,6 @@ class ServerProcess:
 
 
 @contextmanager
-def running_server(model: Path | str, *flags: str, **options: Any) -> Iterator[str]:
-    """The URL of a `server_process`."""
-    with server_process(model, *flags, **options) as process:
-        yield process.url
-
-
-@contextmanager
 def server_process(
     model: Path | str,
     *flags: str,
@@ -74,7 +66,6 @@ def server_process(
     environment: dict[str, str] | None = None,
     inherited: Mapping[str, str] = os.environ,
     command: Sequence[str] = (),
-    start_seconds: float = START_SECONDS,
     stop_seconds: float = STOP_SECONDS,
 ) -> Iterator[ServerProcess]:
     """`scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
@@ -102,7 +93,7 @@ def server_process(
             )
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait_until_ready(process, url, log, start_seconds)
+            _wait_until_ready(process, url, log)
             yield ServerProcess(url, process)
         finally:
             _stop(process, stop_seconds)
@@ -121,8 +112,8 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise ServerError(f"the server ended with status {process.returncode}\n{log.read_text()[-8000:]}")
@@ -132,7 +123,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path, s
         except httpx.TransportError:
             pass
         time.sleep(0.5)
-    raise ServerError(f"the server was not ready after {seconds:.0f} s\n{log.read_text()[-8000:]}")
+    raise ServerError(f"the server was not ready after {START_SECONDS} s\n{log.read_text()[-8000:]}")
 
 
 def _stop(process: "subprocess.Popen[bytes]", seconds: float) -> None:
@@ -146,6 +137,6 @@ def _stop(process: "subprocess.Popen[bytes]", seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    with running_server(*sys.argv[1:], log=Path("/dev/stderr")) as address:
-        print(f"serving on {address}, until interrupted", flush=True)
+    with server_process(*sys.argv[1:], log=Path("/dev/stderr")) as server:
+        print(f"serving on {server.url}, until interrupted", flush=True)
         signal.pause()

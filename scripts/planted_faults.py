@@ -1,11 +1,10 @@
 """Plant faults in client and server, one at a time, and see which of them the tests find.
 
-    python scripts/planted_faults.py [--only 1-12,40] [--engine] [--all] [--tests-of FOLDER] [--report FILE]
+    python scripts/planted_faults.py [--only 1-12,40] [--engine] [--all] [--report FILE]
 
-Each fault is one change of one file in a copy of a checkout, whose tests then run until one fails: those that are
+Each fault is one change of one file in a copy of the checkout, whose tests then run until one fails: those that are
 listed with the fault, and with `--all`, if these pass, all unit tests of the client or of the server. `--engine` runs
-the faults that only tests with a real engine can find. `--tests-of` names another checkout, to compare two suites over
-the same product.
+the faults that only tests with a real engine can find.
 """
 
 import argparse
@@ -227,17 +226,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=numbers, default=range(1, len(FAULTS) + 1), help="numbers such as 1-12,40")
     parser.add_argument("--engine", action="store_true", help="the faults that need an engine, not the others")
-    parser.add_argument("--tests-of", type=Path, default=ROOT, metavar="FOLDER", help="another checkout's tests")
     parser.add_argument("--all", action="store_true", help="where the listed tests pass, all unit tests")
     parser.add_argument("--report", type=Path, help="append a line per fault to this file")
     arguments = parser.parse_args()
     chosen = {number: FAULTS[number - 1] for number in arguments.only}
     chosen = {number: fault for number, fault in chosen.items() if bool(fault.all_tests) is not arguments.engine}
-    checkout = arguments.tests_of.resolve()
-    os.environ.setdefault("SCOREMODE_CACHE", str(checkout / ".cache"))
+    os.environ.setdefault("SCOREMODE_CACHE", str(ROOT / ".cache"))
     if any(fault.path.startswith("server/") for fault in chosen.values()):
         import_what_takes_long()
-    with copy_of(checkout) as folder:
+    with copy_of_checkout() as folder:
         if failure := first_failure(folder, [test for fault in chosen.values() for test in fault.tests]):
             print(f"{failure} fails without a fault: nothing can be said of faults")
             return 1
@@ -277,11 +274,11 @@ def numbers(text: str) -> list[int]:
 
 
 @contextmanager
-def copy_of(checkout: Path) -> Iterator[Path]:
-    """A copy of a checkout, sources and tests, in which files can be changed."""
+def copy_of_checkout() -> Iterator[Path]:
+    """A copy of the sources and tests, in which files can be changed."""
     with tempfile.TemporaryDirectory(prefix="planted-faults-") as scratch:
-        folder = Path(scratch) / checkout.name
-        shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        folder = Path(scratch) / ROOT.name
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
         yield folder
 
 
@@ -314,22 +311,17 @@ def import_what_takes_long() -> None:
 
 
 def first_failure(folder: Path, tests: Sequence[str]) -> str | None:
-    """The first test that fails, or the first name if they hang; None where all pass. The folder of a file that the
-    checkout does not have stands for it."""
+    """The first test that fails, or the first name if they hang; None where all pass."""
     if not tests:
         return None
-    there = [
-        test if test.startswith("-") or (folder / test.partition("::")[0]).exists() else str(Path(test).parent)
-        for test in tests
-    ]
     output = folder.parent / "output"
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, there, output))
+    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(folder, tests, output))
     process.start()
     process.join(LONGEST_RUN)
     if process.is_alive():
         os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-        return there[0]
+        return tests[0]
     if process.exitcode == 0:
         return None
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output.read_text(), re.MULTILINE)

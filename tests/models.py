@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -56,28 +55,6 @@ def random_llama(
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,
-    )
-    return _random_weights(config, path, seed)
-
-
-def random_gemma(path: Path, *, seed: int = 0, vocab_size: int = 262_144, soft_cap: float = 30.0) -> Path:
-    """Writes a float32 Gemma 2 with random weights, two blocks, and no tokenizer: a large vocabulary, an LM head that
-    is the embedding, and logits that are capped."""
-    config = Gemma2Config(
-        vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        max_position_embeddings=512,
-        sliding_window=256,
-        initializer_range=0.1,
-        final_logit_softcapping=soft_cap,
-        # transformers' fast attention leaves it out.
-        attn_logit_softcapping=None,
     )
     return _random_weights(config, path, seed)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from vllm.config import LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
 
@@ -29,7 +29,7 @@ from scoremode_server.scoring.model_files import (
     weight_bytes,
     with_adapter,
 )
-from tests.models import int8_model, random_gemma, random_llama
+from tests.models import int8_model, random_llama, random_model_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 TENSOR_BYTES = 300_000
@@ -237,7 +237,8 @@ def size_of(folder: Path, load_format: str = "auto") -> int | None:
 
 
 def test_a_quantized_copy_has_as_many_weights_and_tied_ones_count_once(tmp_path: Path):
-    gemma = random_gemma(tmp_path / "gemma", vocab_size=1000)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 1024}
+    gemma = random_model_of(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1), tmp_path / "gemma")
     assert num_parameters(AutoConfig.from_pretrained(gemma), False) == num_elements(gemma)
     llama = random_llama(tmp_path / "llama", vocab_size=300)
     copy = int8_model(llama, tmp_path / "int8")
