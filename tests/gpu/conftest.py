@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,23 +136,19 @@ def servers(
 ) -> Iterator[dict[str, Future[Served]]]:
     """SmolLM2 on V2 with CUDA graphs, and its rounded copy on V1 eagerly, with one folder of references."""
     folder = tmp_path_factory.mktemp("servers")
-    stop: list[Any] = []
 
     def start(runner: str, model: Path) -> Served:
         variable, value, eager = RUNNERS[runner]
         flags = (*FLAGS, *MEMORY, *eager, "--max-logprobs", "256", "--reference-dir", str(folder / "references"))
         settings = {variable: value} if ON_GPU else {}
-        running = server_process(model, *flags, log=folder / f"{runner}.log", environment=settings)
-        process = running.__enter__()
-        stop.append(running)
-        return Served(model, ScoreClient(process.url, timeout=300), process.url)
+        server = server_process(model, *flags, log=folder / f"{runner}.log", environment=settings)
+        url = stack.enter_context(server).url
+        return Served(model, ScoreClient(url, timeout=300), url)
 
     (folder / "references").mkdir()
-    with ThreadPoolExecutor(2) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         models = {"v2": smollm2, "v1": rounded_smollm2}
         yield {runner: pool.submit(start, runner, model) for runner, model in models.items()}
-    for running in stop:
-        running.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="session", params=RUNNERS)
