@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import sys
 import time
 from collections import defaultdict
@@ -41,6 +40,7 @@ from scoremode.wire.protocol import PerplexityWindow
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests import oracle
+from tests.e2e.metrics import metric
 from tests.texts import WIKITEXT
 
 FLAGS = (
@@ -53,8 +53,9 @@ ANSWER_SECONDS = 300
 IDLE_SECONDS = 60
 IDLE_GAUGES = (
     *("scoremode_waiting_sequences", "scoremode_running_sequences"),
-    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("vllm:num_requests_waiting", "vllm:num_requests_running"),
 )
+LABELS = r"(?:\{.*\})?"
 FILLING_REQUESTS = 16
 BATCH_SIZES = 208
 """oneDNN keeps 1,024 kernels, one for each of a model's matrix shapes (Llama's are five) and each size of batch."""
@@ -206,14 +207,6 @@ async def put_load(url: str, passages: Sequence[Passage], clients: int, seconds:
     return tallies
 
 
-def metric(text: str, name: str) -> float:
-    """A metric of `/metrics`, summed over its labels."""
-    values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-    if not values:
-        raise ValueError(f"/metrics has no {name}")
-    return sum(map(float, values))
-
-
 def fill_caches(url: str) -> None:
     """Score enough fresh prompts to fill both caches, then one of each length up to `BATCH_SIZES`."""
     rng = random.Random(0)
@@ -223,20 +216,18 @@ def fill_caches(url: str) -> None:
             prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
             body = {"prompt": prompts, "top_logprobs": 20, "use_cache": len(lengths) > 1}
             client.post("/v1/score", json=body).raise_for_status()
-        if not metric(client.get("/metrics").text, "scoremode_score_cache_evictions_total"):
-            raise RuntimeError("the row cache is not full")
+    if not metric(url, f"scoremode_score_cache_evictions_total{LABELS}"):
+        raise RuntimeError("the row cache is not full")
 
 
 async def until_idle(url: str) -> list[str]:
     """Wait until nothing runs or waits; else what still does after `IDLE_SECONDS`."""
     end = time.monotonic() + IDLE_SECONDS
-    async with httpx.AsyncClient(base_url=url) as client:
-        while True:
-            text = (await client.get("/metrics")).text
-            busy = [f"{name} is {value:g}" for name in IDLE_GAUGES if (value := metric(text, name))]
-            if not busy or time.monotonic() > end:
-                return busy
-            await asyncio.sleep(0.5)
+    while True:
+        busy = [f"{name} is {value:g}" for name in IDLE_GAUGES if (value := metric(url, name + LABELS))]
+        if not busy or time.monotonic() > end:
+            return busy
+        await asyncio.sleep(0.5)
 
 
 async def soak(server: ServerProcess, passages: Sequence[Passage], options: argparse.Namespace) -> dict[str, Any]:

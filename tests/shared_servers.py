@@ -68,7 +68,6 @@ TO_END = Server(
 )
 
 SERVERS = {
-    # vLLM's own server with the plugin and an API key, compiled, on a tokenizer of SentencePiece's kind with BOS.
     "plugin_server": Server(
         "tiny",
         "byte_fallback_model",
@@ -81,7 +80,6 @@ SERVERS = {
         (*_WITH_STOCK_ROUTES, "vllm", "--model"),
         {"VLLM_PLUGINS": "scoremode"},
     ),
-    # `scoremode serve` with what trainers need.
     "server": Server(
         "tiny",
         "random_model",
@@ -101,7 +99,6 @@ SERVERS = {
         (*_WITH_STOCK_ROUTES, "scoremode"),
         references="smollm2",
     ),
-    # Quantized weights and activations, no cache of logprobs, and small bounds.
     "int8_server": Server(
         "tiny",
         "int8_random_model",

@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from scoremode.comparison.run_file import load_run
 from tests import oracle
 from tests.command_line import ppl_client
-from tests.e2e.metrics import metric
-from tests.e2e.test_completions import HITS, assert_same, connect
+from tests.e2e.test_completions import assert_same, connect
 
 CHAT = "/v1/chat/completions"
 SHORT = [
@@ -151,17 +150,6 @@ def test_chat_completions_are_vllms(http, change):
     ours, stock = (http.post(path, json=body) for path in (CHAT, f"/stock{CHAT}"))
     assert ours.status_code == stock.status_code
     assert_same(ours.json(), stock.json(), oracle.PER_TOKEN)
-
-
-def test_chat_completions_use_the_cache_of_logprobs(http, smollm2_server):
-    conversation = [
-        {"role": "user", "content": "Count the words of this sentence, and of no other one. " * 6},
-        SHORT[1],
-    ]
-    before = metric(smollm2_server, HITS)
-    first, second = (http.post(CHAT, json=SCORING | {"messages": conversation}).json() for _ in range(2))
-    assert metric(smollm2_server, HITS) - before >= 64
-    assert_same(first, second, oracle.PER_TOKEN)
 
 
 def test_runs_of_a_dataset_have_these_logprobs_and_say_where_they_are_from(

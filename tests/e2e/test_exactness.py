@@ -55,16 +55,6 @@ def test_continuations_equal_the_same_tokens_scored_whole(smollm2_client, smollm
         assert score.is_greedy == all(rank == 1 for rank in ranks[start - 1 :])
 
 
-def test_a_batch_scores_each_sequence_as_if_it_were_alone(smollm2_client, smollm2, tokens):
-    sequences = [tokens[start : start + length] for start, length in [(0, 2), (5, 1), (10, 300), (7, 33), (0, 2)]]
-    scores = smollm2_client.score(sequences)
-    for sequence, score in zip(sequences, scores, strict=True):
-        (expected,) = oracle.logprobs(smollm2, [sequence])
-        assert score.token_ids == sequence
-        assert score.logprobs[0] is None
-        oracle.assert_close(score.logprobs[1:], expected)
-
-
 def test_a_sequence_as_long_as_the_context_is_scored(bos_client, byte_fallback_model):
     tokens = np.random.default_rng(0).integers(3, 400, bos_client.info().max_model_len).tolist()
     (score,) = bos_client.score(tokens)

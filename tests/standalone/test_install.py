@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-INSTALL = Path(__file__).parents[2] / "scripts" / "install.sh"
+ROOT = Path(__file__).parents[2]
+OTHER = "0.31.0"
 
 
 def install(environment: Path, engine: str) -> Path:
@@ -16,7 +17,7 @@ def install(environment: Path, engine: str) -> Path:
     python = environment / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
-    subprocess.run([str(INSTALL), str(python), engine], check=True)
+    subprocess.run([str(ROOT / "scripts" / "install.sh"), str(python), engine], check=True)
     return environment / "bin"
 
 
@@ -42,9 +43,6 @@ def test_the_client_alone_is_small_and_needs_neither_torch_nor_vllm(tmp_path: Pa
     assert not {"torch", "vllm", "pandas"} & {entry.name for entry in packages.iterdir()}
     assert "--dataset" in output(binaries / "ppl-client", "--help")
 
-
-ROOT = Path(__file__).parents[2]
-OTHER = "0.31.0"
 
 LOAD_THEN_SERVE = """
 from vllm.plugins import load_general_plugins
