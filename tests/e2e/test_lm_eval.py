@@ -219,15 +219,12 @@ def gated(server: str, route: str, num_answers: int) -> Iterator[str]:
             over.set()
 
 
-def test_a_killed_run_resumes_from_its_cache(server, tmp_path):
-    lm_eval_tasks.write_tasks(tmp_path / "tasks", None)
-
-    def command(url: str, name: str) -> list[str]:
-        options = f"base_url={url},num_concurrent=2"
-        where = ("--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / name), "--log_samples")
-        cache = () if name == "whole" else ("--use_cache", str(tmp_path / "cache"))
-        start = (sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--model_args", options)
-        return [*start, "--tasks", TASK, "--limit", str(NUM_QUESTIONS), *where, *cache]
+def test_a_killed_run_resumes_from_its_cache(server, tasks, reference, tmp_path):
+    def command(url: str) -> list[str]:
+        start = (sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--log_samples")
+        options = ("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS))
+        cache = ("--use_cache", str(tmp_path / "cache"))
+        return [*start, *options, *cache, "--include_path", str(tasks), "--output_path", str(tmp_path / "samples")]
 
     def num_cached() -> int:
         for path in tmp_path.glob("cache_rank0-v2-*.db"):
@@ -235,22 +232,17 @@ def test_a_killed_run_resumes_from_its_cache(server, tmp_path):
                 return int(cache.execute("SELECT count(*) FROM unnamed").fetchone()[0])
         return 0
 
-    def answers(name: str) -> list[Any]:
-        [path] = (tmp_path / name).rglob(f"samples_{TASK}_*.jsonl")
-        samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-        return [(float(logprob), is_greedy) for each in samples for [(logprob, is_greedy)] in each["resps"]]
-
     # One for what is served, and one for half of the questions.
-    with gated(server, "/v1/score", 2) as url, subprocess.Popen(command(url, "killed")) as killed:
+    with gated(server, "/v1/score", 2) as url, subprocess.Popen(command(url)) as killed:
         try:
             while num_cached() < 4 * NUM_QUESTIONS // 2:
                 assert killed.poll() is None
                 time.sleep(0.1)
         finally:
             killed.kill()
-    resumed = subprocess.run(command(server, "resumed"), capture_output=True, text=True)
+    resumed = subprocess.run(command(server), capture_output=True, text=True)
     assert f"Cached requests: {2 * NUM_QUESTIONS}, Requests remaining: {2 * NUM_QUESTIONS}" in resumed.stderr
-    subprocess.run(command(server, "whole"), check=True)
-    found, expected = answers("resumed"), answers("whole")
-    assert len(found) == 4 * NUM_QUESTIONS
-    assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in expected], abs=1e-3)
+    [path] = (tmp_path / "samples").rglob(f"samples_{TASK}_*.jsonl")
+    samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    found = [float(logprob) for sample in samples for [(logprob, _)] in sample["resps"]]
+    assert found == pytest.approx([logprob for logprob, _ in answers(reference, TASK)], abs=1e-3)

@@ -55,28 +55,12 @@ cli.serve(["model"])
 """
 
 LINE = "-" * 9 + "\n"
-LOAD_AND_COMPARE = f"""
-import functools, importlib, inspect, sys
-
-from scoremode_server.vllm_patches.versions import PRIVATE
-
-
-def found(key):
-    module, _, dotted = key.partition(":")
-    try:
-        *scopes, name = dotted.split(".")
-        return inspect.getattr_static(functools.reduce(getattr, scopes, importlib.import_module(module)), name)
-    except (ImportError, AttributeError):
-        return None  # Not in this version.
-
-
-before = {{key: found(key) for key in PRIVATE}}
-print({LINE!r}, end="", flush=True)
+LOAD = f"""
+import sys
 from vllm.plugins import load_general_plugins
+print({LINE!r}, end="", flush=True)
 load_general_plugins()
 print({LINE!r}, end="", flush=True)
-print(sum(value is not None for value in before.values()))
-print(*[key for key in PRIVATE if found(key) is not before[key]])
 print(*[name for name in sys.modules if name.startswith("scoremode")])
 """
 
@@ -101,13 +85,11 @@ def run(python: Path, code: str, **environment: str) -> subprocess.CompletedProc
     return subprocess.run([str(python), "-c", code], env=outside | environment, **output)
 
 
-def test_its_plugins_print_nothing_and_patch_nothing(python: Path):
-    done = run(python, LOAD_AND_COMPARE)
+def test_its_plugins_print_nothing_and_import_nothing_that_patches(python: Path):
+    done = run(python, LOAD)
     assert done.returncode == 0, done.stdout
-    _, printed, after = done.stdout.split(LINE)
-    number, patched, imported = after.split("\n")[:3]
-    assert (printed, patched) == ("", "")
-    assert int(number) > 50, "most of what is patched is in this version too"
+    _, printed, imported = done.stdout.split(LINE)
+    assert printed == ""
     ours = {"settings", "plugin", "vllm_patches", "vllm_patches.versions"}
     assert set(imported.split()) <= {"scoremode_server", *(f"scoremode_server.{name}" for name in ours)}
 
