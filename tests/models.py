@@ -30,7 +30,6 @@ def random_llama(
     seed: int = 0,
     vocab_size: int = 1024,
     num_layers: int = 2,
-    head_size: int = 64,
     max_position: int = 2048,
     add_bos: bool = False,
     byte_fallback: bool = False,
@@ -43,12 +42,12 @@ def random_llama(
     _tokenizer(vocab_size, add_bos, byte_fallback).save_pretrained(path)
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=2 * head_size,
-        intermediate_size=4 * head_size,
+        hidden_size=128,
+        intermediate_size=256,
         num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=head_size,
+        head_dim=64,
         max_position_embeddings=max_position,
         # The usual 0.02 leaves all logits near 0, and then every token looks as likely as any other.
         initializer_range=0.1,
@@ -59,10 +58,10 @@ def random_llama(
     return _random_weights(config, path, seed)
 
 
-def random_model_of(config: PretrainedConfig, path: Path, *, seed: int = 0) -> Path:
+def random_model_of(config: PretrainedConfig, path: Path) -> Path:
     """Writes a float32 model of any family with random weights, and a tokenizer of 1,024 tokens."""
     _tokenizer(1024, add_bos=False, byte_fallback=False).save_pretrained(path)
-    return _random_weights(config, path, seed)
+    return _random_weights(config, path)
 
 
 def with_scaled_head(source: Path, path: Path, factor: float) -> Path:
@@ -127,7 +126,7 @@ def int8_model(source: Path, path: Path) -> Path:
     return _changed(source, path, quantize, dtype="float32", quantization_config=quantization)
 
 
-def _random_weights(config: PretrainedConfig, path: Path, seed: int) -> Path:
+def _random_weights(config: PretrainedConfig, path: Path, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)

@@ -64,12 +64,6 @@ def logits(model: Path | PreTrainedModel, tokens: Tokens) -> torch.Tensor:
     return run(torch.tensor([list(tokens)]), use_cache=False).logits[0, :-1].double()
 
 
-def top_logprobs(model: Path, sequences: Sequence[Tokens], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The top k tokens at each position but the first, best first: ids [n - 1, k] and logprobs [n - 1, k]."""
-    best = [logits(model, tokens).log_softmax(-1).topk(k, dim=-1) for tokens in sequences]
-    return [(each.indices.numpy(), each.values.numpy()) for each in best]
-
-
 def ranks(model: Path, sequences: Sequence[Tokens]) -> list[np.ndarray]:
     """1 + the number of tokens with a larger logit than the actual one's, for each token but the first: [n - 1]."""
     of_all = [(logits(model, tokens), _targets(tokens)) for tokens in sequences]
