@@ -39,8 +39,8 @@ class Comparison:
     diff: str = ""
 
 
-def wheel(version: str) -> Path:
-    """The wheel of a version, downloaded unless it is in the cache.
+def wheel_sources(version: str) -> Sources:
+    """The source files of a version, in its wheel, which is downloaded unless it is in the cache.
 
     Raises:
         subprocess.CalledProcessError: pip cannot download it.
@@ -50,12 +50,7 @@ def wheel(version: str) -> Path:
     if not any(folder.glob(pattern)):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*pip, "--dest", str(folder), f"vllm=={version}"], check=True)
-    return next(folder.glob(pattern))
-
-
-def wheel_sources(version: str) -> Sources:
-    """The source files of a version, in its wheel."""
-    return Sources(zipfile.Path(wheel(version)))
+    return Sources(zipfile.Path(next(folder.glob(pattern))))
 
 
 def imported_names(folder: Path, sources: Sources) -> set[str]:
@@ -98,14 +93,6 @@ def _tree(text: str) -> str:
     return ast.dump(ast.parse(text))
 
 
-def report(comparisons: list[Comparison]) -> Iterator[str]:
-    """Lines that tell each name's status, with what is done with it, and its diff."""
-    for comparison in comparisons:
-        yield f"{comparison.status:8} {comparison.key}  ({PRIVATE.get(comparison.key, 'imported')})"
-        if comparison.diff:
-            yield comparison.diff + "\n"
-
-
 def record(version: str, hashes: dict[str, str | None]) -> None:
     """Write the hashes of a version into the manifest, in the place of what it had."""
     recorded = recorded_hashes() | {version: hashes}
@@ -119,7 +106,10 @@ def check(version: str, write: bool = False) -> bool:
     known, found = wheel_sources(newest), wheel_sources(version)
     names = used_names(known)
     comparisons = [compare(key, known, found) for key in names]
-    print(*report(comparisons), sep="\n")
+    for each in comparisons:
+        print(f"{each.status:8} {each.key}  ({PRIVATE.get(each.key, 'imported')})")
+        if each.diff:
+            print(each.diff, end="\n\n")
     hashes = {key: digest(segment(found, key)) for key in names}
     if write:
         record(version, hashes)
