@@ -1,10 +1,8 @@
-"""Write two lm-eval tasks that need no network into a folder, for `lm_eval --include_path FOLDER`.
+"""Write an lm-eval task that needs no network into a folder, for `lm_eval --include_path FOLDER`.
 
-    python scripts/lm_eval_tasks.py FOLDER [WIKITEXT]
+    python scripts/lm_eval_tasks.py FOLDER
 
-python_reference      multiple choice: which of four endings continues a sentence of the Python language reference
-wikitext_documents    loglikelihood_rolling over the documents of WikiText-2's test split, from the folder WIKITEXT
-                      that holds its rows as the hub does; left out where none is given
+python_reference: multiple choice, which of four endings continues a sentence of the Python language reference.
 """
 
 import json
@@ -22,7 +20,6 @@ HALVES = range(5, 13)
 """Words that each half of a sentence may have."""
 
 SENTENCE = re.compile(r"(?<=[.?!])\s+(?=[A-Z])")
-TITLE = re.compile(r"^ = [^=\n]+ = $", re.MULTILINE)
 
 MULTIPLE_CHOICE = """\
 task: python_reference
@@ -43,24 +40,6 @@ doc_to_target: answer
 metric_list:
   - metric: acc
   - metric: acc_norm
-metadata:
-  version: 1.0
-"""
-
-ROLLING = """\
-task: wikitext_documents
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {folder}/wikitext_documents.jsonl
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: page
-metric_list:
-  - metric: word_perplexity
-  - metric: byte_perplexity
-  - metric: bits_per_byte
 metadata:
   version: 1.0
 """
@@ -90,33 +69,19 @@ def questions() -> list[dict[str, object]]:
     return made
 
 
-def documents(wikitext: Path) -> list[str]:
-    """The articles of WikiText-2's test split, headings included."""
-    from datasets import load_dataset
-
-    files = sorted(map(str, wikitext.rglob("test-*.parquet")))
-    text = "".join(load_dataset("parquet", data_files={"test": files}, split="test")["text"])
-    starts = [match.start() for match in TITLE.finditer(text)]
-    return [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
-
-
 def write_jsonl(path: Path, rows: list[dict[str, object]]) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_tasks(folder: Path, wikitext: Path | None) -> None:
-    """The tasks and their data."""
+def write_task(folder: Path) -> None:
+    """The task and its data."""
     folder.mkdir(parents=True, exist_ok=True)
     made = questions()
     write_jsonl(folder / "python_reference.train.jsonl", made[:NUM_EXAMPLES])
     write_jsonl(folder / "python_reference.test.jsonl", made[NUM_EXAMPLES:])
     (folder / "python_reference.yaml").write_text(MULTIPLE_CHOICE.format(folder=folder.resolve()))
-    if wikitext is not None:
-        write_jsonl(folder / "wikitext_documents.jsonl", [{"page": page} for page in documents(wikitext)])
-        (folder / "wikitext_documents.yaml").write_text(ROLLING.format(folder=folder.resolve()))
 
 
 if __name__ == "__main__":
-    target, *source = sys.argv[1:]
-    write_tasks(Path(target), Path(source[0]) if source else None)
+    write_task(Path(sys.argv[1]))

@@ -3,7 +3,6 @@ measured in every way, none of which may show it to be better than itself."""
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -154,21 +153,14 @@ def test_what_llama_cpp_could_not_read_is_not_exported(smollm2_server, reference
         assert (refused.status_code, refused.json()["error"]["param"]) == (status, param)
 
 
-@pytest.fixture(scope="module")
-def texts(smollm2_client: ScoreClient, wikitext: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Each of some two hundred tokens."""
-    folder = tmp_path_factory.mktemp("texts")
-    paths = [folder / f"{number}.txt" for number in range(10)]
-    for number, path in enumerate(paths):
-        path.write_text(wikitext[40_000 + 800 * number :][:800])
-    return paths
-
-
-def test_no_way_is_shown_to_be_better_than_another(smollm2_server, smollm2_client, texts, tmp_path):
+def test_no_way_is_shown_to_be_better_than_another(smollm2_server, smollm2_client, wikitext, tmp_path):
     """With sums in float32, `/v1/score` was worse than `/v1/kld` by 8e-6 nats a token, and shown to be."""
     server = ("--url", smollm2_server, "--quiet")
     cut = ("--method", "disjoint", "--context-length", "96")
-    for text in texts:
+    for number in range(10):
+        # Of some two hundred tokens.
+        text = tmp_path / f"{number}.txt"
+        text.write_text(wikitext[40_000 + 800 * number :][:800])
         given = ("--text-file", str(text), *cut)
         ways = {
             "score": (*server, *given),

@@ -45,11 +45,22 @@ def _offline() -> Any:
 def tasks(tmp_path_factory: pytest.TempPathFactory, wikitext: str) -> Path:
     """The multiple-choice task, and a rolling one over documents of some windows and of less than one."""
     folder = tmp_path_factory.mktemp("tasks")
-    lm_eval_tasks.write_tasks(folder, None)
+    lm_eval_tasks.write_task(folder)
     pages = [wikitext[:6000], wikitext[6000:6800], "x"]
-    lm_eval_tasks.write_jsonl(folder / "wikitext_documents.jsonl", [{"page": page} for page in pages])
-    rolling = lm_eval_tasks.ROLLING.format(folder=folder).replace("task: wikitext_documents", f"task: {ROLLING}")
-    (folder / f"{ROLLING}.yaml").write_text(rolling)
+    lm_eval_tasks.write_jsonl(folder / "pages.jsonl", [{"page": page} for page in pages])
+    rolling = {
+        "task": ROLLING,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "pages.jsonl")}},
+        "output_type": "loglikelihood_rolling",
+        "test_split": "test",
+        "doc_to_text": "",
+        "doc_to_target": "page",
+        "metric_list": [{"metric": "word_perplexity"}],
+        "metadata": {"version": 1.0},
+    }
+    # JSON is YAML.
+    (folder / f"{ROLLING}.yaml").write_text(json.dumps(rolling))
     return folder
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +20,14 @@ from tests import oracle
 from tests.command_line import ppl_client
 
 LENGTH = 256
+TITLE = re.compile(r"^ = [^=\n]+ = $", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def lines(wikitext: str) -> list[str]:
     """Of WikiText-2's file: the end of an article, one that is whole, and the beginning of the next."""
     lines = [row.removeprefix("\n") or " " for row in wikitext.split("\n\n")]
-    titles = [number for number, line in enumerate(lines) if lm_eval_tasks.TITLE.match(line)]
+    titles = [number for number, line in enumerate(lines) if TITLE.match(line)]
     return lines[titles[1] - 8 : titles[2] + 8]
 
 
@@ -44,7 +46,7 @@ def test_lm_eval_has_the_same_figures(server, random_model, lines, tmp_path, mon
     from lm_eval.tasks import TaskManager
 
     (tmp_path / "wiki.test.raw").write_text("\n".join([*lines, ""]))
-    starts = [0, *(number for number, line in enumerate(lines) if lm_eval_tasks.TITLE.match(line)), len(lines)]
+    starts = [0, *(number for number, line in enumerate(lines) if TITLE.match(line)), len(lines)]
     pages = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
     pages[-1] += "\n"
     lm_eval_tasks.write_jsonl(tmp_path / "pages.jsonl", [{"page": page} for page in pages])
