@@ -49,7 +49,7 @@ def test_perplexity_and_counts_are_those_of_an_oracle(request, text, client_name
     info = client.info()
     tokens = client.tokenize(text, add_special_tokens=case.method != "rolling")
     bos = info.bos_token_id if info.adds_bos else None
-    expected = oracle.perplexity(model, tokens, *case, bos=bos, prefix=info.prefix_token_id)
+    expected = oracle.perplexity(model, tokens, *case, bos=bos, prefix=info.bos_token_id)
     result = client.perplexity(text, method=case.method, context_length=case.context_length, stride=case.stride)
     assert result.num_windows >= 5
     assert result.num_scored == expected.num_scored
