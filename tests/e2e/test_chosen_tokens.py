@@ -148,7 +148,10 @@ def test_texts_share_passes_where_their_tokens_allow_it(smollm2_client, smollm2_
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "candidate_token_ids": [7, 8], "top_logprobs": 3}])
 def test_longer_options_with_a_shared_beginning(client, random_model, long_prompt, settings):
-    prompt, options = long_prompt[:90], [[20, 21, 22], [20, 21, 23], [20, 24], [20, 21, 24], [25]]
+    prompt = long_prompt[:90]
+    best = int(log_softmax(random_model, prompt)[-1].argmax())
+    # The last one begins greedily alone.
+    options = [[20, 21, 22], [20, 21, 23], [20, 24], [20, 21, 24], [25], [best, 26]]
     temperature = settings.get("temperature", 1.0)
     scores = client.score(prompt, options, **settings)
     for score, option in zip(scores, options, strict=True):
