@@ -150,7 +150,7 @@ def test_texts_share_passes_where_their_tokens_allow_it(smollm2_client, smollm2_
 def test_longer_options_with_a_shared_beginning(client, random_model, long_prompt, settings):
     prompt = long_prompt[:90]
     best = int(log_softmax(random_model, prompt)[-1].argmax())
-    # The last one begins greedily alone.
+    # Only the last begins with the top token.
     options = [[20, 21, 22], [20, 21, 23], [20, 24], [20, 21, 24], [25], [best, 26]]
     temperature = settings.get("temperature", 1.0)
     scores = client.score(prompt, options, **settings)
