@@ -15,6 +15,8 @@ from rounded_model import rounded_model
 from tests.shared_servers import SERVERS, Servers
 from tests.texts import WIKITEXT
 
+pytest_plugins = ["tests.neighbours"]
+
 UNIT = Path(__file__).with_name("unit")
 
 if TYPE_CHECKING:
