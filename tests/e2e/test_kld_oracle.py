@@ -94,6 +94,14 @@ def test_both_lanes_of_a_run_agree(smollm2_server, reference, text, tmp_path, ca
             each.unlink()
 
 
+def test_a_model_does_not_diverge_from_itself(smollm2_client, reference):
+    result = smollm2_client.kld(reference)
+    positions = positions_of(result)
+    assert max(positions.kld.max(), positions.reverse_kld.max()) < 1e-6
+    assert positions.acceptance.min() > 1 - 1e-4
+    assert result.statistics["same_top_p"] == 1
+
+
 def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
     rounded_client, smollm2, rounded_smollm2, reference, sequences
 ):
