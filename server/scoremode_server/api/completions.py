@@ -1,7 +1,6 @@
 """vLLM's routes that may score: `POST /v1/completions`, `POST /v1/chat/completions`, and of token ids
 `POST /inference/v1/generate`. Answers to scoring requests are written from arrays, all others are vLLM's."""
 
-from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
 from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
-from scoremode_server.completions.handler import ScoringHandler
+from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
 from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
 from scoremode_server.json_fields import check_names, split
 from scoremode_server.scoring.tokenizer import as_prompts
@@ -47,21 +46,15 @@ def serves_generate(app: FastAPI) -> bool:
 @router.post(COMPLETIONS, responses=STOCK_RESPONSES)
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions, as vLLM serves them."""
-    answer = _create_scoring_completion if is_scoring_completion(request) else stock_completions.create_completion
+    answer = _score_completion if is_scoring_completion(request) else stock_completions.create_completion
     response: Response = await answer(request, raw_request)
     return response
 
 
 @until_disconnect
-async def _create_scoring_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    state = scoremode_state(raw_request)
-    state.admission.check()
-    if request.prompt:
-        state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
-    accept = partial(accepted, state.admission, COMPLETIONS)
-    result = await state.completions.create_completion(request, raw_request, state.owner(raw_request.headers), accept)
-    format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
-    return _written_response(result, request.model, metrics_header(format_wanted))
+async def _score_completion(request: CompletionRequest, raw_request: Request) -> Response:
+    num_prompts = len(as_prompts(request.prompt)) if request.prompt else 0
+    return await _answer(scoremode_state(raw_request).completions, COMPLETIONS, request, raw_request, num_prompts)
 
 
 @router.post(CHAT, dependencies=[Depends(validate_json_request)], responses=STOCK_RESPONSES)
@@ -95,24 +88,23 @@ async def _score_tokens(request: GenerateRequest, raw_request: Request) -> Respo
 
 
 async def _answer(
-    handler: ScoringHandler | None, route: str, request: ChatCompletionRequest | GenerateRequest, raw_request: Request
+    handler: ScoringCompletions | ScoringHandler | None,
+    route: str,
+    request: Any,
+    raw_request: Request,
+    num_prompts: int = 1,
 ) -> Response:
     assert handler is not None
     state = scoremode_state(raw_request)
     state.admission.check()
+    state.limits.check_num_sequences(num_prompts, "prompt")
     accept = partial(accepted, state.admission, route)
     result = await handler.answer(request, raw_request, state.owner(raw_request.headers), accept)
-    format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
-    return _written_response(result, request.model, metrics_header(format_wanted))
-
-
-def _written_response(
-    result: bytes | AsyncIterator[bytes] | ErrorResponse, model: str | None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """A response of JSON that is written already or while it is sent, or an error of vLLM's handler."""
     if isinstance(result, ErrorResponse):
-        shorten_name(result, model)
+        shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)
+    format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+    headers = metrics_header(format_wanted)
     if isinstance(result, bytes):
         return Response(result, headers=headers, media_type="application/json")
     return StreamingResponse(result, headers=headers, media_type="application/json")

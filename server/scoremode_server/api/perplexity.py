@@ -40,7 +40,6 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
     request_id = f"ppl-{raw_request.state.request_id}"
 
     async def events(queue: RequestQueue) -> AsyncGenerator[dict[str, Any], None]:
-        queue.decodes = request.lane != "prefill"
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,

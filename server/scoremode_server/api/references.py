@@ -211,7 +211,6 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         """Each window; then all but `data`. A noise floor is stored in the reference."""
         # A noise floor's windows are computed with other windows than when they were recorded.
         indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
-        queue.decodes = request.lane != "prefill"
         settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options, **lane)
         compared = references.comparer.compare(reference, indices, request.top_logprobs, settings)
         positions: dict[int, KldPositions] = {}
@@ -239,7 +238,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             "num_scored": figures["num_scored"],
             "statistics": figures,
             "usage": {"prompt_tokens": num_tokens, "cached_tokens": 0, "total_tokens": num_tokens},
-            **({"lane": request.lane, "mean_batch": queue.mean_batch} if queue.decodes else {}),
+            **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
         }
 
     return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)

@@ -32,7 +32,7 @@ from scoremode_server import errors, json_fields
 from scoremode_server.app import ScoremodeState
 from scoremode_server.completions.requests import read_completion_request, read_generate_request
 from scoremode_server.errors import MAX_NAME, RequestError
-from scoremode_server.prefix_cache.admission import Admission, RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, RequestQueue, cancel_and_wait
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode")
@@ -151,13 +151,6 @@ def until_disconnect(
             await cancel_and_wait(handling, leaving)
 
     return run
-
-
-async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and wait until they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def scoremode_state(request: Request) -> ScoremodeState:

@@ -15,9 +15,9 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from scoremode_server.api.requests import accepted, cancel_and_wait, error_content, logger
+from scoremode_server.api.requests import accepted, error_content, logger
 from scoremode_server.errors import RequestError
-from scoremode_server.prefix_cache.admission import Admission, RequestQueue
+from scoremode_server.prefix_cache.admission import Admission, RequestQueue, cancel_and_wait
 from scoremode_server.rows import json_logprobs
 
 T = TypeVar("T")

@@ -68,7 +68,6 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     lane = state.lanes.settings(request)
     request_id = f"score-{raw_request.state.request_id}"
     async with accepted(state.admission, "/v1/score", request_id, len(passes), num_tokens) as queue:
-        queue.decodes = request.lane != "prefill"
         settings = ScoreSettings(
             request_id=engine_id(request_id),
             queue=queue,
@@ -101,7 +100,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
                     "model": model.name,
                     "data": [{"index": index, **result} for index, result in enumerate(results)],
                     "usage": usage,
-                    **({"lane": request.lane, "mean_batch": queue.mean_batch} if queue.decodes else {}),
+                    **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
                 }
             )
 

@@ -65,17 +65,17 @@ class ScoringCompletions:
         self._writer = writer
         self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
 
-    async def create_completion(
+    async def answer(
         self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
         """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
-        answering = self._create_completion(request, raw_request, owner, accept)
+        answering = self._answer(request, raw_request, owner, accept)
         result: Body | ErrorResponse = await self._stock._with_kv_transfer_rejection_cleanup(
             answering, request, raw_request
         )
         return result
 
-    async def _create_completion(
+    async def _answer(
         self, request: CompletionRequest, raw_request: Request, owner: str, accept: Accept
     ) -> Body | ErrorResponse:
         stock = self._stock

@@ -67,9 +67,11 @@ class Gate:
 class _Waiting:
     """A sequence that waits for the engine."""
 
+    queue: "RequestQueue"
     admitted: asyncio.Future[None]
     num_tokens: int
     gate: Gate | None
+    decodes: bool
     is_inside: bool = False
 
     @property
@@ -176,12 +178,19 @@ class Admission:
 
     @asynccontextmanager
     async def inside(
-        self, queue: "RequestQueue", request_id: str, num_tokens: int, gate: Gate | None
+        self,
+        queue: "RequestQueue",
+        request_id: str,
+        num_tokens: int,
+        gate: Gate | None = None,
+        *,
+        decodes: bool = False,
     ) -> AsyncGenerator[None, None]:
-        """As `RequestQueue.inside`."""
+        """Wait until a sequence, of which `num_tokens` must be computed, may enter the engine and its gate is open. It
+        is in the engine inside this; it `decodes` in another lane than prefill."""
         if self.is_stopped:
             raise stopping()
-        waiting = _Waiting(asyncio.get_running_loop().create_future(), num_tokens, gate)
+        waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, gate, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
         try:
@@ -194,7 +203,7 @@ class Admission:
         finally:
             queue.running.discard(request_id)
             if waiting.is_inside:
-                self._count(queue, -num_tokens, -1, gate)
+                self._count(waiting, -1)
             # Others may enter, and cancelled tasks must not hold them up.
             self.admit_waiting()
 
@@ -210,7 +219,7 @@ class Admission:
                 self._waiting[queue] = line
             if not first.admitted.done():
                 first.is_inside = True
-                self._count(queue, first.num_tokens, 1, first.gate)
+                self._count(first, 1)
                 first.admitted.set_result(None)
 
     def refuse(self, gate: Gate | None, error: Callable[[], Exception]) -> None:
@@ -246,14 +255,15 @@ class Admission:
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
         return next((queue for queue in queues if not is_reserved or queue.num_running <= 1), None)
 
-    def _count(self, queue: "RequestQueue", num_tokens: int, num_running: int, gate: Gate | None) -> None:
-        self._num_computing += num_tokens
+    def _count(self, sequence: _Waiting, num_running: int) -> None:
+        """A sequence goes in, or with -1 out."""
+        self._num_computing += num_running * sequence.num_tokens
         self.num_running += num_running
-        queue.num_running += num_running
-        if queue.decodes:
-            self._count_decoding(queue, num_running)
-        if gate is not None:
-            gate.count(num_running)
+        sequence.queue.num_running += num_running
+        if sequence.decodes:
+            self._count_decoding(sequence.queue, num_running)
+        if sequence.gate is not None:
+            sequence.gate.count(num_running)
         self.show()
 
     def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:
@@ -278,19 +288,17 @@ class RequestQueue:
         accepted: when the request was accepted, by `time.monotonic()`.
         entered: when its first sequence entered the engine.
         num_scored: those with an answer; they have `num_scored_tokens` tokens, `num_cached_tokens` of them cached.
-        decodes: whether its sequences are in another lane than prefill.
-        decoding: when its first sequence entered the engine, and when one last entered or left: the time, and the
-            seconds in the engine of all sequences that decode, of other requests too.
+        decoding: when its first sequence that decodes entered the engine, and when one last entered or left: the time,
+            and the seconds in the engine of all sequences that decode, of other requests too.
     """
 
     def __init__(self, admission: Admission) -> None:
         self.running: set[str] = set()
         self.num_sequences = self.num_tokens = self.num_running = 0
-        self._admission = admission
+        self.admission = admission
         self.accepted = time.monotonic()
         self.entered: float | None = None
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
-        self.decodes = False
         self.decoding: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -300,15 +308,15 @@ class RequestQueue:
         if not self.decoding or self.decoding[0][0] == self.decoding[1][0]:
             return None
         (began, before), (ended, after) = self.decoding
-        return min((after - before) / (ended - began), self._admission.size.sequences / 2)
+        return min((after - before) / (ended - began), self.admission.size.sequences / 2)
 
     def add(self, num_sequences: int, num_tokens: int) -> None:
         """Count sequences; negative numbers when they leave."""
         self.num_sequences += num_sequences
         self.num_tokens += num_tokens
-        self._admission.num_sequences += num_sequences
-        self._admission.num_tokens += num_tokens
-        self._admission.show()
+        self.admission.num_sequences += num_sequences
+        self.admission.num_tokens += num_tokens
+        self.admission.show()
 
     def done(self, num_tokens: int, num_cached_tokens: int) -> None:
         """A sequence has its answer; `num_cached_tokens` of its tokens were not computed."""
@@ -329,7 +337,7 @@ class RequestQueue:
             for coroutine in coroutines:
                 yield await coroutine
             return
-        size = self._admission.size
+        size = self.admission.size
         # Sequences that were accepted with the request may all begin; others leave space for other requests.
         most_tokens = math.inf if self.num_sequences else loads * size.tokens
         tasks: deque[asyncio.Task[T]] = deque()
@@ -344,21 +352,16 @@ class RequestQueue:
         finally:
             try:
                 if self.running:
-                    await self._admission.abort(list(self.running))
+                    await self.admission.abort(list(self.running))
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_and_wait(*tasks)
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the request ends without an answer, because the server stops."""
-        return self._admission.is_stopped
 
-    def inside(self, request_id: str, num_tokens: int, gate: Gate | None = None) -> AbstractAsyncContextManager[None]:
-        """Wait until a sequence, of which `num_tokens` must be computed, may enter the engine and its gate is open. It
-        is in the engine inside this."""
-        return self._admission.inside(self, request_id, num_tokens, gate)
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:

@@ -161,7 +161,11 @@ async def in_engine(
     # Of a step, where it has a chunk in each.
     num_tokens = request.spec.chunk or request.num_fed - num_known
     try:
-        async with nullcontext() if queue is None else queue.inside(request_id, num_tokens, request.gate):
+        async with (
+            nullcontext()
+            if queue is None
+            else queue.admission.inside(queue, request_id, num_tokens, request.gate, decodes=bool(request.spec.chunk))
+        ):
             with exempt_from_queue_bounds():
                 async for part in engine.generate(request.prompt, params, request_id, **request.options):
                     output = part
@@ -172,6 +176,6 @@ async def in_engine(
     except EngineDeadError:
         raise engine_has_died() from None
     except UnfinishedError:
-        if queue is not None and queue.is_stopped:
+        if queue is not None and queue.admission.is_stopped:
             raise stopping() from None
         raise

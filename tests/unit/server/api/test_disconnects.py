@@ -40,7 +40,7 @@ class NeverDone:
                 await asyncio.sleep(0)
             self.cancelled.set()
 
-    create_completion = tokenize_prompts_async = wait
+    answer = tokenize_prompts_async = wait
 
     async def scores(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         yield await self.wait()

@@ -24,8 +24,10 @@ class Engine:
     async def abort(self, request_ids: list[str]) -> None:
         self.aborted.append(request_ids)
 
-    async def score(self, queue: RequestQueue, name: str, num_tokens: int = 10, gate: Gate | None = None) -> str:
-        async with queue.inside(name, num_tokens, gate):
+    async def score(
+        self, queue: RequestQueue, name: str, num_tokens: int = 10, gate: Gate | None = None, decodes: bool = False
+    ) -> str:
+        async with self.admission.inside(queue, name, num_tokens, gate, decodes=decodes):
             self.inside[name] = asyncio.Event()
             try:
                 await self.inside[name].wait()
@@ -97,9 +99,8 @@ async def test_the_mean_batch_is_of_all_sequences_that_decode_while_a_request_ru
 
     async def decode(names: list[str], decodes: bool = True) -> float | None:
         async with engine.admission.request(len(names), 10 * len(names)) as queue:
-            queue.decodes = decodes
-            done = [name async for name in queue.in_order(engine.scores(queue, names, 10, counts=False))]
-            assert done == names
+            sequences = (engine.score(queue, name, decodes=decodes) for name in names)
+            assert [name async for name in queue.in_order(sequences)] == names
             return queue.mean_batch
 
     async def begin(*arguments: Any) -> "asyncio.Task[float | None]":

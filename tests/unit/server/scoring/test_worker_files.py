@@ -83,8 +83,11 @@ async def loaded(
 
 async def enter(files: WorkerFiles, window: WindowMark, admission: Admission) -> None:
     """As a window that is read does: its gate lets it in, or refuses it."""
-    loaded = files.loaded(window, HEAD, 8)
-    async with loaded as (gate, _), admission.request(1, 8) as queue, queue.inside(window.ticket, 8, gate):
+    async with (
+        files.loaded(window, HEAD, 8) as (gate, _),
+        admission.request(1, 8) as queue,
+        admission.inside(queue, window.ticket, 8, gate),
+    ):
         pass
 
 
