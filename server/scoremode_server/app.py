@@ -113,9 +113,9 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
     turns = Turns()
     writer = LogprobsWriter(tokenizer.strings, engine.block_size)
 
-    def handler(name: str, method: str, field: str) -> ScoringHandler | None:
+    def handler(name: str, method: str, param: str) -> ScoringHandler | None:
         stock = getattr(state, name, None)
-        return None if stock is None else ScoringHandler(stock, method, field, engine, writer)
+        return None if stock is None else ScoringHandler(stock, method, param, engine, writer)
 
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)

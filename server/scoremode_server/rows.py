@@ -1,6 +1,7 @@
 """Rows: the scores of consecutive tokens, in the form that all parts of the server use."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,12 @@ Columns = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids and logprobs (nats) [rows, columns], ranks [rows]."""
 
 
+@dataclass(slots=True, eq=False)
 class Rows:
-    """Rows of n tokens, each with 1 + m + k columns: the actual token, m candidates, the top k.
+    """Rows of n tokens, each with 1 + m + k columns: the actual token, m candidates, the top k."""
 
-    Attributes:
-        table: [n, 2 * columns + 1] int32: token ids, the bits of their float32 logprobs, the actual token's rank.
-    """
-
-    __slots__ = ("table",)
-
-    def __init__(self, table: np.ndarray) -> None:
-        self.table = table
+    table: np.ndarray
+    """[n, 2 * columns + 1] int32: token ids, the bits of their float32 logprobs, the actual token's rank."""
 
     @classmethod
     def empty(cls, num_rows: int, num_columns: int) -> "Rows":

@@ -12,7 +12,13 @@ from fastapi import APIRouter, Request, Response
 
 from scoremode.metrics import perplexity, text_metrics
 from scoremode.wire.protocol import PerplexityRequest, PerplexityResponse, Usage
-from scoremode_server.api.requests import EVENT_RESPONSES, ScoremodeRoute, scoremode_state, until_disconnect
+from scoremode_server.api.requests import (
+    ERROR_RESPONSES,
+    EVENT_RESPONSES,
+    ScoremodeRoute,
+    scoremode_state,
+    until_disconnect,
+)
 from scoremode_server.api.responses import respond
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
@@ -22,7 +28,7 @@ from scoremode_server.scoring.text_windows import RunningPerplexity, TextWindows
 
 ROUTE = "/v1/perplexity"
 
-router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
+router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR_RESPONSES)
 
 
 @router.post(ROUTE, response_model=PerplexityResponse, responses=EVENT_RESPONSES, summary="Perplexity of given text")

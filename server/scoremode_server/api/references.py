@@ -44,7 +44,7 @@ from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
 ROUTE = "/v1/references"
 KLD_ROUTE = "/v1/kld"
 
-router = APIRouter(route_class=ScoremodeRoute, tags=["references"])
+router = APIRouter(route_class=ScoremodeRoute, tags=["references"], responses=ERROR_RESPONSES)
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
@@ -59,26 +59,19 @@ def references_of(raw_request: Request) -> ReferenceParts:
     return references
 
 
-@router.get(ROUTE, response_model=ReferenceList, responses=ERROR_RESPONSES, summary="All references")
+@router.get(ROUTE, summary="All references")
 async def list_references(raw_request: Request) -> ReferenceList:
     """The references in the server's folder, by name."""
     return ReferenceList(data=await references_of(raw_request).stored.all())
 
 
-@router.get(
-    f"{ROUTE}/{{name}}", response_model=Reference, responses=ERROR_RESPONSES, summary="What is known of a reference"
-)
+@router.get(f"{ROUTE}/{{name}}", summary="What is known of a reference")
 async def get_reference(name: str, raw_request: Request) -> Reference:
     """One reference, complete or not."""
     return await references_of(raw_request).stored.describe(name)
 
 
-@router.get(
-    f"{ROUTE}/{{name}}/windows",
-    response_model=ReferenceWindows,
-    responses=ERROR_RESPONSES,
-    summary="Where a reference's windows are from",
-)
+@router.get(f"{ROUTE}/{{name}}/windows", summary="Where a reference's windows are from")
 async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     """The document, the label and the role of each window, and how many tokens it has before its targets."""
     stored = references_of(raw_request).stored
@@ -95,9 +88,7 @@ async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     )
 
 
-@router.delete(
-    f"{ROUTE}/{{name}}", response_model=ReferenceDeleted, responses=ERROR_RESPONSES, summary="Delete a reference"
-)
+@router.delete(f"{ROUTE}/{{name}}", summary="Delete a reference")
 async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
     """Remove a reference from disk. Running comparisons with it end with an error."""
     await references_of(raw_request).stored.delete(name)
@@ -147,7 +138,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
 @router.get(
     f"{ROUTE}/{{name}}/llama.cpp",
     response_class=Response,
-    responses={200: {"content": {"application/octet-stream": {}}}, **ERROR_RESPONSES},
+    responses={200: {"content": {"application/octet-stream": {}}}},
     summary="A reference as the base file of llama-perplexity",
 )
 async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:

@@ -29,10 +29,10 @@ from scoremode_server.scoring.scorer import WRITTEN_AT_ONCE, ScoredSequence, Sco
 from scoremode_server.scoring.sequences import RequestedSequence, read_sequences
 from scoremode_server.scoring.tokenizer import TokenStrings
 
-router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"])
+router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR_RESPONSES)
 
 
-@router.get("/v1/score", response_model=ServerInfo, responses=ERROR_RESPONSES, summary="What is served")
+@router.get("/v1/score", summary="What is served")
 async def score_info(raw_request: Request, model: str | None = None) -> ServerInfo:
     """The model or the LoRA adapter `model`, its bounds, its special tokens, and what computes its scores."""
     state = scoremode_state(raw_request)
@@ -43,12 +43,7 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
     return state.info.model_copy(update={"fingerprint": fingerprint})
 
 
-@router.post(
-    "/v1/score",
-    response_model=ScoreResponse,
-    responses=ERROR_RESPONSES,
-    summary="Log-probabilities of given text",
-)
+@router.post("/v1/score", response_model=ScoreResponse, summary="Log-probabilities of given text")
 @until_disconnect
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
@@ -108,7 +103,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
         return await asyncio.to_thread(write) if sum(num_values) > WRITTEN_AT_ONCE else write()
 
 
-@router.post("/v1/turns", response_model=TurnsResponse, responses=ERROR_RESPONSES, summary="Tokens of conversations")
+@router.post("/v1/turns", response_model=TurnsResponse, summary="Tokens of conversations")
 @until_disconnect
 async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     """Conversations as the chat template renders them, and where each scored turn is among their tokens."""
@@ -117,7 +112,7 @@ async def create_turns(request: TurnsRequest, raw_request: Request) -> Response:
     return json_response({"object": "turns", "data": await state.conversations.sequences(request)})
 
 
-@router.post("/v1/tokens", response_model=TokensResponse, responses=ERROR_RESPONSES, summary="Texts of single tokens")
+@router.post("/v1/tokens", response_model=TokensResponse, summary="Texts of single tokens")
 async def create_tokens(request: TokensRequest, raw_request: Request) -> Response:
     """The text of each token alone. An incomplete character becomes U+FFFD."""
     state = scoremode_state(raw_request)

@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import tee
 from typing import Any
 
@@ -217,72 +218,65 @@ class ScoringCompletions:
         return self._writer.sampled(columns, style)
 
 
+@dataclass(frozen=True, slots=True)
 class ScoringHandler:
     """Answers requests of one sequence, to vLLM's generate route and to chat completions, by vLLM's own handler with an
-    engine client that scores.
+    engine client that scores."""
 
-    Attributes:
-        stock: vLLM's handler.
-    """
-
-    def __init__(self, stock: Any, method: str, field: str, engine: ScoringEngine, writer: LogprobsWriter) -> None:
-        """`method` is the handler's that answers, and `field` what a request has its sequence in."""
-        self.stock = stock
-        self._method = method
-        self._field = field
-        self._engine = engine
-        self._writer = writer
-        self._turns = Turns(at_once=1)
+    stock: Any
+    """vLLM's handler."""
+    method: str
+    """Of the handler, which answers."""
+    param: str
+    """The field that a request has its sequence in."""
+    engine: ScoringEngine
+    writer: LogprobsWriter
+    turns: Turns = field(default_factory=partial(Turns, at_once=1))
 
     async def answer(self, request: Any, raw_request: Request, owner: str, accept: Accept) -> Body | ErrorResponse:
         """The response as JSON, or the error that vLLM's handler returns. Rows are shared within an owner."""
-        scoring = _EngineThatScores(self.stock, self._field, self._engine, owner, accept)
+        scoring = _EngineThatScores(self, owner, accept)
         stock = copy(self.stock)
         stock.engine_client = scoring
         with exempt_from_queue_bounds():
-            response = await getattr(stock, self._method)(request, raw_request)
+            response = await getattr(stock, self.method)(request, raw_request)
         if isinstance(response, ErrorResponse):
             return response
         assert scoring.result is not None
         content = response.model_dump()
         content["prompt_logprobs"] = GAP
-        of_prompt = self._writer.prompt(scoring.result, Style(None, as_token_ids=False))
+        of_prompt = self.writer.prompt(scoring.result, Style(None, as_token_ids=False))
         parts = filled(content, [logprobs_json.prompt_logprobs(of_prompt)])
-        return _as_body(parts, scoring.result.rows.token_ids.size, self._turns)
+        return _as_body(parts, scoring.result.rows.token_ids.size, self.turns)
 
 
+@dataclass(slots=True)
 class _EngineThatScores:
-    """The engine client of one request to vLLM's handler, with a `generate` of its own.
+    """The engine client of one request to vLLM's handler, with a `generate` of its own."""
 
-    Attributes:
-        result: the rows, once the request is finished.
-    """
-
-    def __init__(self, stock: Any, field: str, engine: ScoringEngine, owner: str, accept: Accept) -> None:
-        self._stock = stock
-        self._field = field
-        self._engine = engine
-        self._owner = owner
-        self._accept = accept
-        self.result: EngineResult | None = None
+    handler: ScoringHandler
+    owner: str
+    accept: Accept
+    result: EngineResult | None = None
+    """Once the request is finished."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock.engine_client, name)
+        return getattr(self.handler.stock.engine_client, name)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
         """The request's only output, without logprobs of the prompt."""
         # Engines that a request is moved between know it by its id.
         name = request_id if is_moved(params) else engine_id(request_id)
-        asked = RowsRequest.sample(prompt["prompt_token_ids"], name, prompt, params, self._owner, options)
+        asked = RowsRequest.sample(prompt["prompt_token_ids"], name, prompt, params, self.owner, options)
         try:
-            async with self._accept(request_id, 1, len(asked.token_ids)) as queue:
-                self.result = await self._engine.rows(replace(asked, queue=queue))
+            async with self.accept(request_id, 1, len(asked.token_ids)) as queue:
+                self.result = await self.handler.engine.rows(replace(asked, queue=queue))
         except UnfinishedError as error:
-            self._stock._raise_if_error(error.finish_reason, request_id)
+            self.handler.stock._raise_if_error(error.finish_reason, request_id)
             raise
         except RequestError as error:
             # Other routes name the field `prompt`.
-            error.param = error.param and self._field
+            error.param = error.param and self.handler.param
             raise
         yield _without_rows(self.result, prompt.get("prompt"))
 

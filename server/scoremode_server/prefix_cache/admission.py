@@ -35,32 +35,26 @@ class EngineSize:
     """Seconds until an HTTP request is aborted."""
 
 
+@dataclass(slots=True, eq=False)
 class Gate:
-    """Lets sequences into the engine while it is open.
+    """Lets sequences into the engine while it is open."""
 
-    Attributes:
-        num_running: sequences that it let in, and that have not left. `on_idle` is called when the last one has left.
-    """
-
-    def __init__(self, admission: "Admission", on_idle: Callable[[], None]) -> None:
-        self.num_running = 0
-        self.is_open = False
-        self._admission = admission
-        self._on_idle = on_idle
+    admission: "Admission"
+    on_idle: Callable[[], None]
+    """Called when the last sequence has left."""
+    is_open: bool = False
+    num_running: int = 0
+    """Sequences that it let in, and that have not left."""
 
     def open(self) -> None:
         self.is_open = True
-        self._admission.admit_waiting()
+        self.admission.admit_waiting()
 
     def count(self, num_running: int) -> None:
         """Sequences go in, or with a negative number out."""
         self.num_running += num_running
         if not self.num_running:
-            self._on_idle()
-
-    def refuse(self, error: Callable[[], Exception]) -> None:
-        """End all sequences that wait here with an error."""
-        self._admission.refuse(self, error)
+            self.on_idle()
 
 
 @dataclass(slots=True, eq=False)

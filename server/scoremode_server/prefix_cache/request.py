@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -11,6 +12,7 @@ from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
 
+@dataclass(eq=False)
 class CachedRequest:
     """One request: the engine computes what is not found elsewhere, and the answer is complete or an error.
 
@@ -18,52 +20,45 @@ class CachedRequest:
     registered earlier, so there is no deadlock.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        store: RowStore,
-        in_flight: dict[bytes, "CachedRequest"],
-        request: RowsRequest,
-        block_hashes: Sequence[bytes],
-        num_computed: int,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._in_flight = in_flight
-        self._request = request
-        self._block_hashes = block_hashes
-        self._num_computed = num_computed
-        """Tokens at the start that are probably in the prefix cache."""
-        self._generation = store.generation
+    engine: EngineClient
+    store: RowStore
+    in_flight: dict[bytes, "CachedRequest"]
+    request: RowsRequest
+    block_hashes: Sequence[bytes]
+    num_computed: int
+    """Tokens at the start that are probably in the prefix cache."""
+    blocks: Mapping[bytes, bytes] = field(default_factory=dict)
+    """After the release, the blocks that it found or computed; none if it failed."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    num_cached_tokens: int = 0
+    """Tokens that were not computed for the answer."""
+    joined: bool = False
+    """Whether it waited for the rows of another request."""
+    num_evicted: int = 0
+    """Blocks that were evicted for its own."""
+    _num_found: int = 0
+    _found: dict[bytes, bytes] = field(default_factory=dict)
+    _last_block: dict[bytes, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._generation = self.store.generation
+        self.num_columns = self.request.spec.num_columns
         # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
-        self._needed_hashes = block_hashes[request.first_row // store.block_size :]
-        self.num_columns = request.spec.num_columns
-        self.released = asyncio.Event()
-        self.blocks: Mapping[bytes, bytes] = {}
-        """After the release, the blocks that it found or computed; none if it failed."""
-        self._found: dict[bytes, bytes] = {}
-        self._last_block: dict[bytes, bytes] = {}
-        self._num_found = 0
-        self.num_cached_tokens = 0
-        """Tokens that were not computed for the answer."""
-        self.joined = False
-        """Whether it waited for the rows of another request."""
-        self.num_evicted = 0
-        """Blocks that were evicted for its own."""
+        self._needed_hashes = self.block_hashes[self.request.first_row // self.store.block_size :]
 
     @property
     def num_hits(self) -> int:
         """Rows of the answer that were not computed for it."""
-        return max(0, self._num_found - self._request.first_row)
+        return max(0, self._num_found - self.request.first_row)
 
     @property
     def is_current(self) -> bool:
         """Whether the weights are those that the request began with."""
-        return self._generation == self._store.generation
+        return self._generation == self.store.generation
 
     async def run(self) -> EnginePass:
         """A pass with every row that the request needs."""
-        self._found = self._store.get(self._block_hashes, self.num_columns)
+        self._found = self.store.get(self.block_hashes, self.num_columns)
         earlier = self._register()
         try:
             run = await self._complete_run(earlier)
@@ -80,27 +75,27 @@ class CachedRequest:
         for block_hash in self._needed_hashes:
             if block_hash in self._found:
                 continue
-            other = self._in_flight.get(block_hash)
+            other = self.in_flight.get(block_hash)
             if other is not None and other.num_columns >= self.num_columns:
                 earlier[block_hash] = other
             else:
-                self._in_flight[block_hash] = self
+                self.in_flight[block_hash] = self
         return earlier
 
     def _release(self) -> None:
         """Wake the requests that wait for this one, whether it succeeded or not."""
         for block_hash in self._needed_hashes:
-            if self._in_flight.get(block_hash) is self:
-                del self._in_flight[block_hash]
+            if self.in_flight.get(block_hash) is self:
+                del self.in_flight[block_hash]
         self.released.set()
 
     async def _complete_run(self, earlier: Mapping[bytes, "CachedRequest"]) -> EnginePass:
         """A pass whose missing rows are all found. The engine starts before this waits for other requests."""
         # If the first block is not found, a hit helps only if its rows are not needed.
-        reads = self._request.first_row >= self._store.block_size or (
-            (first_hash := self._block_hashes[0]) in self._found or first_hash in earlier
+        reads = self.request.first_row >= self.store.block_size or (
+            (first_hash := self.block_hashes[0]) in self._found or first_hash in earlier
         )
-        run = await self._run(reads_prefix_cache=reads, num_known=self._num_computed if reads else 0)
+        run = await self._run(reads_prefix_cache=reads, num_known=self.num_computed if reads else 0)
         missing = self._missing(run)
         if missing and self.is_current:
             missing = await self._collect(run, missing, earlier)
@@ -108,24 +103,24 @@ class CachedRequest:
             return run
         self._found, self._last_block = {}, {}
         run = await self._run(reads_prefix_cache=False, suffix="-whole")
-        run.check(self._request.first_row)
+        run.check(self.request.first_row)
         return run
 
     async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> EnginePass:
         run = await run_engine(
-            self._engine, self._request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
+            self.engine, self.request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
         )
         self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         return run
 
     def _needed(self, run: EnginePass) -> range:
         """The blocks with rows that a pass left out and the request needs."""
-        size, first_row = self._store.block_size, self._request.first_row
+        size, first_row = self.store.block_size, self.request.first_row
         return range(first_row // size, -(-run.first // size)) if run.first > first_row else range(0)
 
     def _missing(self, run: EnginePass) -> list[int]:
         """The needed blocks that were not found. What is after the last whole block never is."""
-        hashes = self._block_hashes
+        hashes = self.block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
     async def _collect(
@@ -134,16 +129,16 @@ class CachedRequest:
         """Find the blocks that a pass left out: in earlier requests, in the store, and by a short pass. Returns the
         blocks that are still missing."""
         for block in missing:
-            other = earlier.get(self._block_hashes[block]) if block < len(self._block_hashes) else None
-            if other is not None and self._block_hashes[block] not in self._found:
+            other = earlier.get(self.block_hashes[block]) if block < len(self.block_hashes) else None
+            if other is not None and self.block_hashes[block] not in self._found:
                 self.joined = True
                 await other.released.wait()
-                self._found |= {each: other.blocks[each] for each in self._block_hashes if each in other.blocks}
+                self._found |= {each: other.blocks[each] for each in self.block_hashes if each in other.blocks}
         if missing := self._missing(run):
-            self._found |= self._store.get(self._block_hashes, self.num_columns)
+            self._found |= self.store.get(self.block_hashes, self.num_columns)
             missing = self._missing(run)
-        only_the_last = missing and missing == list(self._needed(run)[-1:]) and missing[-1] < len(self._block_hashes)
-        if only_the_last and self._request.spec.identity is None:
+        only_the_last = missing and missing == list(self._needed(run)[-1:]) and missing[-1] < len(self.block_hashes)
+        if only_the_last and self.request.spec.identity is None:
             await self._run_last_block(missing[-1])
             missing = self._missing(run)
         return missing
@@ -155,19 +150,19 @@ class CachedRequest:
         request has scored the token after it. vLLM never reads a prompt's last block from its cache, so this computes
         one block.
         """
-        end = (block + 1) * self._store.block_size
-        start = end - self._store.block_size
+        end = (block + 1) * self.store.block_size
+        start = end - self.store.block_size
         short = RowsRequest.score(
-            np.asarray(self._request.token_ids[: end + 1]).tolist(),
-            RowSpec(num_top=self._request.spec.num_top),
-            request_id=self._request.request_id,
-            cache_salt=self._request.prompt["cache_salt"],
-            options=self._request.options,
-            queue=self._request.queue,
+            np.asarray(self.request.token_ids[: end + 1]).tolist(),
+            RowSpec(num_top=self.request.spec.num_top),
+            request_id=self.request.request_id,
+            cache_salt=self.request.prompt["cache_salt"],
+            options=self.request.options,
+            queue=self.request.queue,
         )
-        run = await run_engine(self._engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
+        run = await run_engine(self.engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
         if run.first <= start:
-            self._last_block = self._store.split([self._block_hashes[block]], run.rows[start:])
+            self._last_block = self.store.split([self.block_hashes[block]], run.rows[start:])
             self._found |= self._last_block
             self._num_found = min(self._num_found, run.first)
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
@@ -175,15 +170,15 @@ class CachedRequest:
     def _fill(self, run: EnginePass) -> None:
         needed = self._needed(run)
         if needed:
-            blocks = [self._found[self._block_hashes[block]] for block in needed]
-            start = needed.start * self._store.block_size
-            found = self._store.join(blocks, self.num_columns)
+            blocks = [self._found[self.block_hashes[block]] for block in needed]
+            start = needed.start * self.store.block_size
+            found = self.store.join(blocks, self.num_columns)
             run.rows.table[start : run.first] = found.table[: run.first - start]
 
     def _store_blocks(self, run: EnginePass) -> None:
         """Store the blocks that were computed, and give them to the requests that wait."""
-        num_left_out = -(-run.first // self._store.block_size)
-        rows = run.rows[num_left_out * self._store.block_size :]
-        new = self._last_block | self._store.split(self._block_hashes[num_left_out:], rows)
-        self.num_evicted = self._store.put(self._generation, self._block_hashes, new, may_evict=self._request.may_evict)
+        num_left_out = -(-run.first // self.store.block_size)
+        rows = run.rows[num_left_out * self.store.block_size :]
+        new = self._last_block | self.store.split(self.block_hashes[num_left_out:], rows)
+        self.num_evicted = self.store.put(self._generation, self.block_hashes, new, may_evict=self.request.may_evict)
         self.blocks = self._found | new

@@ -112,12 +112,12 @@ class Turns:
             await asyncio.sleep(0)
 
 
+@dataclass(frozen=True, slots=True)
 class Scorer:
     """Scores sequences on the engine, a few answers at a time."""
 
-    def __init__(self, engine: ScoringEngine, turns: Turns) -> None:
-        self._engine = engine
-        self._turns = turns
+    engine: ScoringEngine
+    turns: Turns
 
     def scores(self, sequences: Iterable[ScoredSequence], settings: ScoreSettings) -> AsyncGenerator[ScoredRows, None]:
         """Score sequences of 1 to `max_model_len` tokens, in order. The first token has no context, so no row.
@@ -129,12 +129,12 @@ class Scorer:
         )
 
     async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
-        token_ids, spec = sequence.token_ids, sequence.spec(settings, self._engine.block_size)
+        token_ids, spec = sequence.token_ids, sequence.spec(settings, self.engine.block_size)
         # Lanes share no keys, values and rows, not even with themselves.
         use_cache = settings.use_cache and not settings.chunk
         if len(token_ids) == 1:
             settings.queue.done(1, 0)
-            await self._turns.wait()
+            await self.turns.wait()
             return ScoredRows(Rows.empty(0, spec.num_columns), 0)
         request = RowsRequest.score(
             token_ids,
@@ -150,8 +150,8 @@ class Scorer:
             options=settings.options,
             queue=settings.queue,
         )
-        result = await self._engine.rows(request)
-        await self._turns.wait()
+        result = await self.engine.rows(request)
+        await self.turns.wait()
         return result
 
 

@@ -70,18 +70,15 @@ class TextWindows:
         return sum(count_words(document.text) for document in self.documents if document.text) or None
 
 
+@dataclass(slots=True)
 class RunningPerplexity:
-    """Sums over the windows so far.
+    """Sums over the windows so far."""
 
-    Attributes:
-        nlls: of the targets [num_scored] of each window, float64 in nats.
-    """
-
-    def __init__(self, num_windows: int) -> None:
-        self.nlls: list[np.ndarray] = []
-        self._num_windows = num_windows
-        self._nll_sum = 0.0
-        self._num_scored = 0
+    num_windows: int
+    nlls: list[np.ndarray] = field(default_factory=list)
+    """Of the targets [num_scored] of each window, float64 in nats."""
+    _nll_sum: float = 0.0
+    _num_scored: int = 0
 
     def add(self, nlls: np.ndarray) -> PerplexityWindow:
         """What to report of the next window, whose targets have these NLLs [num_scored] in nats."""
@@ -91,7 +88,7 @@ class RunningPerplexity:
         self._num_scored += len(nlls)
         return PerplexityWindow(
             index=len(self.nlls) - 1,
-            num_windows=self._num_windows,
+            num_windows=self.num_windows,
             num_scored=len(nlls),
             nll_sum=nll_sum,
             perplexity=exp(self._nll_sum / self._num_scored),

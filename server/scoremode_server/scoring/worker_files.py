@@ -93,43 +93,46 @@ class _Window:
     """When it was."""
 
 
+@dataclass(slots=True)
 class _Head:
     """The LM head of a reference on one engine."""
 
-    def __init__(self, mark: WindowMark, head: HeadFormat, gate: Gate) -> None:
-        self.mark = mark
-        """Of one of the reference's windows."""
-        self.format = head
-        self.gate = gate
-        """Of the reference's windows; open while the head is in its place."""
-        self.num_windows = self.num_ready = 0
-        """Those that need it, waiting or in the engine; of these, those that were read."""
-        self.used = 0.0
-        """When a window that was read last needed it."""
-        self.enter("absent")
+    mark: WindowMark
+    """Of one of the reference's windows."""
+    format: HeadFormat
+    gate: Gate
+    """Of the reference's windows; open while the head is in its place."""
+    num_windows: int = 0
+    """Those that need it, waiting or in the engine."""
+    num_ready: int = 0
+    """Those of them that were read."""
+    used: float = 0.0
+    """When a window that was read last needed it."""
+    state: HeadState = "absent"
+    since: float = field(default_factory=time.monotonic)
 
     def enter(self, state: HeadState) -> None:
         self.state, self.since = state, time.monotonic()
 
     def fail(self, failure: Failure) -> None:
         """End all windows that wait for it."""
-        self.gate.refuse(failure)
+        self.gate.admission.refuse(self.gate, failure)
         self.enter("absent")
 
 
+@dataclass(slots=True)
 class _Engine:
     """The windows that are read for one engine, and the heads that it needs."""
 
-    def __init__(self, admission: Admission, wake: Callable[[], None]) -> None:
-        self.windows: dict[str, _Window] = {}
-        """By ticket."""
-        self.heads: OrderedDict[str, _Head] = OrderedDict()
-        """By key; in the order in which they are to have their turns."""
-        self.orders = Orders()
-        """For the next call."""
-        self._admission = admission
-        self._wake = wake
-        self._is_contended = False
+    admission: Admission
+    wake: Callable[[], None]
+    windows: dict[str, _Window] = field(default_factory=dict)
+    """By ticket."""
+    heads: OrderedDict[str, _Head] = field(default_factory=OrderedDict)
+    """By key; in the order in which they are to have their turns."""
+    orders: Orders = field(default_factory=Orders)
+    """For the next call."""
+    _is_contended: bool = False
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +142,7 @@ class _Engine:
     def head(self, mark: WindowMark, head: HeadFormat) -> _Head:
         """The head of a reference."""
         if mark.head not in self.heads:
-            self.heads[mark.head] = _Head(mark, head, Gate(self._admission, self._wake))
+            self.heads[mark.head] = _Head(mark, head, Gate(self.admission, self.wake))
         return self.heads[mark.head]
 
     def next_orders(self) -> Orders:
@@ -155,7 +158,7 @@ class _Engine:
         return orders
 
     def _order_reads(self, now: float) -> None:
-        most, num_kept = STEPS_READ * self._admission.size.tokens, Counter[str]()
+        most, num_kept = STEPS_READ * self.admission.size.tokens, Counter[str]()
         for window in self.windows.values():
             mark = window.mark
             if window.ordered is None:
@@ -295,7 +298,6 @@ class WorkerFiles:
         try:
             await window.outcome
             needed.num_ready += 1
-            needed.used = time.monotonic()
             self._call_workers()
             try:
                 yield needed.gate, rank if len(engines) > 1 else None

@@ -102,7 +102,7 @@ def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI
     app = app_with_flags(api_key=None)
     app.include_router(completions.generate_router)
     state = app.state.scoremode = light_app(engine, size=size).state.scoremode
-    models, scoring = OpenAIServingModels(engine, [BaseModelPath("m", "m")]), state.scorer._engine
+    models, scoring = OpenAIServingModels(engine, [BaseModelPath("m", "m")]), state.scorer.engine
     chat = {"chat_template": None, "chat_template_content_format": "auto"}
     renderer = OnlineRenderer(model_config, engine.renderer, request_logger=None, **chat)
     writer = LogprobsWriter(TokenStrings(lambda: engine.renderer.tokenizer), BLOCK_SIZE)

@@ -181,15 +181,6 @@ async def test_a_disk_that_does_not_answer_holds_up_its_reference_alone(root: Pa
         let_go.set()
 
 
-async def test_a_recording_does_not_look_for_its_files(root: Path, monkeypatch: pytest.MonkeyPatch):
-    """A file that another host has written may be hidden for a minute."""
-    monkeypatch.setattr(recorder, "SECONDS_TO_WRITE", 5)
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: "new/" not in str(path) and exists(path))
-    async with serving(root) as client:
-        assert (await record(client, name="new"))["complete"]
-
-
 async def test_copies_are_references_of_their_own(root: Path):
     """A worker does not take one for the other, whichever it has seen first."""
     shutil.copytree(root / "base", root / "copy")

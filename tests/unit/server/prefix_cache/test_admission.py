@@ -328,7 +328,7 @@ async def test_a_gate_that_never_opens_ends_those_who_wait():
     async with engine.admission.request(2, 20) as queue:
         waiting = [asyncio.create_task(engine.score(queue, name, 10, gate)) for name in "ab"]
         await settle()
-        gate.refuse(lambda: ValueError("gone"))
+        engine.admission.refuse(gate, lambda: ValueError("gone"))
         results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(result) for result in results] == ["gone", "gone"]
     assert results[0] is not results[1]

@@ -218,10 +218,3 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
     for waiting in (at_gate, unread, unwritten):
         with pytest.raises(RequestError, match="shutting down" if how == "stops" else "has died"):
             await waiting
-
-
-async def test_two_may_wait_for_the_same_file(admission: Admission):
-    """As two recordings of one reference do for its LM head."""
-    files = WorkerFiles(Workers(), admission)
-    async with asyncio.timeout(60):
-        assert await asyncio.gather(*(files.written("ticket", 1000) for _ in range(2))) == [None, None]
