@@ -47,7 +47,6 @@ KV_CACHES_WAITING = 16
 """Without `--max-scoring-tokens`, this many times the tokens of the KV cache may wait to be scored."""
 
 _shutdowns: list[Shutdown] = []
-"""Of the engine clients of this process."""
 
 
 @dataclass(frozen=True, slots=True)

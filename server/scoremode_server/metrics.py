@@ -57,7 +57,6 @@ class Metrics:
         self.cache_bytes = of_all("scoremode_score_cache_bytes", "Memory of the cached logprobs.")
 
     def show_load(self, num_sequences: int, num_running: int) -> None:
-        """Show the number of sequences, and of those in the engine."""
         self._waiting_now.set(num_sequences - num_running)
         self._running_now.set(num_running)
 

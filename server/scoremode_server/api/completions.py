@@ -32,7 +32,6 @@ STOCK_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}},
     **{status: {"model": ErrorResponse} for status in (400, 404, 500)},
 }
-"""In the API's description."""
 
 router = APIRouter(route_class=ScoremodeRoute)
 generate_router = APIRouter(route_class=ScoremodeRoute)

@@ -236,7 +236,6 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
 
 
 def _check_labels(request: ReferenceRequest) -> None:
-    """One for each text or conversation."""
     num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
     if request.labels is not None and len(request.labels) != num_texts:
         raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")

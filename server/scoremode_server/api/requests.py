@@ -69,7 +69,6 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "No such model."},
     "4XX": {"model": ErrorResponse, "description": "Any other error of the request's, such as a missing API key."},
 }
-"""In the API's description, like those below."""
 EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 _TEXTS = {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS}

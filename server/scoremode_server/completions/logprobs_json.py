@@ -71,7 +71,6 @@ class Written:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         num_bytes, parts = _ENTRY_BYTES + len(self.full), self.openai
         if parts is not None:
             num_bytes += len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
@@ -316,5 +315,4 @@ def _as_json(values: np.ndarray) -> list[bytes]:
 
 @lru_cache(maxsize=2**14)
 def _after_rank(text: str) -> bytes:
-    """The JSON after the rank of a token of this text."""
     return b',"decoded_token":%b}' % orjson.dumps(text)

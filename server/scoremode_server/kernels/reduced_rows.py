@@ -35,7 +35,6 @@ class ReducedRows:
 
     @classmethod
     def empty(cls, rows: int, num_top: int, device: torch.device) -> "ReducedRows":
-        """Room for them."""
         numbers = {"dtype": torch.float32, "device": device}
         integers = {"dtype": torch.int32, "device": device}
         return cls(
@@ -57,7 +56,6 @@ class ReducedRows:
 
     @property
     def num_top(self) -> int:
-        """The k."""
         return int(self.tokens.shape[1]) - 1
 
     def logprobs(self, temperature: float = 1.0, logits: torch.Tensor | None = None) -> torch.Tensor:
@@ -102,8 +100,8 @@ def agreed(group: Any, answers: list[bool]) -> list[bool]:
     """Which of the answers are yes on every rank."""
     if group.world_size == 1:
         return answers
-    gathered = group.all_gather(torch.tensor(answers, dtype=torch.float32, device=group.device), 0)
-    whole: list[bool] = gathered.view(group.world_size, -1).bool().all(0).tolist()
+    on_ranks = _gathered(group, torch.tensor(answers, dtype=torch.float32, device=group.device))
+    whole: list[bool] = on_ranks.bool().all(0).tolist()
     return whole
 
 
@@ -114,21 +112,23 @@ def share_targets(group: Any, rows: ReducedRows) -> None:
 
 def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
     """The highest that a rank has, of each entry."""
-    gathered: torch.Tensor = group.all_gather(logits, 0).view(group.world_size, *logits.shape).amax(0)
-    return gathered
+    return _gathered(group, logits).amax(0)
 
 
 def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> ReducedRows:
     """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
-    words = _to_words(rows)
-    gathered = group.all_gather(words, 0).view(group.world_size, *words.shape)
-    return _merge([_from_words(part) for part in gathered], temperature)
+    return _merge([_from_words(part) for part in _gathered(group, _to_words(rows))], temperature)
 
 
 def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
     """The sums [rows, n] float32 of each rank's part, as those of the whole."""
-    gathered = group.all_gather(sums, 0).view(group.world_size, *sums.shape)
-    return gathered.sum(0, dtype=torch.float64).float()
+    return _gathered(group, sums).sum(0, dtype=torch.float64).float()
+
+
+def _gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """[ranks, ...]"""
+    gathered: torch.Tensor = group.all_gather(tensor, 0).view(group.world_size, *tensor.shape)
+    return gathered
 
 
 def _to_words(rows: ReducedRows) -> torch.Tensor:

@@ -61,20 +61,11 @@ class LogitsShape:
         """Entries of a row in memory."""
         return math.ceil(self.vocab_size / VOCABULARY_PADDING) * VOCABULARY_PADDING
 
-    @property
-    def projection_bytes(self) -> float:
-        """Bytes per vocabulary entry at the peak of `compute_logits`, for any model."""
-        if self.tensor_parallel_size == 1:
-            # Before and after capping.
-            return 2 * self.logit_bytes
-        # The shard, all shards as they arrive, and the same again in the order of the vocabulary.
-        return (2 + 1 / self.tensor_parallel_size) * self.logit_bytes
-
 
 def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharded: bool = False) -> int:
     """Peak working memory per row of `fused_logprobs`, with `num_top` top tokens. At its peak the projection holds
     `copies` of the logits, None where that is not known. If `sharded`, a rank keeps to its part of the vocabulary."""
-    return _row_bytes(shape, _entry_bytes(shape, copies, sharded), num_top) + _lane_bytes(shape, num_top)
+    return _row_bytes(shape, _entry_bytes(shape, copies, sharded), num_top + 1, num_top)
 
 
 def row_bytes_compared(
@@ -87,7 +78,7 @@ def row_bytes_compared(
     both_bytes = (shape.logit_bytes + reference_logit_bytes) / ranks
     entry_bytes = max(_entry_bytes(shape, copies, sharded), both_bytes)
     # Results of both sides; one is reduced after the other.
-    return _row_bytes(shape, entry_bytes, 2 * num_top + 1) + _lane_bytes(shape, num_top)
+    return _row_bytes(shape, entry_bytes, 2 * (num_top + 1), num_top)
 
 
 def block_bytes(shape: LogitsShape) -> int:
@@ -97,19 +88,18 @@ def block_bytes(shape: LogitsShape) -> int:
 
 def _entry_bytes(shape: LogitsShape, copies: int | None, sharded: bool) -> float:
     """Bytes per vocabulary entry at the peak of a projection, as `row_bytes_fused` has it."""
-    if copies is None or (shape.tensor_parallel_size > 1 and not sharded):
-        return shape.projection_bytes
-    return copies * shape.logit_bytes / shape.tensor_parallel_size
+    ranks = shape.tensor_parallel_size
+    if ranks > 1 and (copies is None or not sharded):
+        # The shard, all shards as they arrive, and the same again in the order of the vocabulary.
+        return (2 + 1 / ranks) * shape.logit_bytes
+    # Where it is not known: before and after capping.
+    return (2 if copies is None else copies) * shape.logit_bytes / ranks
 
 
-def _lane_bytes(shape: LogitsShape, num_top: int) -> int:
-    """Per row: the lanes' maxima, and the candidates from the chosen ones."""
+def _row_bytes(shape: LogitsShape, entry_bytes: float, num_results: int, num_top: int) -> int:
+    """With the lanes' maxima, and the candidates from the chosen ones."""
     entries = TILING.lanes + num_top * TILING.lane_entries(shape.padded) if 1 < num_top <= MAX_TOP else 0
-    return entries * FLOAT32_BYTES
-
-
-def _row_bytes(shape: LogitsShape, entry_bytes: float, num_top: int) -> int:
-    return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * (num_top + 1)
+    return math.ceil(shape.padded * entry_bytes) + RESULT_BYTES * num_results + entries * FLOAT32_BYTES
 
 
 def rows_per_chunk(budget_bytes: int, row_bytes: int) -> int:

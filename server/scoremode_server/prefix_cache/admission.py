@@ -59,8 +59,6 @@ class Gate:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A sequence that waits for the engine."""
-
     queue: "RequestQueue"
     admitted: asyncio.Future[None]
     num_tokens: int
@@ -359,7 +357,6 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:
-    """Remove the first task, and return its result."""
     # Awaiting the task would cancel it with the reader, before the others.
     await asyncio.wait((tasks[0],))
     return tasks.popleft().result()

@@ -63,7 +63,6 @@ class StoredReference:
 
     @cached_property
     def text(self) -> "StoredText":
-        """Tokens and windows."""
         tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         return StoredText(arrays["token_ids"], arrays["windows"], arrays.get("origins"))
@@ -107,7 +106,6 @@ class StoredReference:
         return tensors["weight"], tensors.get("bias")
 
     def save(self, manifest: Manifest) -> "StoredReference":
-        """The reference with a new manifest, which is written."""
         with moved_to(self.path / _MANIFEST) as partial:
             partial.write_text(manifest.to_json())
         return StoredReference(self.name, self.path, manifest)

@@ -114,7 +114,6 @@ class Manifest(BaseModel):
     """Of the other lanes than prefill."""
 
     def to_json(self) -> str:
-        """The text of its file."""
         fields = self.model_dump(mode="json")
         return json.dumps({**fields, _CHECKSUM: _checksum(fields)}, indent=1)
 

@@ -114,7 +114,6 @@ class MarkedWindow:
         )
 
     def done(self) -> None:
-        """The window has its answer."""
         self.settings.queue.done(len(self.token_ids), 0)
 
     def check_rows(self, is_nan: np.ndarray) -> None:

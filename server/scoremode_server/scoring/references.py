@@ -123,7 +123,6 @@ class References:
         await self.write(name, lambda: self.directory.delete(name))
 
     async def save(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
-        """Change the manifest that is on disk now."""
         return await self.write(reference.name, lambda: self.directory.update(reference, changes))
 
     async def current(self, reference: StoredReference) -> StoredReference:

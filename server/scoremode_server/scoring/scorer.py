@@ -164,7 +164,6 @@ class Lanes:
 
     @classmethod
     def from_config(cls, config: VllmConfig) -> "Lanes":
-        """Those that an engine of this configuration has."""
         chunks: dict[Lane, int] = {"prefill": 0}
         if has_lanes(config):
             chunks["decode"] = 1

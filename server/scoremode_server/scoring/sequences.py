@@ -41,30 +41,22 @@ async def read_sequences(
 ) -> tuple[list[RequestedSequence], list[ScoredSequence]]:
     """The sequences of a request, in the order of its prompts or conversations, and the passes that score them."""
     if conversations is not None:
-        return _in_passes(request, _with_candidates(request, _turns(request, conversations, limits), limits))
-    if request.prompt is None:
+        sequences = _turns(request, conversations, limits)
+    elif request.prompt is None:
         raise RequestError("prompt is required, or messages", "prompt")
-    prompts = as_prompts(request.prompt)
-    if request.continuations is None:
-        limits.check_num_sequences(len(prompts), "prompt")
-        sequences = await _prompts(prompts, request, tokenizer)
-        for sequence in sequences:
-            limits.check_sequence(sequence.token_ids, sequence.name)
-            if sequence.first >= len(sequence.token_ids):
-                raise RequestError(
-                    f"logprobs_from is {sequence.first}, but {sequence.name} has {len(sequence.token_ids)} tokens",
-                    "logprobs_from",
-                )
-        return _in_passes(request, _with_candidates(request, sequences, limits))
-    continuations = _continuations(request, len(prompts))
-    limits.check_num_sequences(sum(map(len, continuations)), "continuations")
-    of_prompts = (
-        _continued(prompt, index, own, request, tokenizer)
-        for index, (prompt, own) in enumerate(zip(prompts, continuations, strict=True))
-    )
-    sequences = [sequence for of_prompt in await asyncio.gather(*of_prompts) for sequence in of_prompt]
+    elif request.continuations is None:
+        sequences = await _prompts(as_prompts(request.prompt), request, tokenizer, limits)
+    else:
+        prompts = as_prompts(request.prompt)
+        continuations = _continuations(request, len(prompts))
+        limits.check_num_sequences(sum(map(len, continuations)), "continuations")
+        of_prompts = (
+            _continued(prompt, index, own, request, tokenizer)
+            for index, (prompt, own) in enumerate(zip(prompts, continuations, strict=True))
+        )
+        sequences = [sequence for of_prompt in await asyncio.gather(*of_prompts) for sequence in of_prompt]
     placed, passes = _in_passes(request, _with_candidates(request, sequences, limits))
-    for sequence in placed:
+    for sequence in placed if request.continuations is not None else ():
         if sequence.column:
             # The rest is that of its pass.
             limits.check_vocabulary(sequence.token_ids[-1:], sequence.name)
@@ -130,25 +122,30 @@ def _in_passes(
 
 
 async def _prompts(
-    prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer
+    prompts: list[str | list[int]], request: ScoreRequest, tokenizer: Tokenizer, limits: Limits
 ) -> list[RequestedSequence]:
     """The prompts, from their first positions on."""
+    limits.check_num_sequences(len(prompts), "prompt")
     each = request.logprobs_from
     firsts = each if isinstance(each, list) else [each] * len(prompts)
     if len(firsts) != len(prompts):
         raise RequestError(f"logprobs_from has {len(firsts)} positions for {len(prompts)} prompts", "logprobs_from")
     if min(firsts, default=0) < 0:
         raise RequestError(f"logprobs_from is {min(firsts)}: positions count from 0", "logprobs_from")
-    return [
-        RequestedSequence(
-            token_ids=await tokenizer.encode(prompt, request.add_special_tokens), first=first, prompt_index=index
-        )
-        for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True))
-    ]
+    sequences = []
+    for index, (prompt, first) in enumerate(zip(prompts, firsts, strict=True)):
+        token_ids = await tokenizer.encode(prompt, request.add_special_tokens)
+        sequence = RequestedSequence(token_ids=token_ids, first=first, prompt_index=index)
+        limits.check_sequence(token_ids, sequence.name)
+        if first >= len(token_ids):
+            raise RequestError(
+                f"logprobs_from is {first}, but {sequence.name} has {len(token_ids)} tokens", "logprobs_from"
+            )
+        sequences.append(sequence)
+    return sequences
 
 
 def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
-    """The continuations of each prompt."""
     given: Any = request.continuations
     if request.logprobs_from != 0:
         raise RequestError("logprobs_from: a continuation's logprobs begin where it does", "logprobs_from")
@@ -169,7 +166,6 @@ def _continuations(request: ScoreRequest, num_prompts: int) -> list[list[Any]]:
 async def _continued(
     prompt: str | list[int], index: int, continuations: list[Any], request: ScoreRequest, tokenizer: Tokenizer
 ) -> list[RequestedSequence]:
-    """One prompt with each of its continuations."""
     if isinstance(prompt, str) and isinstance(continuations[0], str):
         first, sequences = await tokenizer.encode_continuations(prompt, continuations, request.add_special_tokens)
     else:

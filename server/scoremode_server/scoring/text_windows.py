@@ -138,7 +138,6 @@ async def cut_texts(
 
 
 def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence], limits: Limits) -> TextWindows:
-    """A window for each turn."""
     for field_name in ("prompt", "texts", "stride", "max_tokens", "add_special_tokens"):
         if getattr(request, field_name) is not None:
             raise RequestError(f"{field_name} cannot be given with messages", field_name)

@@ -66,7 +66,6 @@ class UnreadableFileError(Exception):
 
 
 def _outcome() -> asyncio.Future[None]:
-    """How the work on a file ends."""
     outcome = asyncio.get_running_loop().create_future()
     # Whoever waits for it may be cancelled, and leave an exception that nobody has seen.
     outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -84,8 +83,6 @@ def _settle(outcome: asyncio.Future[None], failure: Failure | None) -> None:
 
 @dataclass(slots=True)
 class _Window:
-    """A window that a worker reads."""
-
     mark: WindowMark
     num_tokens: int
     outcome: asyncio.Future[None] = field(default_factory=_outcome)
@@ -140,13 +137,11 @@ class _Engine:
         return bool(self.windows or self.heads or any(asdict(self.orders).values()))
 
     def head(self, mark: WindowMark, head: HeadFormat) -> _Head:
-        """The head of a reference."""
         if mark.head not in self.heads:
             self.heads[mark.head] = _Head(mark, head, Gate(self.admission, self.wake))
         return self.heads[mark.head]
 
     def next_orders(self) -> Orders:
-        """What workers are to do now."""
         now = time.monotonic()
         self._order_reads(now)
         for head in list(self.heads.values()):
@@ -338,7 +333,6 @@ class WorkerFiles:
         return self._engines
 
     def _call_workers(self) -> None:
-        """Have workers called soon."""
         self._wake.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())

@@ -300,7 +300,6 @@ class HeadMemory:
         return True
 
     def _gap(self, size: int) -> int | None:
-        """Where so many bytes are free."""
         taken = sorted((placed.start, placed.end) for placed in self._placed.values())
         edges = [(0, 0), *taken, (len(self._memory), 0)]
         return next((end for (_, end), (start, _) in pairwise(edges) if start - end >= size), None)

@@ -323,7 +323,6 @@ def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _reference_states(piece: _Piece) -> torch.Tensor:
-    """The reference's hidden states of a piece, on the host."""
     window = piece.compared
     assert window is not None
     assert window.hidden_states is not None

@@ -216,6 +216,5 @@ def _make_scorer(runner: Any, budget_bytes: int, windows: ReferenceWindows | Non
 
 
 def _logits_shape(runner: Any) -> LogitsShape:
-    """Of the model that a runner has loaded."""
     config = runner.model_config
     return LogitsShape(config.get_vocab_size(), config.head_dtype.itemsize, runner.parallel_config.tensor_parallel_size)

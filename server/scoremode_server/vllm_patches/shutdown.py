@@ -7,6 +7,7 @@ close, which one whose client reads nothing never does.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ class Shutdown:
         self.engine_died = False
         self._engine = engine
         self._drain = drain
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._shutdown = engine.shutdown
         self._begun = False
         engine.shutdown = self
@@ -44,17 +45,10 @@ class Shutdown:
         if not self._begun:
             self._begun = True
             self.engine_died = self._engine.errored
-            if not self.engine_died and self._loop_is_elsewhere():
+            # On the loop's own thread nothing could wait for it.
+            if not self.engine_died and threading.get_ident() != self._thread and self._loop.is_running():
                 asyncio.run_coroutine_threadsafe(self._drain(timeout or 0), self._loop).result()
         self._shutdown(timeout=None if timeout is None else max(0, timeout - (time.monotonic() - begun)))
-
-    def _loop_is_elsewhere(self) -> bool:
-        """Whether the loop runs in another thread, and so is not blocked by waiting for it."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self._loop.is_running()
-        return False
 
 
 def bound_connections(app: Any) -> None:

@@ -27,7 +27,6 @@ Hashes = dict[str, dict[str, str | None]]
 
 
 def recorded_hashes() -> Hashes:
-    """The content of `manifest.json`."""
     hashes: Hashes = json.loads(HASHES_FILE.read_text(encoding="utf-8"))
     return hashes
 

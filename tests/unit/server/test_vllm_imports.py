@@ -1,17 +1,13 @@
-"""What the server may import from vLLM, and where; and what vLLM's processes import of the server.
+"""What the server may import from vLLM, and where.
 
 Private parts of vLLM are for `vllm_patches`, and for `completions`, which extends vLLM's handlers. All other modules
 keep to the list below. Ruff checks that no other module uses a private attribute (SLF001).
 """
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import vllm
 
 from scoremode_server.vllm_patches.versions import Sources
@@ -57,23 +53,3 @@ def test_only_public_modules_of_vllm_are_imported_and_all_of_the_list():
     }
     assert not {file: found for file, modules in imported.items() if (found := modules - PUBLIC)}
     assert set().union(*imported.values()) == PUBLIC
-
-
-CALL = """
-import sys
-before = set(sys.modules)
-from scoremode_server.plugin import general_plugin
-general_plugin()
-others = ("vllm", "torch", "fastapi", "numpy")
-print(*[name for name in sys.modules if name not in before and name.startswith(("scoremode", *others))])
-"""
-"""vLLM calls the plugin in every process of an environment that Scoremode is installed in."""
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("plugins", [{}, {"VLLM_PLUGINS": "scoremode-extras"}], ids=["unset", "another"])
-def test_unless_it_is_named_the_plugin_prints_and_imports_nothing(plugins):
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"} | plugins
-    done = subprocess.run([sys.executable, "-c", CALL], env=environment, capture_output=True, text=True, check=True)
-    assert not done.stderr
-    assert done.stdout.split() == ["scoremode_server", "scoremode_server.settings", "scoremode_server.plugin"]

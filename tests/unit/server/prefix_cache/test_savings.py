@@ -45,23 +45,6 @@ async def test_requests_one_after_another_compute_only_what_is_new(scores: bool)
     assert made.counted("joined") == 0
 
 
-async def test_rows_that_a_short_run_computed_again_are_not_hits():
-    """The keys and values are let go between a request's run and the one for the last block that it lacks."""
-
-    class ForgettingEngine(FakeEngine):
-        async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> Any:
-            if request_id.endswith("-last-block"):
-                self.prefix_cache.clear()
-            async for output in super().generate(prompt, params, request_id, **options):
-                yield output
-
-    made = Setup(ForgettingEngine(SIZE), RowStore(SIZE, ROOM))
-    await made.ask(Ask([*range(40), 50, 51]))
-    output = await made.ask(Ask([*range(40), 60, 61]))
-    assert output.num_cached_tokens == 0
-    assert made.counted("hits") == 0
-
-
 async def test_without_a_known_first_block_the_prefix_cache_is_not_read():
     made = setup()
     await made.ask(Ask(list(range(12))))
@@ -97,13 +80,6 @@ async def test_no_request_waits_for_rows_that_a_continuation_leaves_out():
     answers = await asyncio.gather(made.ask(continuation), made.ask(whole))
     assert answers[1].num_cached_tokens == 0
     assert made.counted("joined") == 0
-
-
-async def test_a_waiter_gets_rows_of_the_owner_that_the_cache_did_not_store():
-    made = Setup(FakeEngine(SIZE, in_order=True), RowStore(SIZE, ENTRY_BYTES))
-    outputs = await asyncio.gather(*(made.ask(Ask([*range(22), option, 50])) for option in range(3)))
-    assert len(made.store) == 0
-    assert sorted(output.num_cached_tokens for output in outputs) == [0, 20, 20]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -180,20 +156,17 @@ async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(first: int):
     assert made.counted("hits") == 0, "none of the rows that were asked for was there"
 
 
-def engine_config(*, prefix_caching: bool = True, num_api_servers: int = 1) -> Any:
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=prefix_caching),
-        parallel_config=SimpleNamespace(_api_process_count=num_api_servers),
-    )
-
-
 @pytest.mark.parametrize(("mode", "count", "enabled"), [("0", 2, True), ("1", 1, True), ("1", 2, False)])
 def test_no_rows_are_stored_where_another_server_may_change_the_weights(
     monkeypatch: pytest.MonkeyPatch, mode: str, count: int, enabled: bool
 ):
     """The routes that do so are vLLM's development mode's, and reach one of the processes."""
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=16, prefix_match_unit=None, enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(_api_process_count=count),
+    )
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", mode)
-    assert make_store(engine_config(num_api_servers=count), 9).enabled == enabled
+    assert make_store(config, 9).enabled == enabled
 
 
 # What the engine gets wrong

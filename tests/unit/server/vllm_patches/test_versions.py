@@ -105,11 +105,11 @@ def test_without_the_plugin_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     plugin.general_plugin()
-    monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    monkeypatch.setenv("VLLM_PLUGINS", "scoremode-extras")
     plugin.general_plugin()
     with pytest.raises(RuntimeError, match=r"found vLLM 0\.31\.0"):
         enable()
-    assert plugin.os.environ["VLLM_PLUGINS"] == "lora"
+    assert plugin.os.environ["VLLM_PLUGINS"] == "scoremode-extras"
     with pytest.raises(SystemExit, match=r"^scoremode: Scoremode runs on vLLM 0\.32\.0 and 0\.33\.0 .*0\.31\.0"):
         cli.serve(["model"])
     monkeypatch.setenv("VLLM_PLUGINS", "lora,scoremode")
