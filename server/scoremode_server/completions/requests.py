@@ -101,17 +101,12 @@ def _decoded(fields: Fields, list_name: str, forms: dict[str, Any]) -> dict[str,
 
 def _check_prompt(prompt: Any) -> None:
     match prompt:
-        case None | str() | [] | [str(), *_]:
-            return
         case [list(), *_]:
             named = [(f"prompt[{index}]", token_ids) for index, token_ids in enumerate(prompt)]
-        case list():
+        case [int(), *_]:
             named = [("prompt", prompt)]
         case _:
-            raise RequestError(
-                "prompt: must be a string, a list of strings, a list of token ids, or a list of lists of token ids",
-                "prompt",
-            )
+            return
     for name, token_ids in named:
         if token_ids and min(token_ids) < 0:
             raise RequestError(f"{name} has the negative token id {min(token_ids)}", "prompt")

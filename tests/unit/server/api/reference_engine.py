@@ -31,7 +31,6 @@ NUM_WINDOWS = 7
 
 
 async def record(client: httpx.AsyncClient, **changes: Any) -> dict[str, Any]:
-    """Record a reference."""
     answer = await client.post(REFERENCES, json={**BODY, **changes})
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -103,11 +102,9 @@ class ReferenceEngine(HeldEngine):
         self.engine_core = SimpleNamespace(call_utility_all_async=self._call_utility)
 
     def references(self, scoring: ScoringEngine, turns: Turns) -> ReferenceParts:
-        """The server's references."""
         return ReferenceParts.from_folder(self.directory.root, self, scoring, turns, self.identity)  # type: ignore[arg-type]
 
     async def _call_utility(self, call: str, method: str, *rest: Any) -> Any:
-        """Call a method of the worker."""
         methods = {
             "scoremode_head_bytes": lambda: HEAD_FORMAT.num_bytes,
             "scoremode_describe_head": lambda: self.head,

@@ -5,20 +5,14 @@ from pathlib import Path
 
 import orjson
 import pytest
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
-from starlette.requests import Request
-from vllm.entrypoints.scale_out.token_in_token_out import api_router
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-from scoremode_server.api.completions import GENERATE, serves_generate
+from scoremode_server.api.completions import GENERATE
 from scoremode_server.completions import handler
 from scoremode_server.completions.handler import GAP, filled, in_turns
 from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.scoring.scorer import Turns
 from tests.bad_inputs import COMPLETIONS, LONG_NAME
-from tests.unit.server.api.light_app import app_with_completions, client_of, error_of, light_app
+from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
 
 ECHO = {"prompt": [[5, 6, 7], [8, 9]], "echo": True, "logprobs": 1, "max_tokens": 1}
 TRL = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 1, "prompt_logprobs": 2, "return_token_ids": True}
@@ -56,28 +50,6 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
         ):
             *found, message = error_of(await client.post(GENERATE, json=PRIME_RL | change))
             assert (tuple(found), len(message) < 1000) == (error, True)
-
-
-async def test_the_generate_route_tells_vllm_which_fields_were_left_out(random_model: Path, monkeypatch):
-    """Without `max_tokens` vLLM generates as many as there is room for, and not 16."""
-
-    async def generated(request: GenerateRequest, raw_request: Request) -> JSONResponse:
-        return JSONResponse([request.is_sampling_param_provided(name) for name in ("max_tokens", "temperature")])
-
-    monkeypatch.setattr(api_router, "generate", generated)
-    async with client_of(app_with_completions(random_model)[0]) as client:
-        answer = await client.post(GENERATE, json=PRIME_RL | {"sampling_params": {"temperature": 0}})
-    assert answer.json() == [False, True]
-
-
-def test_the_generate_route_exists_where_vllm_serves_it():
-    """Without `--enable-scale-out` vLLM's own refuses, and stays."""
-    served, refused = FastAPI(), FastAPI()
-    served.include_router(api_router.router)
-    refused.add_api_route(GENERATE, lambda: None, methods=["POST"])
-    assert serves_generate(served)
-    assert not serves_generate(refused)
-    assert GENERATE not in {route.path for route in light_app().routes if isinstance(route, APIRoute)}
 
 
 def test_gaps_are_filled_in_order_each_when_it_is_reached():

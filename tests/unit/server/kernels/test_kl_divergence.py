@@ -98,7 +98,6 @@ def test_random_rows(dtype: torch.dtype, reference_dtype: torch.dtype, vocab: in
 @pytest.mark.parametrize("vocab", [49_152, 262_144])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0, 40.0])
 def test_flat_and_peaked_rows_of_large_vocabularies(vocab: int, scale: float):
-    """From nearly uniform to nearly certain."""
     reference = random_logits(2, vocab, vocab, torch.float32, seed=3) * (scale / 4)
     served = reference + random_logits(2, vocab, vocab, torch.float32, seed=4) * (0.3 / 4)
     check_divergences(served, reference, compared(served, reference))

@@ -67,7 +67,6 @@ def test_blocks_on_the_cpu_need_the_stated_bytes(vocab: int):
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """Of what PyTorch allocates on the CPU."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     # PyTorch 2.11 warns without `acc_events`.
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:

@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.prefix_cache.engine import make_store
-from scoremode_server.prefix_cache.store import ENTRY_BYTES, RowStore
+from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.vllm_patches.engine_client import CHANGES, within_changes
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, prompt_logprobs

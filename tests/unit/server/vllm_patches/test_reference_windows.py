@@ -69,7 +69,6 @@ def read(windows: ReferenceWindows, *specs: RowSpec) -> None:
 
 
 def add(windows: ReferenceWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
-    """Begin a window."""
     if wanted.window is not None and wanted.window.action == "compare":
         read(windows, wanted)
     worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), project)
