@@ -77,14 +77,14 @@ async def get_windows(name: str, raw_request: Request) -> ReferenceWindows:
     stored = references_of(raw_request).stored
     reference = await stored.open(name)
     text, plan = await stored.text(reference), reference.manifest.text
-    origins = np.zeros((len(text.windows), 3), np.int32) if text.origins is None else text.origins
+    documents, labels, roles = text.origins.T.tolist()
     return ReferenceWindows(
         name=name,
         text_fingerprint=plan.fingerprint,
         num_context=text.num_context.tolist(),
-        documents=text.documents.tolist(),
-        labels=[plan.labels[index] for index in origins[:, 1]] if plan.labels else None,
-        roles=[plan.roles[index] for index in origins[:, 2]] if plan.roles else None,
+        documents=documents,
+        labels=[plan.labels[index] for index in labels] if plan.labels else None,
+        roles=[plan.roles[index] for index in roles] if plan.roles else None,
     )
 
 

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,10 @@ class StoredReference:
     def text(self) -> "StoredText":
         tensors = read_tensors(self.path / "tokens.safetensors", self.about("tokens"))
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        return StoredText(arrays["token_ids"], arrays["windows"], arrays.get("origins"))
+        if "origins" not in arrays:
+            documents = np.unique(arrays["windows"][:, 0], return_inverse=True)[1]
+            arrays["origins"] = np.column_stack((documents, np.full((len(documents), 2), -1))).astype(np.int32)
+        return StoredText(**arrays)
 
     def shard(self, index: int) -> Path:
         return self.path / "windows" / f"{index:06}.safetensors"
@@ -142,11 +145,11 @@ class StoredText:
 
     token_ids: np.ndarray
     windows: np.ndarray
-    origins: np.ndarray | None = None
+    origins: np.ndarray
 
     @classmethod
     def from_documents(
-        cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]], origins: np.ndarray | None = None
+        cls, documents: Sequence[tuple[Sequence[int], Sequence[Window]]], origins: Sequence[tuple[int, int, int]]
     ) -> "StoredText":
         """The text of documents with their windows."""
         offset, rows = 0, []
@@ -157,7 +160,7 @@ class StoredText:
             ]
             offset += len(token_ids)
         joined = [np.asarray(token_ids, np.int32) for token_ids, _ in documents]
-        return cls(np.concatenate(joined), np.array(rows, np.int32).reshape(-1, 5), origins)
+        return cls(np.concatenate(joined), np.array(rows, np.int32), np.array(origins, np.int32))
 
     def window(self, index: int) -> tuple[list[int], int]:
         """A window's tokens, and the position of its first target among them."""
@@ -165,14 +168,6 @@ class StoredText:
         token_ids = self.token_ids[offset + start : offset + end].tolist()
         window = Window(0, end - start, first_target - start, None if head < 0 else head)
         return window.token_ids(token_ids), window.first_scored
-
-    @property
-    def documents(self) -> np.ndarray:
-        """The index [windows] of the text or conversation that each window is of."""
-        if self.origins is not None:
-            return self.origins[:, 0]
-        documents: np.ndarray = np.unique(self.windows[:, 0], return_inverse=True)[1]
-        return documents
 
     @property
     def num_context(self) -> np.ndarray:
@@ -252,8 +247,7 @@ class ReferenceDirectory:
         reference = StoredReference(name, partial, manifest)
         try:
             (partial / "windows").mkdir(parents=True)
-            arrays = {"token_ids": text.token_ids, "windows": text.windows, "origins": text.origins}
-            tensors = {each: torch.from_numpy(array) for each, array in arrays.items() if array is not None}
+            tensors = {each: torch.from_numpy(array) for each, array in asdict(text).items()}
             write_tensors(partial / "tokens.safetensors", tensors, reference.about("tokens"))
             reference.save(manifest)
             os.rename(partial, path)

@@ -191,7 +191,7 @@ def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, Tex
         for place in range(len(document.windows))
     ]
     documents = [(document.token_ids, document.windows) for document in texts.documents]
-    text = StoredText.from_documents(documents, np.array(origins, np.int32))
+    text = StoredText.from_documents(documents, origins)
     plan = TextPlan(
         fingerprint=text_fingerprint(text.token_ids, text.windows, texts.method),
         method=texts.method,

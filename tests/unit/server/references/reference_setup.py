@@ -36,7 +36,7 @@ DOCUMENTS = [
     (list(range(10, 30)), [Window(0, 8, 0, 99), Window(4, 12, 8), Window(12, 20, 13, 99)]),
     (list(range(50, 57)), [Window(0, 7, 1)]),
 ]
-TEXT = StoredText.from_documents(DOCUMENTS)
+TEXT = StoredText.from_documents(DOCUMENTS, [(0, -1, -1)] * 3 + [(1, -1, -1)])
 PLAN = TextPlan(
     fingerprint=text_fingerprint(TEXT.token_ids, TEXT.windows, "sliding"),
     method="sliding",

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future, wait
 
 import pytest
 
@@ -28,22 +27,6 @@ def test_calls_that_hang_leave_other_references_alone():
     assert hang[-1].cancel()
     let_go.set()
     assert waiting.result(30) == 6
-
-
-def test_errors_are_told_and_no_thread_stays():
-    threads = FileThreads(1)
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    failed: Future[None] = threads.submit("one", fail)
-    with pytest.raises(ValueError, match="no"):
-        failed.result(30)
-    wait([threads.submit("one", str)])
-    for thread in threading.enumerate():
-        if thread.name == "scoremode-files":
-            thread.join(30)
-    assert not threads._lanes
 
 
 @pytest.mark.processes
