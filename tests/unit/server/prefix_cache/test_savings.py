@@ -1,6 +1,7 @@
 """What the cache saves, what is not for it, and what the engine gets wrong. `test_streams.py` tests all answers."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from scoremode_server.prefix_cache.engine import make_store
 from scoremode_server.prefix_cache.store import RowStore
 from scoremode_server.vllm_patches.engine_client import CHANGES, within_changes
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
-from tests.unit.server.prefix_cache.fake_engine import FakeEngine, prompt_logprobs
+from tests.unit.server.prefix_cache.fake_engine import FakeEngine, HeldEngine, prompt_logprobs
 
 
 @pytest.mark.parametrize("shared", [40, 41, 43], ids=["parts where a block ends", "one after", "three after"])
@@ -58,6 +59,21 @@ async def test_an_adapter_of_the_same_id_and_name_from_another_path_shares_nothi
     await made.ask(Ask(list(range(13)), adapter=1))
     monkeypatch.setitem(LORAS, 1, LoRARequest("one", 1, "/elsewhere"))
     assert (await made.ask(Ask(list(range(13)), adapter=1))).num_cached_tokens == 0
+
+
+async def test_the_queue_counts_only_what_is_new():
+    made = Setup(engine := HeldEngine(SIZE), RowStore(SIZE, ROOM))
+    engine.let_go.set()
+    await made.ask(Ask(list(range(41))))
+    engine.let_go.clear()
+    async with made.scoring.admission.request(1, 44) as queue:
+        request = replace(Ask([*range(41), 7, 8, 9]).request("new"), queue=queue)
+        scoring = asyncio.create_task(made.scoring.rows(request))
+        while not queue.running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert made.scoring.admission._num_computing == 43 - 40
+        engine.let_go.set()
+        await scoring
 
 
 async def test_another_process_gives_no_hit_without_rows():
