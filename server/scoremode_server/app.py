@@ -7,7 +7,7 @@ import importlib.metadata
 import secrets
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import vllm
@@ -24,6 +24,7 @@ from scoremode_server.metrics import Metrics
 from scoremode_server.prefix_cache.admission import Admission, EngineSize
 from scoremode_server.prefix_cache.engine import ScoringEngine, make_store
 from scoremode_server.prefix_cache.run import RowsRequest, run_engine
+from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.comparer import Comparer
 from scoremode_server.scoring.limits import Limits
@@ -62,8 +63,9 @@ class ReferenceParts:
         cls, root: Path, client: EngineClient, engine: ScoringEngine, turns: Turns, model: ModelIdentity
     ) -> "ReferenceParts":
         """Those of the served model, with references in a folder."""
-        stored, others = References(root, model, "name"), (client, engine, turns, WorkerFiles(client, engine.admission))
-        return cls(stored, Recorder(stored, *others), Comparer(stored.for_param("reference"), *others))
+        stored = References(ReferenceDirectory(root), model, "name")
+        others = client, engine, turns, WorkerFiles(client, engine.admission)
+        return cls(stored, Recorder(stored, *others), Comparer(replace(stored, param="reference"), *others))
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def profile(worker: Any) -> None:
 
 def unbound(worker: Any) -> None:
     """Let this engine have all the memory it wants."""
-    worker.model_runner._scoremode_scorer._budget_bytes = 1 << 60
+    worker.model_runner._scoremode_scorer.budget_bytes = 1 << 60
 
 
 def reset_peak(worker: Any) -> None:

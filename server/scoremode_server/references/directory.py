@@ -184,12 +184,12 @@ class StoredText:
         return num_tokens
 
 
+@dataclass(frozen=True, slots=True)
 class ReferenceDirectory:
     """The folder of references. Whatever is asked for a reference raises NoReferenceError if there is none of that
     name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    root: Path
 
     def names(self) -> list[str]:
         """Everything in the folder that may be a reference. Nothing within is read: it may be on a mount that does not

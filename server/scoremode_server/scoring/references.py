@@ -4,8 +4,7 @@ import asyncio
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from copy import copy
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from scoremode.wire.references import Reference
@@ -33,22 +32,16 @@ KEPT_OPEN = 8
 """References whose tokens stay in memory: a client requests a reference's windows one by one."""
 
 
+@dataclass(frozen=True, slots=True)
 class References:
     """The references in a folder, on a server of a model, for requests whose field `param` names one of them."""
 
-    def __init__(self, root: Path, model: ModelIdentity, param: str) -> None:
-        self.param = param
-        self.directory = ReferenceDirectory(root)
-        self.model = model
-        self._threads = FileThreads()
-        self._opened: OrderedDict[str, StoredReference] = OrderedDict()
-        """The most recently used ones, by name."""
-
-    def for_param(self, param: str) -> "References":
-        """The same references, for requests with another field."""
-        other = copy(self)
-        other.param = param
-        return other
+    directory: ReferenceDirectory
+    model: ModelIdentity
+    param: str
+    _threads: FileThreads = field(default_factory=FileThreads)
+    _opened: OrderedDict[str, StoredReference] = field(default_factory=OrderedDict)
+    """The most recently used ones, by name."""
 
     async def all(self) -> list[Reference]:
         """All references whose files can be read."""

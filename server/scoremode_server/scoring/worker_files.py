@@ -258,11 +258,13 @@ class WorkerFiles:
         self._client = client
         self._admission = admission
         self._holder = secrets.token_hex(8)
-        self._engines: list[_Engine] = []
         self._written: dict[asyncio.Future[None], str] = {}
         """Tickets of what is waited for; two recordings of one reference wait for the same LM head."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        parallel = client.vllm_config.parallel_config
+        num_engines = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+        self._engines = [_Engine(admission, self._wake.set) for _ in range(num_engines)]
 
     @asynccontextmanager
     async def loaded(
@@ -279,7 +281,7 @@ class WorkerFiles:
             UnreadableFileError: a file is missing, or not what was written.
             RequestError: a file was not read in time, or the engine has died (503); or there is no such engine.
         """
-        engines = self._all_engines()
+        engines = self._engines
         if rank is None:
             num_windows = [sum(each.num_windows for each in engine.heads.values()) for engine in engines]
             rank = num_windows.index(min(num_windows))
@@ -323,22 +325,13 @@ class WorkerFiles:
             del self._written[outcome]
         return None
 
-    def _all_engines(self) -> list[_Engine]:
-        if not self._engines:
-            parallel = self._client.vllm_config.parallel_config
-            num_engines = (
-                parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
-            )
-            self._engines = [_Engine(self._admission, self._wake.set) for _ in range(num_engines)]
-        return self._engines
-
     def _call_workers(self) -> None:
         self._wake.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        engines, pause = self._all_engines(), POLL_SECONDS
+        engines, pause = self._engines, POLL_SECONDS
         first, known = self._client.vllm_config.parallel_config.data_parallel_index, None
         try:
             while self._written or any(engine.has_work for engine in engines):

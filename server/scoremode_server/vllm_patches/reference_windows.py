@@ -97,29 +97,27 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+@dataclass(slots=True)
 class ReferenceWindows:
     """The files that windows in this worker need, and the memory for references' LM heads.
 
     No step and no call waits for a file: threads read what API servers order before they send a window, and write what
     windows leave. API servers ask about the progress.
-
-    Attributes:
-        root: where references are.
-        head_bytes: memory for LM heads, all ranks together.
-        heads: made while vLLM profiles, or, where it does not (on a CPU), when it is first needed.
     """
 
-    def __init__(self, root: ReferenceDirectory, head_bytes: int = 0) -> None:
-        self.root = root
-        self.heads: HeadMemory | None = None
-        self.head_bytes = head_bytes
-        self._threads = FileThreads()
-        self._read: dict[str, Future[torch.Tensor]] = {}
-        """Hidden states by ticket."""
-        self._written: OrderedDict[str, Future[str]] = OrderedDict()
-        """By ticket: why something was not written, or nothing if it was."""
-        self._unwritten: list[tuple[Future[str], str, int]] = []
-        """Windows that are being written, with the name of the reference and bytes."""
+    root: ReferenceDirectory
+    """Where references are."""
+    head_bytes: int = 0
+    """Memory for LM heads, all ranks together."""
+    heads: HeadMemory | None = None
+    """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
+    _threads: FileThreads = field(default_factory=FileThreads)
+    _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
+    """Hidden states by ticket."""
+    _written: OrderedDict[str, Future[str]] = field(default_factory=OrderedDict)
+    """By ticket: why something was not written, or nothing if it was."""
+    _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
+    """Windows that are being written, with the name of the reference and bytes."""
 
     def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
         """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""

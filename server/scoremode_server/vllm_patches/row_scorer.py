@@ -107,36 +107,29 @@ class _Piece:
             window.add(hidden_states[self.rows], logprobs[:, 0])
 
 
+@dataclass(slots=True)
 class RowScorer:
     """Scores the rows of all requests of a model runner, step by step, within `budget_bytes` of working memory.
     `logprobs_mode` and `group`, of the tensor-parallel ranks, are vLLM's; `windows` are those of references, if any."""
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        shape: LogitsShape,
-        logprobs_mode: str,
-        group: Any,
-        windows: ReferenceWindows | None = None,
-    ) -> None:
-        self._budget_bytes = budget_bytes
-        self._group = group
-        self._device: torch.device = group.device
-        self._shape = shape
-        self._gives_logprobs = logprobs_mode.endswith("_logprobs")
-        self._windows = windows
-        self.requests: dict[str, RequestRows] = {}
-        """Those that were begun, and are not complete."""
-        self._logits_fn: LogitsFunction | None = None
+    budget_bytes: int
+    shape: LogitsShape
+    logprobs_mode: str
+    group: Any
+    windows: ReferenceWindows | None = None
+    requests: dict[str, RequestRows] = field(default_factory=dict)
+    """Those that were begun, and are not complete."""
+    _logits_fn: LogitsFunction | None = None
+    _lm_head: LMHead = field(init=False)
 
     def begin(self, request_id: str, spec: RowSpec) -> None:
         """Begin a request; again after it was preempted."""
         candidates = window = None
         if spec.num_candidates:
             table = torch.frombuffer(bytearray(spec.candidates), dtype=torch.int32).view(-1, spec.num_candidates)
-            candidates = async_tensor_h2d(table, device=self._device)
-        if spec.window is not None and self._windows is not None:
-            window = self._windows.begin(spec.window, writes=self._group.rank_in_group == 0)
+            candidates = async_tensor_h2d(table, device=self.group.device)
+        if spec.window is not None and self.windows is not None:
+            window = self.windows.begin(spec.window, writes=self.group.rank_in_group == 0)
         self.requests[request_id] = RequestRows(spec, candidates, window)
 
     def score(
@@ -183,16 +176,16 @@ class RowScorer:
             rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
             targets, states = _zeros(rows, hidden_states)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
-        if self._windows is not None:
-            self._windows.allocate_heads(runner.vllm_config, hidden_states.device)
+        if self.windows is not None:
+            self.windows.allocate_heads(runner.vllm_config, hidden_states.device)
             targets, states = _zeros(runner.max_num_tokens, hidden_states)
-            reference = ReferenceHead(head.project, self._shape.logit_bytes)
+            reference = ReferenceHead(head.project, self.shape.logit_bytes)
             self._compared(targets, states, states, head, reference, RESERVED_TOP)
 
     def _head(self, logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LMHead:
         """The LM head, examined again if the model is another one."""
         if self._logits_fn != logits_fn:
-            self._lm_head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self._group)
+            self._lm_head = examine(logits_fn, hidden_states.shape[-1], hidden_states.dtype, self.group)
             self._logits_fn = logits_fn
         return self._lm_head
 
@@ -202,7 +195,7 @@ class RowScorer:
         groups: dict[Hashable, list[_Piece]] = {}
         local = head.shard is not None
         found = [window.head(local=local) is not None for piece in pieces if (window := piece.compared)]
-        on_all_ranks = iter(agreed(self._group, found) if found else ())
+        on_all_ranks = iter(agreed(self.group, found) if found else ())
         for piece in pieces:
             spec = piece.request.spec
             if (window := piece.compared) is None:
@@ -210,7 +203,7 @@ class RowScorer:
             elif next(on_all_ranks):
                 key = window.key, window.is_export, spec.num_top
             else:
-                piece.request.parts.append(_not_compared(piece, self._device))
+                piece.request.parts.append(_not_compared(piece, self.group.device))
                 continue
             groups.setdefault(key, []).append(piece)
         return groups.values()
@@ -229,7 +222,7 @@ class RowScorer:
         if (window := group[0].compared) is None:
             columns = self._scored(group, wanted, states, head)
         else:
-            recorded = JoinedRows([_reference_states(piece) for piece in group], self._device)
+            recorded = JoinedRows([_reference_states(piece) for piece in group], self.group.device)
             reference = window.head(local=head.shard is not None)
             assert reference is not None
             if window.is_export:
@@ -244,7 +237,7 @@ class RowScorer:
     def _scored(self, group: list[_Piece], targets: torch.Tensor, states: JoinedRows, head: LMHead) -> Columns:
         spec = group[0].request.spec
         num_tops = [piece.request.spec.num_top for piece in group]
-        num_top = self._shape.vocab_size if -1 in num_tops else max(num_tops)
+        num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > MAX_TOP:
             # A rank would give the others its whole part of the vocabulary.
             head = replace(head, project=head.whole, shard=None)
@@ -259,7 +252,7 @@ class RowScorer:
             candidates=torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None,
             temperature=spec.temperature,
             # Prompt tokens are not sampled, so that processed and raw are the same.
-            gives_logits=not self._gives_logprobs,
+            gives_logits=not self.logprobs_mode.endswith("_logprobs"),
         )
 
     def _compared(
@@ -275,7 +268,7 @@ class RowScorer:
         of the target. Of logprobs [2 (1 + k) + 3]: in that order, then KL(reference||served), KL(served||reference),
         acceptance. Ranks: the served model's."""
         row_bytes = row_bytes_compared(
-            self._shape, reference.logit_bytes, num_top, head.copies, sharded=head.shard is not None
+            self.shape, reference.logit_bytes, num_top, head.copies, sharded=head.shard is not None
         )
         found = kl_divergence.compare(
             targets,
@@ -284,7 +277,7 @@ class RowScorer:
             reference.logits_fn,
             reference_states,
             num_top,
-            self._rows_within(row_bytes, 1 if self._device.type == "cpu" else COMPARISON_BUDGETS),
+            self._rows_within(row_bytes, 1 if self.group.device.type == "cpu" else COMPARISON_BUDGETS),
             head.shard,
         )
         served, other = found.served, found.reference
@@ -298,7 +291,7 @@ class RowScorer:
     def _exported(self, num_rows: int, reference_states: JoinedRows, reference: ReferenceHead) -> Columns:
         """Rows of llama.cpp's base file in the place of tokens, on the host; logprobs and ranks of 0. Every rank has
         whole rows."""
-        row_bytes = self._shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES)
+        row_bytes = self.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES)
         step, chunks = self._rows_within(row_bytes), []
         for start in range(0, num_rows, step):
             logits = reference.logits_fn(reference_states[start : min(start + step, num_rows)])
@@ -309,12 +302,12 @@ class RowScorer:
         return rows, torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
 
     def _chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
-        row_bytes = row_bytes_fused(self._shape, num_top, head.copies, head.shard is not None)
+        row_bytes = row_bytes_fused(self.shape, num_top, head.copies, head.shard is not None)
         return self._rows_within(row_bytes + RESULT_BYTES * num_candidates, in_blocks=num_top > MAX_TOP)
 
     def _rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
-        of_blocks = block_bytes(self._shape) if in_blocks or self._device.type == "cpu" else 0
-        return rows_per_chunk(max(1, num_budgets * self._budget_bytes - of_blocks), row_bytes)
+        of_blocks = block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
+        return rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
 
 
 def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
