@@ -215,7 +215,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         if request.as_noise_floor:
             floor = _noise_floor(figures)
             of_lanes = {**reference.manifest.lane_noise_floors, request.lane: floor}
-            stored = {"lane_noise_floors": of_lanes} if queue.decodes else {"noise_floor": floor}
+            stored = {"noise_floor": floor} if request.lane == "prefill" else {"lane_noise_floors": of_lanes}
             await references.comparer.references.save(reference, stored)
         num_tokens = int(reference.text.num_tokens[windows.start : windows.stop].sum())
         yield {

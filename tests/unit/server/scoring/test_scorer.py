@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config import CUDAGraphMode
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -82,6 +83,8 @@ def test_no_wanted_row_comes_from_a_prefill_step(first: int, context: int | None
 )
 def test_an_engine_has_the_lanes_of_its_scheduler(drafts: int, context_parallel: int, lanes: dict[str, int]):
     config = SimpleNamespace(
+        model_config=SimpleNamespace(architecture="LlamaForCausalLM", has_inner_state=False),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
         scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: AsyncScheduler),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=context_parallel),
         num_speculative_tokens=drafts,
