@@ -92,7 +92,9 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER)
-        request_id = given if given is not None and _is_usable(given) else secrets.token_hex(16)
+        request_id = secrets.token_hex(16)
+        if given and len(given) <= LONGEST and given.isascii() and given.isprintable():
+            request_id = given
         if given is not None:
             MutableHeaders(scope=scope)[HEADER] = request_id
         scope.setdefault("state", {})["request_id"] = request_id
@@ -105,10 +107,6 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
-
-
-def _is_usable(request_id: str) -> bool:
-    return 0 < len(request_id) <= LONGEST and request_id.isascii() and request_id.isprintable()
 
 
 def wrap(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -25,19 +26,19 @@ ENTRY_BYTES = 384
 _WORD_BYTES = 4
 
 
+@dataclass(slots=True, eq=False)
 class RowStore:
     """Blocks of rows by block hash, the least recently used evicted first, of at most `max_bytes` with overhead; 0
     turns it off. A block answers requests for as many columns or fewer, and is replaced by one with more.
     """
 
-    def __init__(self, block_size: int, max_bytes: int) -> None:
-        self.block_size = block_size
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self.generation = 0
-        """Increases when rows may have become wrong; rows of an earlier generation are not used."""
-        self._blocks: OrderedDict[bytes, bytes] = OrderedDict()
-        self._num_changes = 0
+    block_size: int
+    max_bytes: int
+    num_bytes: int = 0
+    generation: int = 0
+    """Increases when rows may have become wrong; rows of an earlier generation are not used."""
+    _blocks: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
+    _num_changes: int = 0
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -20,13 +20,13 @@ class _Lane:
     num_threads: int = 0
 
 
+@dataclass(frozen=True, slots=True)
 class FileThreads:
     """Runs calls in the order of `submit`, at most `most` at once per reference."""
 
-    def __init__(self, most: int = THREADS) -> None:
-        self._most = most
-        self._lock = Lock()
-        self._lanes: dict[str, _Lane] = {}
+    most: int = THREADS
+    _lock: Lock = field(default_factory=Lock)
+    _lanes: dict[str, _Lane] = field(default_factory=dict)
 
     def submit(self, reference: str, call: Callable[[], T]) -> Future[T]:
         """Schedule a call for a reference."""
@@ -34,7 +34,7 @@ class FileThreads:
         with self._lock:
             lane = self._lanes.setdefault(reference, _Lane())
             lane.calls.append((future, call))
-            starts = lane.num_threads < self._most
+            starts = lane.num_threads < self.most
             lane.num_threads += starts
         if starts:
             # At the end of the process `ThreadPoolExecutor` would wait for its threads.

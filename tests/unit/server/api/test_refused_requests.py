@@ -117,9 +117,7 @@ async def test_one_log_line_has_the_outcome_of_a_request(monkeypatch, error: Bas
     [
         ("/v1/score", {"lane": "verify"}, "lane"),
         ("/v1/perplexity", {"lane": "verify"}, "lane"),
-        ("/v1/score", {"lane": "decoding"}, "lane"),
         ("/v1/score", {"context": 5}, "context"),
-        ("/v1/score", {"lane": "decode", "context": 0}, "context"),
     ],
 )
 async def test_lanes_that_the_engine_lacks_are_refused(route: str, fields: dict[str, object], param: str):
