@@ -1,6 +1,7 @@
 """The patched model runners on made-up steps: V1's next to vLLM's own method, V2's next to float64."""
 
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.vllm_patches import runners
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, check_rows, make_scorer
@@ -307,3 +311,33 @@ def test_placeholders_for_drafts_have_no_rows(engine: Engine, first_step: dict[s
     )
     engine.check(results)
     assert results.keys() == {"other", "short", "scored"}
+
+
+def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    worker_class = prompt_logprob.PromptLogprobsWorker
+    for owner, name in (
+        (GPUModelRunnerV2, "load_model"),
+        (worker_class, "add_request"),
+        (worker_class, "remove_request"),
+        (worker_class, "compute_prompt_logprobs"),
+        (GPUModelRunnerV2, "_dummy_sampler_run"),
+        (prompt_logprob, "CHUNK_SIZE"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    loaded = []
+    monkeypatch.setattr(GPUModelRunnerV2, "load_model", lambda self, **options: loaded.append(self))
+    monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_windows", None, raising=False)
+    monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    runners.patch_v2(256 * MEBIBYTE, windows)
+    # `ReferenceWorker` looks for them there.
+    assert GPUModelRunnerV2._scoremode_windows is windows
+    model = SimpleNamespace(get_vocab_size=lambda: 128_256, head_dtype=torch.bfloat16, logprobs_mode="raw_logprobs")
+    # The last pipeline rank, and another.
+    for worker in (worker_class(1, CPU), None):
+        parallel = SimpleNamespace(tensor_parallel_size=1)
+        runner = SimpleNamespace(model_config=model, parallel_config=parallel, prompt_logprobs_worker=worker)
+        GPUModelRunnerV2.load_model(runner)
+        assert loaded.pop() is runner
+        assert prompt_logprob.CHUNK_SIZE == 512
+        assert worker is None or worker._scoremode_scorer.budget_bytes == 256 * MEBIBYTE
