@@ -120,3 +120,11 @@ def test_scoring_requests_keep_arrays_and_all_others_vllms_objects():
     for params, keeps_arrays in ((score_params([1, 2, 3]), True), (SamplingParams(prompt_logprobs=0), False)):
         processor = LogprobsProcessor.from_new_request(None, engine_request("id", params, 2))
         assert isinstance(processor.prompt_logprobs, PromptLogprobs) == keeps_arrays
+
+
+@pytest.mark.parametrize(("end", "length"), [("é".encode(), output_processor.DECODED_TOKENS), ("é".encode()[:1], 30)])
+def test_only_the_end_of_a_prompt_is_decoded_unless_it_is_within_a_character(end: bytes, length: int):
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode(errors="replace"))
+    request = engine_request("id", score_params([1, 2]), 0)
+    request.prompt_token_ids = [*b"a" * (30 - len(end)), *end]
+    assert len(output_processor._with_end_of_prompt(tokenizer, request).prompt_token_ids) == length
