@@ -86,6 +86,8 @@ class _Scores(BaseModel):
 def parse_scores(body: bytes) -> list[Score]:
     """Read the body of a `POST /v1/score` answer."""
     scores = _Scores.model_validate_json(body)
+    if scores.mean_batch is None:
+        return scores.data
     return [replace(score, mean_batch=scores.mean_batch) for score in scores.data]
 
 
