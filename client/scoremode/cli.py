@@ -186,8 +186,8 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _M
     finally:
         print(kld_report.as_text(measurement, overlap))
     positions = measurement.positions
-    # The reference's own model diverges from it by rounding alone, and by more of it in the other lane.
-    nats = -positions.logprobs if measurement.server.fingerprint == measurement.reference.fingerprint else positions.kld
+    # By rounding a model diverges from itself more in the other lane.
+    nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
 
 

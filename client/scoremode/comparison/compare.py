@@ -176,7 +176,7 @@ class RunComparison:
     def base_reference(self) -> Reference | None:
         """The reference, where it is the base: the first run is of another model."""
         reference = self.base.reference
-        return None if reference is None or reference.fingerprint == self.base.server.fingerprint else reference
+        return None if reference is None or reference.is_of(self.base.server) else reference
 
     def intervals_in_words(self, beginning: str) -> str:
         """After `beginning`, how intervals were computed; or why there are none."""

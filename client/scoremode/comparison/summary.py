@@ -73,8 +73,8 @@ def _lanes(comparison: RunComparison) -> Iterator[str]:
         if before is None or not is_one_model or (prefill.lane == "prefill") == (other.lane == "prefill"):
             continue
         first, second, by = prefill.nlls, other.nlls, "NLL"
-        is_own = prefill.reference is not None and prefill.reference.fingerprint == prefill.server.fingerprint
-        # The reference's own model diverges from it by rounding alone, and by more of it in the other lane.
+        is_own = prefill.reference is not None and prefill.reference.is_of(prefill.server)
+        # By rounding a model diverges from itself more in the other lane.
         if pair.kld_difference is not None and prefill.kld is not None and other.kld is not None and not is_own:
             first, second, by = prefill.kld, other.kld, "KL divergence"
         verdict = lane_difference(first, second, before).verdict(other.lane)
@@ -140,13 +140,12 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
     Kernels are those of a quantization: they are compared among equal ones.
     """
     dtypes: dict[str, dict[str, None]] = {}
-    for run in runs:
-        dtypes.setdefault(run.server.dtype, {})[run.label] = None
-        if run.reference is not None:
-            dtypes.setdefault(run.reference.dtype, {})[f"reference {run.reference.name}"] = None
     lanes: dict[str, dict[str, None]] = {}
     for run in runs:
         lanes.setdefault(run.lane, {})[run.label] = None
+        dtypes.setdefault(run.server.dtype, {})[run.label] = None
+        if run.reference is not None:
+            dtypes.setdefault(run.reference.dtype, {})[f"reference {run.reference.name}"] = None
     parts = [_differing(words, of) for words, of in (("dtype", dtypes), ("lane", lanes)) if len(of) > 1]
     for name, words in _IN_WORDS.items():
         if name in _WITHOUT_INFLUENCE:

@@ -13,6 +13,7 @@ from scoremode.wire.protocol import (
     Lane,
     LaneFields,
     PerplexityRequest,
+    ServerInfo,
     TopLogprob,
     TopLogprobArrays,
     Usage,
@@ -118,6 +119,10 @@ class Reference(BaseModel):
     noise_floor: NoiseFloor | None = None
     lane_noise_floors: dict[Lane, NoiseFloor] = {}
     """Of the other lanes: the reference's model in one of them, compared with what it recorded."""
+
+    def is_of(self, server: ServerInfo) -> bool:
+        """Whether the server has the model that was recorded: it diverges from this by rounding alone."""
+        return self.fingerprint == server.fingerprint
 
     def noise_floor_of(self, lane: Lane) -> NoiseFloor | None:
         """What a divergence in that lane is read as a multiple of; None where it was not measured."""
