@@ -87,7 +87,7 @@ class KldPlan:
             "index": window.index,
             "num_scored": window.num_scored,
             "positions": encode_positions(window.positions),
-            "tops": [encode_top_logprobs(top) for top in tops if top is not None],
+            "tops": [encode_top_logprobs(top.token_ids, top.logprobs) for top in tops if top is not None],
             "mean_batch": window.mean_batch,
         }
 

@@ -35,12 +35,12 @@ def decode_top_logprobs(sent: object) -> TopLogprobs | None:
     raise ResponseError("the server's top_logprobs are not in base64")
 
 
-def encode_top_logprobs(top: TopLogprobs) -> TopLogprobArrays:
-    """The arrays as `decode_top_logprobs` takes them."""
+def encode_top_logprobs(token_ids: NDArray[Any], logprobs: NDArray[Any]) -> TopLogprobArrays:
+    """The top tokens [n, k] at each position as `decode_top_logprobs` takes them."""
     return {
-        "shape": list(top.token_ids.shape),
-        "token_ids": encode_array(top.token_ids, "<i4"),
-        "logprobs": encode_array(top.logprobs, "<f4"),
+        "shape": list(token_ids.shape),
+        "token_ids": encode_array(token_ids, "<i4"),
+        "logprobs": encode_array(logprobs, "<f4"),
     }
 
 

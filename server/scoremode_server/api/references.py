@@ -3,7 +3,7 @@ KL divergence of the served model from such a reference, position by position.""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
+from scoremode.wire.arrays import encode_array, encode_top_logprobs
 from scoremode.wire.references import (
     KldRequest,
     KldResponse,
@@ -30,7 +31,7 @@ from scoremode_server.api.requests import (
     scoremode_state,
     until_disconnect,
 )
-from scoremode_server.api.responses import Stream, as_base64, owned, respond, top_arrays, top_entries
+from scoremode_server.api.responses import Stream, owned, respond, top_entries
 from scoremode_server.app import ReferenceParts
 from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
@@ -268,14 +269,14 @@ def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
     for name, dtype in POSITION_DTYPES.items():
         values = getattr(window.positions, name)
         if encoded:
-            content[name] = as_base64(values.astype(dtype))
+            content[name] = encode_array(values, dtype)
         elif name.endswith("logprobs"):
             content[name] = json_logprobs(values)
         else:
             # As float64, because the shortest digits of a float32 read back as another float64.
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
-        write = top_arrays if encoded else top_entries
+        write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
         content["top_logprobs"] = write(*window.top)
         content["reference_top_logprobs"] = write(*window.reference_top)
     return content

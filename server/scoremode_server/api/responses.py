@@ -2,7 +2,6 @@
 events."""
 
 import asyncio
-import base64
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -33,19 +32,6 @@ def dump(content: Any) -> bytes:
 
 def json_response(content: Any) -> Response:
     return Response(dump(content), media_type="application/json")
-
-
-def as_base64(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")
-
-
-def top_arrays(token_ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """The top tokens [n, k] at each position, as `TopLogprobArrays`."""
-    return {
-        "shape": list(token_ids.shape),
-        "token_ids": as_base64(token_ids.astype("<i4")),
-        "logprobs": as_base64(logprobs.astype("<f4")),
-    }
 
 
 def top_entries(

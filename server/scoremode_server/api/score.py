@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
+from scoremode.wire.arrays import encode_array, encode_top_logprobs
 from scoremode.wire.protocol import (
     ScoreRequest,
     ScoreResponse,
@@ -20,7 +21,7 @@ from scoremode.wire.protocol import (
     TurnsResponse,
 )
 from scoremode_server.api.requests import ERROR_RESPONSES, ScoremodeRoute, accepted, scoremode_state, until_disconnect
-from scoremode_server.api.responses import as_base64, json_response, top_arrays, top_entries
+from scoremode_server.api.responses import json_response, top_entries
 from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import Rows, json_logprobs
@@ -159,13 +160,13 @@ def _result(
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
     if request.encoding_format == "base64":
-        result["logprobs"] = as_base64(_padded(logprobs, num_without, np.nan).astype("<f4"))
+        result["logprobs"] = encode_array(_padded(logprobs, num_without, np.nan), "<f4")
         if sequence.candidates is not None:
             padded = _padded(candidate_logprobs, num_without, np.nan)
-            result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": as_base64(padded.astype("<f4"))}
+            result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": encode_array(padded, "<f4")}
         if request.top_logprobs:
             padded_ids = _padded(top_ids, num_without, -1)
-            result["top_logprobs"] = top_arrays(padded_ids, _padded(top_logprobs, num_without, np.nan))
+            result["top_logprobs"] = encode_top_logprobs(padded_ids, _padded(top_logprobs, num_without, np.nan))
         return result
     result["logprobs"] = _padded(scored, num_without, np.nan)
     if sequence.candidates is not None:
