@@ -222,18 +222,27 @@ class Comparer:
     ) -> AsyncGenerator[np.ndarray, None]:
         """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
         [scored, words] of each. The served model computes the windows too, and what it finds is not used."""
-        slots = asyncio.Semaphore(max(1, EXPORTED_BYTES // base_file_of(reference).window_size))
+        num_slots = max(1, EXPORTED_BYTES // base_file_of(reference).window_size)
+        turns = {index: asyncio.Event() for index in indices}
+
+        def let_in(index: int) -> None:
+            if index in turns:
+                turns[index].set()
 
         async def exported(window: MarkedWindow) -> np.ndarray:
-            await slots.acquire()
-            rows, logprobs, _ = await self._columns(reference, window)
+            # Its files are read before: the workers answer between two steps, which takes as long as a window here.
+            rows, logprobs, _ = await self._columns(reference, window, turns[window.mark.index])
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
 
+        for index in indices[:num_slots]:
+            let_in(index)
         async with aclosing(self._in_order("export", reference, indices, settings, exported)) as in_order:
+            next_in = indices.start + num_slots
             async for rows in in_order:
                 yield rows
-                slots.release()
+                let_in(next_in)
+                next_in += 1
 
     async def _in_order(
         self,
@@ -259,11 +268,16 @@ class Comparer:
         # Fail if the reference was deleted meanwhile.
         await self.references.current(reference)
 
-    async def _columns(self, reference: StoredReference, window: MarkedWindow) -> Columns:
+    async def _columns(
+        self, reference: StoredReference, window: MarkedWindow, turn: asyncio.Event | None = None
+    ) -> Columns:
+        """What the engine computes for a window, once its files are read and it is its turn."""
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
             async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as (gate, loaded_rank):
+                if turn is not None:
+                    await turn.wait()
                 columns = await self.engine.prompt_columns(window.request(gate, loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)
