@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -222,27 +223,24 @@ class Comparer:
     ) -> AsyncGenerator[np.ndarray, None]:
         """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
         [scored, words] of each. The served model computes the windows too, and what it finds is not used."""
-        num_slots = max(1, EXPORTED_BYTES // base_file_of(reference).window_size)
         turns = {index: asyncio.Event() for index in indices}
+        waiting = iter(turns.values())
 
-        def let_in(index: int) -> None:
-            if index in turns:
-                turns[index].set()
+        def let_in(num_windows: int) -> None:
+            for turn in islice(waiting, num_windows):
+                turn.set()
 
         async def exported(window: MarkedWindow) -> np.ndarray:
-            # Its files are read before: the workers answer between two steps, which takes as long as a window here.
+            # Its files are read before its turn: the workers answer between two steps, each as long as some windows.
             rows, logprobs, _ = await self._columns(reference, window, turns[window.mark.index])
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
 
-        for index in indices[:num_slots]:
-            let_in(index)
+        let_in(max(1, EXPORTED_BYTES // base_file_of(reference).window_size))
         async with aclosing(self._in_order("export", reference, indices, settings, exported)) as in_order:
-            next_in = indices.start + num_slots
             async for rows in in_order:
                 yield rows
-                let_in(next_in)
-                next_in += 1
+                let_in(1)
 
     async def _in_order(
         self,
