@@ -38,11 +38,13 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
         Layer(quant_method=made("ModularMethod", moe_kernel=experts, old_quant_method=made("Fp8MoEMethod"))),
         Layer(quant_method=None),
         attention("FLASH_ATTN", vllm_flash_attn_version=3),
-        *(attention("GDN_ATTN") for _ in range(2)),
+        attention("GDN_ATTN"),
     ]
     cache = SimpleNamespace(cache_dtype="auto")
     settings = {"model": torch.nn.Sequential(*layers), "cache_config": cache, "kv_cache_dtype": torch.bfloat16}
     runner = made("GPUModelRunner", "vllm.v1.worker.gpu.model_runner", **settings)
+    others = SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=1))
+    assert describe_worker(others) is None
     described = describe_worker(SimpleNamespace(worker=SimpleNamespace(model_runner=runner, rank=0)))
     assert described is not None
     assert described["kernels"] == [
@@ -54,15 +56,9 @@ def test_kernels_are_those_of_every_kind_of_layer_once():
     assert (described["model_runner"], described["kv_cache_dtype"]) == ("v2", "bfloat16")
 
 
-def test_what_is_not_there_is_left_out_and_other_ranks_say_nothing():
-    bare = SimpleNamespace(worker=SimpleNamespace())
-    assert not {"kernels", "attention_backends", "kv_cache_dtype"} & set(describe_worker(bare) or ())
-    assert describe_worker(SimpleNamespace(worker=SimpleNamespace(rank=1))) is None
-
-
 async def test_a_server_without_patched_workers_knows_its_configuration():
-    parallel = SimpleNamespace(world_size=2, data_parallel_size=4, tensor_parallel_size=2, pipeline_parallel_size=1)
-    parallel.enable_expert_parallel = True
+    # What this configuration lacks is not known.
+    parallel = SimpleNamespace(world_size=2, data_parallel_size=4, tensor_parallel_size=2)
     config = SimpleNamespace(parallel_config=parallel, speculative_config=SimpleNamespace(method="eagle"))
 
     async def call(*arguments: Any) -> list[list[Any]]:
@@ -70,11 +66,4 @@ async def test_a_server_without_patched_workers_knows_its_configuration():
 
     core = SimpleNamespace(call_utility_all_async=call)
     found = await what_computes(SimpleNamespace(vllm_config=config, engine_core=core))
-    assert found == ComputedBy(
-        num_devices=8,
-        tensor_parallel_size=2,
-        pipeline_parallel_size=1,
-        data_parallel_size=4,
-        expert_parallel=True,
-        speculative_method="eagle",
-    )
+    assert found == ComputedBy(num_devices=8, tensor_parallel_size=2, data_parallel_size=4, speculative_method="eagle")

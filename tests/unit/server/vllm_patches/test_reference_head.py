@@ -176,15 +176,6 @@ def heads_in_one_place(root: Path, config: VllmConfig) -> None:
         logits_are_those_of_the_model(room, references[number], made[number])
 
 
-def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
-    """A cap needs both what it caps and what comes of it."""
-    room = room_for(1 << 20, config)
-    for number, (made, expected) in enumerate(
-        [(Model(64), 4), (Model(64, torch.bfloat16), 2), (Model(64, torch.bfloat16, soft_cap=2.0), 4)]
-    ):
-        assert load(room, taken_from(made, root, f"bytes-{number}")).logit_bytes == expected
-
-
 def heads_that_are_not_what_the_manifest_tells(root: Path, config: VllmConfig) -> None:
     reference = taken_from(Model(100), root, "good")
     narrow = reference.manifest.head.model_copy(update={"hidden_size": HIDDEN - 1})  # type: ignore[union-attr]
@@ -286,7 +277,6 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
 def one_rank(_: int, config: VllmConfig, root: Path) -> None:
     for check in (
         heads_in_one_place,
-        bytes_of_a_logit,
         heads_that_are_not_what_the_manifest_tells,
         models_that_cannot_be_references,
         what_api_servers_ask_of_workers,

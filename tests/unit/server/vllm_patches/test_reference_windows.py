@@ -1,7 +1,6 @@
 """Windows in an engine worker: hidden states of steps in, files and rows out; and what a worker reserves or refuses."""
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import kl_divergence
-from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.lm_head import LMHead
@@ -254,44 +252,12 @@ def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatc
     monkeypatch.setattr(reference_windows, "MAX_UNWRITTEN_BYTES", 40 * WINDOW_BYTES)
     for index in range(50):
         finish(windows, index)
-    assert told(windows, "0", "39", "40", "49") == [
-        None,
-        None,
-        *2 * [f"{40 * WINDOW_BYTES} bytes wait for the disk already"],
-    ]
+    refused = f"{40 * WINDOW_BYTES} bytes wait for the disk already"
+    assert told(windows, "0", "39", "40", "49") == [None, None, refused, refused]
     let_go.set()
     let_all_be_written(windows)
     assert windows.root.open("base").recorded() == set(range(40))
     assert told(windows, "0", "39") == ["", ""]
-
-
-def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    create(windows.root.root)
-    monkeypatch.setattr(tensor_files, "save_file", full)
-    monkeypatch.setattr(reference_windows, "MAX_WRITTEN", 10)
-    for index in range(30):
-        finish(windows, index)
-        let_all_be_written(windows)
-    assert len(windows._written) == 10
-    assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
-
-
-def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
-    reference = create(windows.root.root)
-    os.mkfifo(reference.shard(0))
-    reference.write_shard(1, *random_shard(5))
-    orders = Orders(read=[asdict(mark("compare", index)) for index in (0, 1)], files=["0"])
-    assert windows.exchange("test", orders, pinned=False)["files"] == {"0": None}
-    while told(windows, "1") == [None]:
-        pass
-    assert told(windows, "0", "1") == [None, ""]
-    # Nobody waits for it any more.
-    windows.exchange("test", Orders(forget=["0", "1"]), pinned=False)
-    assert not windows._read
-    os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
 def test_a_file_of_another_size_is_not_read(windows: ReferenceWindows):
