@@ -1,14 +1,12 @@
 """Settings of an API server process that are made once."""
 
-import gc
 from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from vllm import envs
 
-from scoremode_server.app import GC_THRESHOLD, engine_size, prepare_process
+from scoremode_server.app import engine_size
 from scoremode_server.prefix_cache.admission import EngineSize
 from scoremode_server.settings import server_settings
 
@@ -32,15 +30,3 @@ def test_an_engine_gets_one_step_more_than_is_in_flight(num_in_flight, num_engin
     assert engine_size(config, server_settings(Namespace())) == expected
     given = server_settings(Namespace(max_scoring_tokens=100, request_timeout=3))
     assert engine_size(config, given) == replace(expected, max_scoring_tokens=100, request_timeout=3)
-
-
-def test_garbage_is_collected_less_often_and_the_environment_read_once(monkeypatch, request):
-    thresholds = gc.get_threshold()
-    request.addfinalizer(lambda: gc.set_threshold(*thresholds))
-    request.addfinalizer(envs.disable_envs_cache)
-    for interval in ("3", "4"):
-        monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", interval)
-        prepare_process()
-        assert envs.VLLM_LOG_STATS_INTERVAL == 3
-    assert gc.isenabled()
-    assert gc.get_threshold() == (GC_THRESHOLD, *thresholds[1:])

@@ -53,7 +53,7 @@ def test_flags_and_variables_accept_the_same_sizes(monkeypatch, text, size):
     assert size == 0 or logprob_bytes() == size
 
 
-@pytest.mark.parametrize("text", ["", "M", "-1", "1.5G", "12X", "1 G"])
+@pytest.mark.parametrize("text", ["", "-1", "12X"])
 def test_an_error_names_the_flag_or_variable_of_an_invalid_size(monkeypatch, capsys, text):
     with pytest.raises(SystemExit):
         parsed(f"--score-cache-bytes={text}")

@@ -19,14 +19,12 @@ from reference_setup import (
     TEXT,
     create,
     files,
-    full_disk,
     manifest,
     random_shard,
 )
 
-from scoremode_server.references import tensor_files
-from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory, ReplacedReferenceError
-from scoremode_server.references.manifest import HeadFormat, Manifest
+from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
+from scoremode_server.references.manifest import Manifest
 from scoremode_server.references.tensor_files import BrokenFileError
 
 
@@ -80,19 +78,16 @@ def test_whatever_may_be_a_reference_has_a_name_and_opening_it_tells(tmp_path: P
     assert directory.names() == []
     for name in ("b", "a"):
         create(root, name)
-    for name in ("cut", "latin", "not a name", ".partial"):
+    for name in ("latin", "not a name", ".partial"):
         create(root, "x").path.rename(root / name)
-    (root / "cut" / "manifest.json").write_text("{")
     (root / "latin" / "manifest.json").write_bytes(b"\xff")
-    (root / "empty").mkdir()
     (root / "file").write_text("")
-    assert directory.names() == ["a", "b", "cut", "empty", "file", "latin"]
-    for name in ("empty", "file", "none"):
+    assert directory.names() == ["a", "b", "file", "latin"]
+    for name in ("file", "none"):
         with pytest.raises(NoReferenceError, match=name):
             directory.open(name)
-    for name in ("cut", "latin"):
-        with pytest.raises(BrokenFileError, match=rf"{name}/manifest\.json"):
-            directory.open(name)
+    with pytest.raises(BrokenFileError, match=r"latin/manifest\.json"):
+        directory.open("latin")
 
 
 def test_files_of_other_windows_and_references_are_refused(tmp_path: Path):
@@ -139,18 +134,6 @@ def test_of_those_who_create_at_the_same_time_one_does(tmp_path: Path):
     assert os.listdir(tmp_path) == ["base"]
 
 
-def test_what_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reference = create(tmp_path)
-    before = files(tmp_path)
-    monkeypatch.setattr(tensor_files, "save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        create(tmp_path, "another")
-    monkeypatch.setattr(Path, "write_text", lambda path, text: full_disk(path.write_bytes(text.encode()[:10])))
-    with pytest.raises(OSError, match="No space left"):
-        reference.save(manifest("two"))
-    assert files(tmp_path) == before
-
-
 def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path):
     reference = create(tmp_path, "base")
     reference.write_shard(0, *random_shard(4))
@@ -189,12 +172,6 @@ def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.
     directory = ReferenceDirectory(tmp_path)
     changed = directory.open("base").manifest
     assert (changed.noise_floor, changed.result) == (FLOOR, RESULT)
-    # But not to another reference of the name.
-    directory.delete("base")
-    create(tmp_path, identity="two")
-    with pytest.raises(ReplacedReferenceError):
-        directory.update(reference, {"result": RESULT})
-    assert directory.open("base").manifest.result is None
 
 
 def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path):
@@ -214,19 +191,12 @@ def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path
 def test_room_is_made_for_the_largest_head_that_can_be_compared(tmp_path: Path):
     directory = ReferenceDirectory(tmp_path)
     assert directory.largest_head(HEAD.vocab_size, seconds=10) == 0
-    heads: dict[str, HeadFormat | None] = {
-        "none": None,
-        "fits": HEAD,
-        "wider": HEAD.model_copy(update={"hidden_size": 2 * HIDDEN}),
-        "of-others": HEAD.model_copy(update={"vocab_size": 500}),
-        # Than its file holds.
-        "too-wide": HEAD.model_copy(update={"hidden_size": 10**12}),
-    }
-    for name, head in heads.items():
+    # One of another vocabulary, and one that is larger than its file.
+    for name, changes in (("wider", {}), ("of-others", {"vocab_size": 500}), ("too-wide", {"hidden_size": 10**12})):
+        head = HEAD.model_copy(update={"hidden_size": 2 * HIDDEN} | changes)
         reference = directory.create(name, manifest(name, head), TEXT)
-        if head is not None:
-            reference.write_head(torch.zeros(head.vocab_size, min(head.hidden_size, 100), dtype=torch.bfloat16))
+        reference.write_head(torch.zeros(head.vocab_size, 2 * HIDDEN, dtype=torch.bfloat16))
     (tmp_path / "hangs").mkdir()
     os.mkfifo(tmp_path / "hangs" / "manifest.json")
-    assert directory.largest_head(HEAD.vocab_size, seconds=1) == 2 * HEAD.num_bytes
+    assert directory.largest_head(HEAD.vocab_size, seconds=0.5) == 2 * HEAD.num_bytes
     os.close(os.open(tmp_path / "hangs" / "manifest.json", os.O_RDWR))

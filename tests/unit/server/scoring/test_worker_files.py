@@ -166,26 +166,6 @@ async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admissio
     assert read().count("base") == 4
 
 
-async def test_heads_that_never_come_do_not_keep_others_waiting(admission: Admission, monkeypatch: pytest.MonkeyPatch):
-    workers, is_slow = Workers(), True
-
-    def hang(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
-        states = {key: state if "good" in key else "reading" for key, state in answer["heads"].items()}
-        return {**answer, "heads": states} if is_slow else answer
-
-    workers.change = hang
-    files = WorkerFiles(workers, admission)
-    hung = [asyncio.create_task(enter(files, mark(f"hangs {number}"), admission)) for number in range(2)]
-    await until(lambda: len(workers.ordered) == 4)
-    good = asyncio.create_task(enter(files, mark("good"), admission))
-    await until(lambda: (0, "read", "good") in workers.ordered)
-    assert (0, "read head", "good") not in workers.ordered
-    monkeypatch.setattr(worker_files, "SLOW_SECONDS", 0)
-    await good
-    is_slow = False
-    await asyncio.gather(*hung)
-
-
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
 async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
     admission: Admission, monkeypatch: pytest.MonkeyPatch, how: str
