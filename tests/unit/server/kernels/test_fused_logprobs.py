@@ -86,12 +86,6 @@ def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: ModuleType, tili
         check(logits, targets, (reduced.tokens, reduced.logprobs(temperature), reduced.ranks), temperature=temperature)
 
 
-@TRITON_ONLY
-def test_columns_that_are_not_neighbors_are_refused():
-    with pytest.raises(ValueError, match="rows"):
-        scored(torch.zeros(6, 5).T, torch.zeros(5, dtype=torch.int64), 0)
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_ranks_count_all_equal_logits(num_top: int):
     values = torch.tensor([-3.0, 0.5, 2.0])
