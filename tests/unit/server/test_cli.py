@@ -4,7 +4,6 @@ import pytest
 from vllm.entrypoints.cli.serve import ServeSubcommand
 
 from scoremode_server.cli import (
-    main,
     parse,
 )
 
@@ -14,14 +13,3 @@ def test_a_model_is_named_by_arguments_or_a_config(tmp_path, arguments, config, 
     (tmp_path / "config.yaml").write_text(f"port: 2\n{config}")
     given = [*arguments.split(), "--config", str(tmp_path / "config.yaml")]
     assert parse(ServeSubcommand(), given).model == model
-
-
-@pytest.mark.parametrize("arguments", ["", "--port 1", "--config CONFIG", "--config=CONFIG", "--config missing.yaml"])
-def test_without_a_model_the_usage_is_shown(tmp_path, arguments, monkeypatch, capsys):
-    (tmp_path / "config.yaml").write_text("port: 2\n")
-    given = arguments.replace("CONFIG", str(tmp_path / "config.yaml")).split()
-    monkeypatch.setattr("sys.argv", ["scoremode", "serve", *given])
-    with pytest.raises(SystemExit) as ended:
-        parse(ServeSubcommand(), given) if given else main()
-    assert ended.value.code == 2
-    assert "usage: scoremode serve MODEL [any option of vllm serve]" in capsys.readouterr().err

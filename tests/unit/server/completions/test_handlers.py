@@ -1,6 +1,5 @@
 """Our handlers of completions and of token ids around vLLM's, on the fake engine."""
 
-import asyncio
 from pathlib import Path
 
 import orjson
@@ -8,9 +7,8 @@ import pytest
 
 from scoremode_server.api.completions import GENERATE
 from scoremode_server.completions import handler
-from scoremode_server.completions.handler import GAP, filled, in_turns
+from scoremode_server.completions.handler import GAP, filled
 from scoremode_server.prefix_cache.admission import EngineSize
-from scoremode_server.scoring.scorer import Turns
 from tests.bad_inputs import COMPLETIONS, LONG_NAME
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
 
@@ -65,19 +63,3 @@ def test_gaps_are_filled_in_order_each_when_it_is_reached():
         "text": "\0 \\u0000",
         "choices": [{"b": 3, "c": None}, {"b": None}],
     }
-
-
-async def test_other_tasks_run_between_two_large_parts(monkeypatch):
-    monkeypatch.setattr(handler, "HELD_SECONDS", -1)
-    events = []
-
-    async def other() -> None:
-        for _ in range(2):
-            events.append("other")
-            await asyncio.sleep(0)
-
-    running = asyncio.create_task(other())
-    parts = (events.append(part) or part for part in (b"a", b"b"))
-    assert b"".join([part async for part in in_turns(parts, Turns(at_once=1))]) == b"ab"
-    await running
-    assert events == ["other", b"a", "other", b"b"]

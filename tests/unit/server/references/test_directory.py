@@ -13,7 +13,6 @@ import torch
 from reference_setup import (
     DOCUMENTS,
     FLOOR,
-    HEAD,
     HIDDEN,
     RESULT,
     TEXT,
@@ -186,17 +185,3 @@ def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path
         ReferenceDirectory(root).delete(name)
     assert os.listdir(root) == []
     assert files(elsewhere) == before
-
-
-def test_room_is_made_for_the_largest_head_that_can_be_compared(tmp_path: Path):
-    directory = ReferenceDirectory(tmp_path)
-    assert directory.largest_head(HEAD.vocab_size, seconds=10) == 0
-    # One of another vocabulary, and one that is larger than its file.
-    for name, changes in (("wider", {}), ("of-others", {"vocab_size": 500}), ("too-wide", {"hidden_size": 10**12})):
-        head = HEAD.model_copy(update={"hidden_size": 2 * HIDDEN} | changes)
-        reference = directory.create(name, manifest(name, head), TEXT)
-        reference.write_head(torch.zeros(head.vocab_size, 2 * HIDDEN, dtype=torch.bfloat16))
-    (tmp_path / "hangs").mkdir()
-    os.mkfifo(tmp_path / "hangs" / "manifest.json")
-    assert directory.largest_head(HEAD.vocab_size, seconds=0.5) == 2 * HEAD.num_bytes
-    os.close(os.open(tmp_path / "hangs" / "manifest.json", os.O_RDWR))

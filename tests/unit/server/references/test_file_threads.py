@@ -2,11 +2,8 @@
 
 import subprocess
 import sys
-import threading
 
 import pytest
-
-from scoremode_server.references.file_threads import THREADS, FileThreads
 
 HANGS = """
 import threading
@@ -15,18 +12,6 @@ begun = threading.Event()
 FileThreads().submit("hangs", lambda: (begun.set(), threading.Event().wait()))
 begun.wait()
 """
-
-
-def test_calls_that_hang_leave_other_references_alone():
-    threads, let_go, num_others = FileThreads(), threading.Event(), threading.active_count()
-    hang = [threads.submit("hangs", let_go.wait) for _ in range(2 * THREADS)]
-    assert threads.submit("answers", lambda: 5).result(30) == 5
-    waiting = threads.submit("hangs", lambda: 6)
-    assert threading.active_count() <= num_others + THREADS + 1
-    # What was not begun can be given up.
-    assert hang[-1].cancel()
-    let_go.set()
-    assert waiting.result(30) == 6
 
 
 @pytest.mark.processes

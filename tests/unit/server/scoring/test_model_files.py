@@ -18,7 +18,6 @@ from vllm.lora.request import LoRARequest
 
 from scoremode.wire.protocol import is_old_fingerprint
 from scoremode_server.references.manifest import ModelIdentity
-from scoremode_server.scoring import model_files
 from scoremode_server.scoring.model_files import (
     WHOLE_BYTES,
     model_identity,
@@ -93,19 +92,6 @@ def test_weights_of_other_formats_are_sampled(tmp_path: Path, name: str):
     assert len(found) == 3
 
 
-def test_a_gguf_file_is_itself_wherever_it_is_with_all_of_its_parts(tmp_path: Path):
-    one = tmp_path / "one.gguf"
-    one.write_bytes(b"GGUF" + bytes(100))
-    shutil.copy(one, tmp_path / "renamed.gguf")
-    assert fingerprint(one) == fingerprint(tmp_path / "renamed.gguf")
-    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
-    for part in parts:
-        part.write_bytes(b"GGUF first")
-    before = fingerprint(parts[0])
-    parts[1].write_bytes(b"GGUF other")
-    assert fingerprint(parts[0]) != before
-
-
 def test_configuration_and_flags_decide(folder: Path):
     flags = [{"dtype": "float16"}, {"quantization": "fp8"}, {"hf_overrides": {"rope_theta": 1}}]
     flags += [{"hf_overrides": str.lower}]
@@ -133,17 +119,6 @@ def test_a_name_on_the_hub_is_its_commit_and_a_copy_of_it_is_the_same_model(fold
     assert first.may_continue(offline)
     assert first.may_continue(identity(folder))
     assert not second.may_continue(first), "what differs may lie between samples"
-
-
-def test_weights_that_cannot_be_read_hinder_no_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(files: list[Path]) -> str:
-        raise PermissionError("no")
-
-    lines: list[str] = []
-    monkeypatch.setattr(model_files, "digest_of", refuse)
-    monkeypatch.setattr(model_files.logger, "warning", lambda text, *values: lines.append(text % values))
-    assert fingerprint(folder).startswith("v2-")
-    assert lines == ["The fingerprint of the model does not see its weights: no"]
 
 
 async def test_an_adapter_counts_and_is_read_again_when_it_is_loaded_again(tmp_path: Path):

@@ -1,7 +1,5 @@
 """Scoring on an engine, without HTTP, and the turns that answers take."""
 
-import asyncio
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,21 +90,6 @@ def test_an_engine_has_the_lanes_of_its_scheduler(drafts: int, context_parallel:
     assert Lanes.from_config(config).chunks == lanes
     config.scheduler_config.get_scheduler_cls = lambda: object
     assert Lanes.from_config(config).chunks == {"prefill": 0}
-
-
-async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served():
-    turns, went, loop_turn = Turns(at_once=3), [], 0
-
-    async def answer(number: int) -> None:
-        await turns.wait()
-        went.append((number, loop_turn))
-
-    tasks = [asyncio.create_task(answer(number)) for number in range(20)]
-    while not all(task.done() for task in tasks):
-        loop_turn += 1
-        await asyncio.sleep(0)
-    assert [number for number, _ in went] == list(range(20))
-    assert max(Counter(turn for _, turn in went).values()) == 3
 
 
 @pytest.mark.parametrize(

@@ -140,32 +140,6 @@ async def test_windows_are_read_for_the_engine_that_computes_them(admission: Adm
             await loaded(files, stack, mark("base", 4), rank=2)
 
 
-async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admission):
-    """However many windows are asked for at once; those of one reference do not count for another."""
-    workers = Workers()
-    workers.change = lambda engine, rank, orders, answer: {**answer, "files": dict.fromkeys(answer["files"])}
-    files = WorkerFiles(workers, admission)
-
-    def read() -> list[str]:
-        return [reference for _, kind, reference in workers.ordered if kind == "read"]
-
-    async def needed(index: int, reference: str = "base") -> None:
-        async with files.loaded(mark(reference, index), HEAD, 100):
-            pass
-
-    waiting = [asyncio.create_task(needed(index)) for index in range(5)]
-    waiting.append(asyncio.create_task(needed(0, "other")))
-    await until(lambda: "other" in read())
-    assert read().count("base") == 3
-    # One that is read and one that waits for that are given up.
-    waiting[0].cancel()
-    waiting[4].cancel()
-    await until(lambda: read().count("base") == 4)
-    workers.change = lambda engine, rank, orders, answer: answer
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert read().count("base") == 4
-
-
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
 async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
     admission: Admission, monkeypatch: pytest.MonkeyPatch, how: str

@@ -215,34 +215,21 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     windows = ReferenceWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
     Runner._scoremode_windows = windows  # type: ignore[attr-defined]
     group, worker = get_tp_group(), worker_of(Model(1000, scale=0.5), config)
-    described = worker.scoremode_describe_head()
-    assert described["vocab_size"] == 1000  # type: ignore[index]
-    assert described["scale"] == 0.5  # type: ignore[index]
+    assert worker.scoremode_describe_head()["scale"] == 0.5  # type: ignore[index]
     assert worker.scoremode_head_bytes() == 1000 * HIDDEN * 4
 
-    assert worker.scoremode_write_head("none", "none", "first") is None
-    let_all_be_written(windows)
     if group.rank_in_group == 0:
         ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
     group.barrier()
-    assert worker.scoremode_write_head("asked", "asked", "second") is None
+    assert worker.scoremode_write_head("asked", "asked", "ticket") is None
     let_all_be_written(windows)
     group.barrier()
-    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["first", "second"]))})
-    by_rank = (
-        {"first": None, "second": None}
-        if group.rank_in_group
-        else {"first": "there is no reference 'none'", "second": ""}
-    )
-    assert answer == {"files": by_rank, "heads": {}, "is_contended": False}
+    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["ticket"]))})
+    files = {"ticket": None if group.rank_in_group else ""}
+    assert answer == {"files": files, "heads": {}, "is_contended": False}
     assert worker.scoremode_exchange("test", {1: {}}) is None
-    weight, bias = ReferenceDirectory(root).open("asked").read_head()
-    assert bias is None
+    weight, _ = ReferenceDirectory(root).open("asked").read_head()
     assert torch.equal(weight, torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(1000)))
-
-    worker = worker_of(Masked(1000), config)
-    assert "not one projection" in str(worker.scoremode_describe_head())
-    assert "not one projection" in str(worker.scoremode_write_head("asked", "asked", "third"))
 
 
 def rows_of_a_step(root: Path, config: VllmConfig) -> None:
