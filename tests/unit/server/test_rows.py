@@ -6,8 +6,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError
-from scoremode_server.offline import SequenceScore, read_score, score_params
-from scoremode_server.rows import NO_RANK, Rows, json_logprobs
+from scoremode_server.offline import read_score
+from scoremode_server.rows import NO_RANK, json_logprobs
 
 TOKENS = [4, 7, 9]
 
@@ -58,9 +58,3 @@ def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: 
 def test_json_has_the_float32_value_exactly_and_no_infinity():
     values = np.array([-0.1, -np.inf], np.float32)
     assert json_logprobs(values).tolist() == [float(np.float32(-0.1)), -9999.0]
-
-
-def test_a_single_token_has_no_params_and_a_score_of_nothing():
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        score_params([4])
-    assert SequenceScore.from_rows([4], Rows.empty(0, 4)).top_token_ids.shape == (1, 3)

@@ -3,18 +3,15 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from scoremode_server.api import requests
 from scoremode_server.api.completions import GENERATE
 from scoremode_server.api.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
-from tests.unit.server.prefix_cache.cache_setup import LARGE
 from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
@@ -95,29 +92,3 @@ async def test_stopping_refuses_texts_that_are_read_or_tokenized(route, fields):
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the server is shutting down"
     assert int(answer.headers["Retry-After"]) > 0
-
-
-async def test_a_stream_that_is_read_slowly_ends_with_the_error(monkeypatch):
-    """Its time runs out while the client reads the first event."""
-    limits: list[asyncio.Timeout] = []
-    statuses: list[int] = []
-    make_timeout, is_over = asyncio.timeout, asyncio.Event()
-
-    def log(text: str, request_id: str, route: str, status: int, *values: Any) -> None:
-        statuses.append(status)
-        is_over.set()
-
-    async def read_slowly() -> None:
-        if not is_over.is_set():
-            limits[0].reschedule(0)
-        await is_over.wait()
-
-    monkeypatch.setattr(asyncio, "timeout", lambda delay: limits.append(make_timeout(delay)) or limits[-1])
-    monkeypatch.setattr(requests.logger, "info", log)
-    body = {"prompt": [5, 6, 7], "context_length": 2, "stride": 1, "stream": True}
-    app = light_app(size=replace(LARGE, request_timeout=12_345))
-    sent = await leaving(app, PERPLEXITY, body, asyncio.Event(), read=read_slowly)
-    first, *_, error, done, nothing = [message["body"] for message in sent if "body" in message]
-    assert b"error" not in first
-    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 504
-    assert (done, nothing, statuses) == (b"data: [DONE]\n\n", b"", [504])

@@ -3,7 +3,6 @@ written; and ids of requests."""
 
 import logging
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request, WebSocket
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
-from scoremode_server.api.middleware import OPEN_PATHS, Authentication, RequestIds, configured_keys
+from scoremode_server.api.middleware import OPEN_PATHS, Authentication, RequestIds
 from tests.unit.server.api.light_app import ask
 from write_openapi import app_without_engine
 
@@ -86,17 +85,6 @@ async def test_paths_below_a_root_path_are_guarded(root_path, path, status):
     assert (await ask(guarded_app(), path, root_path=root_path)).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("origins", "allow_credentials", "allowed"),
-    [(["*"], False, "*"), (["*"], True, "http://page"), (["http://other"], False, None)],
-)
-def test_pages_that_may_read_answers_may_read_the_refusal(origins, allow_credentials, allowed):
-    app = guarded_app(allowed_origins=origins, allow_credentials=allow_credentials)
-    response = TestClient(app).get("/v1/score", headers={"Origin": "http://page"})
-    assert_refused(response)
-    assert response.headers.get("Access-Control-Allow-Origin") == allowed
-
-
 async def test_websockets_are_refused_before_they_open():
     client = TestClient(RequestIds(guarded_app()))
     with pytest.raises(WebSocketDenialResponse) as refusal, client.websocket_connect("/v1/realtime"):
@@ -105,15 +93,6 @@ async def test_websockets_are_refused_before_they_open():
     with client.websocket_connect("/v1/realtime", headers={"Authorization": "Bearer first key"}) as websocket:
         assert websocket.receive_text() == "inside"
         assert b"x-request-id" in dict(websocket.extra_headers)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environment", "keys"),
-    [(None, "", []), ([], "one", ["one"]), (["a", "b"], "one", ["a", "b"]), (["", "a"], "one", ["a"])],
-)
-def test_keys_are_read_as_vllm_reads_them(arguments, environment, keys, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", environment)
-    assert configured_keys(Namespace(api_key=arguments)) == keys
 
 
 MINE = {"X-Request-Id": "mine"}

@@ -13,11 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
-from scoremode.wire.protocol import ComputedBy
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.manifest import _checksum
-from scoremode_server.scoring import recorder
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.api.light_app import client_of, client_of_model, error_of, events, light_app
 from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
@@ -170,38 +168,14 @@ async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(e
     assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "now that it is said"
 
 
-OF_NAMES, OF_OTHER_NAMES = "0" * 32, "1" * 32
-"""As older servers made them."""
-
-
-@pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: lines.append(text % values))
-    return lines
-
-
-async def test_a_reference_with_an_old_fingerprint_resumes_with_a_warning(tmp_path: Path, warnings: list[str]):
-    async with client_of_model(tmp_path, fingerprint=OF_NAMES, old_fingerprint=OF_NAMES) as client:
+async def test_a_reference_with_the_fingerprint_of_an_older_server_resumes(tmp_path: Path):
+    old = "0" * 32
+    async with client_of_model(tmp_path, fingerprint=old, old_fingerprint=old) as client:
         before = await record(client)
-    warnings.clear()
-    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_NAMES) as client:
+    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=old) as client:
         assert await record(client) == before
-        assert len(warnings) == 1
-        floor = await client.post(KLD, json={"reference": "base", "as_noise_floor": True})
-        assert floor.status_code == 200
-    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_OTHER_NAMES) as client:
+    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint="1" * 32) as client:
         assert error_of(await client.post(REFERENCES, json=BODY))[:2] == (409, "name")
-
-
-async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
-    first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
-    async with client_of_model(tmp_path, computed_by=first) as client:
-        assert (await record(client))["computed_by"] == first.model_dump()
-        assert not warnings
-    async with client_of_model(tmp_path, computed_by=second) as client:
-        assert (await record(client))["computed_by"] == first.model_dump(), "it is that of most of its windows"
-    assert len(warnings) == 1
 
 
 ANEW = {**BODY, "prompt": TOKENS[10:]}

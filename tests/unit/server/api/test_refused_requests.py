@@ -7,15 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from scoremode_server.api import requests
 from scoremode_server.api.requests import STATUSES
 from scoremode_server.errors import RequestError
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
-from tests.models import random_llama
 from tests.unit.server.api.light_app import client_of, client_of_model, error_of, light_app
-from tests.unit.server.prefix_cache.fake_engine import VOCABULARY
 
 GOOD = {"prompt": [5, 6, 7]}
 BODY = json.dumps(GOOD).encode()
@@ -107,13 +104,3 @@ async def test_an_answer_of_another_lane_says_so(lane: str):
     assert score.get("lane", "prefill") == perplexity["lane"] == lane
     for answer in (score, perplexity):
         assert (answer.get("mean_batch") is None) == (lane == "prefill")
-
-
-async def test_each_token_has_the_text_that_it_decodes_to(tmp_path):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(random_llama(tmp_path, vocab_size=VOCABULARY))
-    part = tokenizer.encode("💡")[0]
-    async with client_of(light_app(tokenizer=tokenizer)) as client:
-        for token_ids in (list(range(VOCABULARY)), [7, 7, part], []):
-            answer = (await client.post("/v1/tokens", json={"token_ids": token_ids})).json()
-            assert answer == {"object": "tokens", "tokens": [tokenizer.decode([each]) for each in token_ids]}
-        assert error_of(await client.post("/v1/tokens", json={"token_ids": [5] * (VOCABULARY + 1)}))[0] == 400

@@ -3,12 +3,7 @@
 import pytest
 
 from scoremode_server.kernels.fused_logprobs import chunk_rows
-from scoremode_server.kernels.working_memory import (
-    LogitsShape,
-    row_bytes_compared,
-    row_bytes_fused,
-    rows_per_chunk,
-)
+from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_compared, row_bytes_fused, rows_per_chunk
 
 MEBIBYTE = 1024**2
 

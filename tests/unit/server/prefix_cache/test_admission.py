@@ -1,7 +1,6 @@
 """Which sequences go to the engine, and when."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -36,19 +35,10 @@ class Engine:
         queue.done(num_tokens, 0)
         return name
 
-    def scores(
-        self, queue: RequestQueue, names: list[str], num_tokens: int, *, counts: bool
-    ) -> Iterator[Coroutine[Any, Any, str]]:
-        """Where it `counts`, each is counted when it is begun."""
-        for name in names:
-            if counts:
-                queue.add(1, num_tokens)
-            yield self.score(queue, name, num_tokens)
-
-    async def request(self, names: list[str], num_tokens: int = 10, *, counts: bool = False) -> list[str]:
-        accepted = (0, 0) if counts else (len(names), len(names) * num_tokens)
-        async with self.admission.request(*accepted) as queue:
-            return [name async for name in queue.in_order(self.scores(queue, names, num_tokens, counts=counts))]
+    async def request(self, names: list[str], num_tokens: int = 10) -> list[str]:
+        async with self.admission.request(len(names), len(names) * num_tokens) as queue:
+            scores = (self.score(queue, name, num_tokens) for name in names)
+            return [name async for name in queue.in_order(scores)]
 
     async def begin(self, names: list[str], num_tokens: int = 10) -> "asyncio.Task[list[str]]":
         task = asyncio.create_task(self.request(names, num_tokens))
@@ -115,18 +105,6 @@ async def test_the_mean_batch_is_of_all_sequences_that_decode_while_a_request_ru
     await engine.step()
     # 3 for six seconds, and 5 for two.
     assert (await three, await two, await others) == (pytest.approx(28 / 8), 5, None)
-    engine.check_nothing_is_left()
-
-
-async def test_sequences_larger_than_the_engine_holds_begin_one_at_a_time():
-    engine = Engine(tokens=300)
-    answer = asyncio.create_task(engine.request(names("a", 4), num_tokens=5000, counts=True))
-    steps = []
-    while not answer.done():
-        await settle()
-        assert engine.admission.num_tokens <= 5000
-        steps.append(await engine.step())
-    assert steps == [["a0"], ["a1"], ["a2"], ["a3"]]
     engine.check_nothing_is_left()
 
 
@@ -233,12 +211,6 @@ async def test_after_the_grace_period_the_remaining_requests_end():
     results = await asyncio.gather(*requests, return_exceptions=True)
     assert [str(result) for result in results] == 3 * ["the server is shutting down"]
     engine.check_nothing_is_left()
-
-
-async def test_a_timeout_of_something_else_is_not_the_requests_limit():
-    with pytest.raises(TimeoutError, match="the disk's"):
-        async with Engine().admission.request():
-            raise TimeoutError("the disk's")
 
 
 # Sequences that may enter the engine at some times only

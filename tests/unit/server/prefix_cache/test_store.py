@@ -71,21 +71,6 @@ def test_nothing_of_an_earlier_generation_stays():
     assert len(store) == 1
 
 
-def test_the_store_is_off_while_weights_change_and_begins_anew():
-    store = RowStore(SIZE, ROOM)
-    with store.change():
-        assert (store.enabled, store.generation) == (False, 1)
-        store.put(1, [b"a"], {b"a": block(0)})
-        with store.change():
-            assert not store.enabled
-        assert not store.enabled
-    assert (store.enabled, store.generation, len(store)) == (True, 4, 0)
-    # A change that fails is one as well, and over.
-    with pytest.raises(ZeroDivisionError), store.change():
-        raise ZeroDivisionError
-    assert (store.enabled, store.generation) == (True, 6)
-
-
 @settings(max_examples=200)
 @given(
     st.integers(1, 5 * cost(block(0))),

@@ -2,28 +2,14 @@
 
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from threading import Barrier, BrokenBarrierError
 
 import numpy as np
 import pytest
 import torch
-from reference_setup import (
-    DOCUMENTS,
-    FLOOR,
-    HIDDEN,
-    RESULT,
-    TEXT,
-    create,
-    files,
-    manifest,
-    random_shard,
-)
+from reference_setup import DOCUMENTS, HIDDEN, TEXT, create, files, manifest, random_shard
 
 from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
-from scoremode_server.references.manifest import Manifest
 from scoremode_server.references.tensor_files import BrokenFileError
 
 
@@ -71,24 +57,6 @@ def test_names_are_never_paths(tmp_path: Path, name: str):
     assert files(tmp_path) == before
 
 
-def test_whatever_may_be_a_reference_has_a_name_and_opening_it_tells(tmp_path: Path):
-    root = tmp_path / "root"
-    directory = ReferenceDirectory(root)
-    assert directory.names() == []
-    for name in ("b", "a"):
-        create(root, name)
-    for name in ("latin", "not a name", ".partial"):
-        create(root, "x").path.rename(root / name)
-    (root / "latin" / "manifest.json").write_bytes(b"\xff")
-    (root / "file").write_text("")
-    assert directory.names() == ["a", "b", "file", "latin"]
-    for name in ("file", "none"):
-        with pytest.raises(NoReferenceError, match=name):
-            directory.open(name)
-    with pytest.raises(BrokenFileError, match=r"latin/manifest\.json"):
-        directory.open("latin")
-
-
 def test_files_of_other_windows_and_references_are_refused(tmp_path: Path):
     mine, other = create(tmp_path, "mine", "one"), create(tmp_path, "other", "two")
     for reference in (mine, other):
@@ -117,22 +85,6 @@ def test_files_of_killed_writers_are_not_windows_and_can_be_removed(tmp_path: Pa
     assert files(tmp_path).keys() - before.keys() == {f"base/{name}" for name in others}
 
 
-def test_of_those_who_create_at_the_same_time_one_does(tmp_path: Path):
-    barrier = Barrier(8)
-
-    def try_to(number: int) -> str | None:
-        barrier.wait()
-        try:
-            return create(tmp_path, identity=str(number)).manifest.identity
-        except FileExistsError:
-            return None
-
-    with ThreadPoolExecutor(8) as threads:
-        created = [identity for identity in threads.map(try_to, range(8)) if identity]
-    assert created == [ReferenceDirectory(tmp_path).open("base").manifest.identity]
-    assert os.listdir(tmp_path) == ["base"]
-
-
 def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path):
     reference = create(tmp_path, "base")
     reference.write_shard(0, *random_shard(4))
@@ -150,27 +102,6 @@ def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path)
     with pytest.raises(NoReferenceError):
         ReferenceDirectory(tmp_path).delete("base")
     assert not os.listdir(tmp_path)
-
-
-def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reference, both_have_read = create(tmp_path), Barrier(2)
-    from_json = Manifest.from_json.__func__
-
-    def read_then_meet(cls: type[Manifest], text: str) -> Manifest:
-        read = from_json(cls, text)
-        # Where only one can read at a time, nobody else comes.
-        with suppress(BrokenBarrierError):
-            both_have_read.wait(0.5)
-        return read
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor() as threads:
-        patch.setattr(Manifest, "from_json", classmethod(read_then_meet))
-        for changes in ({"noise_floor": FLOOR}, {"result": RESULT}):
-            threads.submit(ReferenceDirectory(tmp_path).update, reference, changes)
-        threads.shutdown()
-    directory = ReferenceDirectory(tmp_path)
-    changed = directory.open("base").manifest
-    assert (changed.noise_floor, changed.result) == (FLOOR, RESULT)
 
 
 def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path):

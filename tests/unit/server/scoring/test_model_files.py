@@ -18,13 +18,7 @@ from vllm.lora.request import LoRARequest
 
 from scoremode.wire.protocol import is_old_fingerprint
 from scoremode_server.references.manifest import ModelIdentity
-from scoremode_server.scoring.model_files import (
-    WHOLE_BYTES,
-    model_identity,
-    num_parameters,
-    weight_bytes,
-    with_adapter,
-)
+from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes, with_adapter
 from tests.models import int8_model, random_llama, random_model_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -79,17 +73,6 @@ def test_one_tensor_quantized_again_with_the_same_size_makes_another_model(folde
     assert len(known) == 4
     assert (folder / SHARDS[1]).stat().st_size == size
     assert identity(folder).old_fingerprint == old, "which is what it could not see"
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pth", "model.gguf"])
-def test_weights_of_other_formats_are_sampled(tmp_path: Path, name: str):
-    (tmp_path / "config.json").write_text("{}")
-    weights = np.random.default_rng(0).integers(0, 256, 3 * WHOLE_BYTES, np.uint8).tobytes()
-    found = set()
-    for content in (weights, weights[:-1] + b"\0", bytes(len(weights) // 2) + weights[len(weights) // 2 :]):
-        (tmp_path / name).write_bytes(content)
-        found.add(fingerprint(tmp_path))
-    assert len(found) == 3
 
 
 def test_configuration_and_flags_decide(folder: Path):

@@ -46,14 +46,6 @@ async def test_keys_and_values_that_may_not_be_shared_have_different_salts(max_b
     assert len({*made.engine.salts, None, ""}) == 4
 
 
-async def test_owners_and_salts_share_nothing():
-    made = setup()
-    await scored(made, TOKENS, owner="a", cache_salt="x")
-    for options in ({"owner": "b", "cache_salt": "x"}, {"owner": "a", "cache_salt": "y"}, {"owner": "a"}, {}):
-        assert (await scored(made, TOKENS, **options)).num_cached_tokens == 0
-    assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
-
-
 async def test_lanes_share_nothing_in_either_order_or_with_themselves():
     made, orders = setup(), ({}, {"chunk": 1}, {"chunk": 1}, {"chunk": 3}, {"chunk": 1, "cache_salt": "x"}, {})
     answers = [await scored(made, TOKENS, **options) for options in orders]
