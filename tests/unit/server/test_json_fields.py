@@ -23,12 +23,6 @@ def test_prompts_and_texts_of_any_form_are_what_json_says(prompt, several):
     assert read(several, TEXTS) == read(several, CONTINUATIONS) == several
 
 
-def test_single_values_are_left_to_the_model():
-    for value in (5, 1.5, True, "text"):
-        assert read(value, TEXTS) == value
-    assert read({"a": [1]}) == {"a": [1]}
-
-
 def test_brackets_and_commas_in_texts_are_not_counted():
     assert read(["[" * 200_000]) == ["[" * 200_000]
     text = "," * 600_000

@@ -29,14 +29,6 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
     assert "error" not in at_once
 
 
-async def test_a_request_moved_between_engines_keeps_the_id_that_they_know(random_model: Path):
-    app, engine = app_with_completions(random_model)
-    body = ECHO | {"kv_transfer_params": {"do_remote_decode": True}}
-    async with client_of(app) as client:
-        await client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "the same"})
-    assert engine.inside == ["cmpl-the same-0", "cmpl-the same-1"]
-
-
 async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model: Path):
     app, _ = app_with_completions(random_model, EngineSize(tokens=3072, sequences=192, max_scoring_tokens=3))
     async with client_of(app) as client:

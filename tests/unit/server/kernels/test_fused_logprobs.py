@@ -140,19 +140,6 @@ def test_rows_beyond_two_to_the_thirty_one_entries():
         check(logits, targets, scored(logits, targets, num_top))
 
 
-@pytest.mark.parametrize("limit", [1, 7, 8])
-def test_chunks_give_the_same_rows(limit: int):
-    sizes: list[int] = []
-
-    def project(rows: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(rows))
-        return rows
-
-    logits, targets = random_logits(8, 400, 400, torch.bfloat16, seed=9), torch.arange(8)
-    check(logits, targets, fused_logprobs.compute(targets, logits, project, 4, limit))
-    assert (sum(sizes), max(sizes)) == (8, limit)
-
-
 ENDS = [
     [500, 1000],
     [334, 668, 1000],

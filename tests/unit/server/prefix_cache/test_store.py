@@ -122,10 +122,3 @@ def test_every_token_up_to_the_end_of_a_block_matters():
         assert not set(others[first:]) & set(unchanged)
         seen.add(tuple(others))
     assert len(seen) == 14
-
-
-def test_sequences_of_another_order_identity_or_process_have_other_hashes():
-    sequence = range(1, 10)
-    of_another_process = BlockHasher(4).hashes(np.array(sequence, np.int32), "m")
-    others = hashes(*reversed(sequence)), hashes(*sequence, identity="m, adapter"), of_another_process
-    assert len(set(hashes(*sequence)).union(*others)) == 8

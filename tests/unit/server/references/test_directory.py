@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +118,17 @@ def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path
         ReferenceDirectory(root).delete(name)
     assert os.listdir(root) == []
     assert files(elsewhere) == before
+
+
+HANGS = """
+import threading
+from scoremode_server.references.file_threads import FileThreads
+begun = threading.Event()
+FileThreads().submit("hangs", lambda: (begun.set(), threading.Event().wait()))
+begun.wait()
+"""
+
+
+@pytest.mark.processes
+def test_a_process_ends_while_a_file_hangs():
+    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=120)

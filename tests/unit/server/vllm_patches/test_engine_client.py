@@ -58,8 +58,8 @@ class Client:
         self.output_processor = OutputProcessor(None, log_stats=False, admission_stats=None)
         bound_generation_alone(self)
 
-    def add(self, request_id: str, params: SamplingParams, num_tokens: int = 10) -> None:
-        self.output_processor.add_request(engine_request(request_id, params, num_tokens), None)
+    def add(self, request_id: str, params: SamplingParams) -> None:
+        self.output_processor.add_request(engine_request(request_id, params, 10), None)
 
 
 @pytest.mark.parametrize(
