@@ -1,13 +1,10 @@
 """What scoring requests add to `/metrics`."""
 
-import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, generate_latest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -43,25 +40,3 @@ def test_waiting_starts_at_arrival_unless_another_host_has_the_clock(offset, wai
     assert shown(registry)[f"{WAITING}_sum"] == pytest.approx(waited)
     assert shown(registry)[f"{RUNNING}_sum"] == pytest.approx(5)
     assert shown(registry)[TOKENS] == 7
-
-
-@pytest.mark.processes
-def test_the_counts_of_several_processes_add_up(tmp_path):
-    """Without vLLM's times, a request runs from its arrival on."""
-    program = """if True:
-        import os, time
-        from types import SimpleNamespace
-        from scoremode_server.metrics import Metrics
-        # Values are written to a file of each process, which is opened when a metric is made.
-        if os.fork():
-            os.wait()
-        Metrics(1234).count(SimpleNamespace(metrics=None), 7, time.monotonic() - 2)
-    """
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    begun, registry = time.monotonic(), CollectorRegistry()
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
-    counted = shown(registry)
-    names = (TOKENS, f"{RUNNING}_count", "scoremode_logprob_working_bytes")
-    assert [counted[name] for name in names] == [2 * 7, 2, 1234]
-    assert 2 * 2 <= counted[f"{RUNNING}_sum"] <= 2 * (2 + time.monotonic() - begun)

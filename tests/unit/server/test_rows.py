@@ -6,8 +6,8 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from scoremode_server.errors import EngineOutputError
-from scoremode_server.offline import SequenceScore, read_score, score_params
-from scoremode_server.rows import NO_RANK, Rows, json_logprobs, read_rows
+from scoremode_server.offline import read_score
+from scoremode_server.rows import NO_RANK, json_logprobs
 
 TOKENS = [4, 7, 9]
 
@@ -55,26 +55,6 @@ def test_an_output_that_is_not_the_score_is_an_error_and_never_a_number(output: 
         read_score(TOKENS, 0, output)
 
 
-@pytest.mark.parametrize(("first", "spoilt", "num_missing"), [(0, 2, 3), (2, None, 2), (2, 1, 4), (1, None, 4)])
-def test_rows_are_valid_after_the_last_that_is_not(first: int, spoilt: int | None, num_missing: int):
-    """Of the last case there is one row too few."""
-    ids, logprobs = np.array([[2], [3], [4], [5]], np.int32), np.array([[-1], [-2], [-3], [-4]], np.float32)
-    columns = ids[max(first, 2 * (first == 1)) :], logprobs[max(first, 2 * (first == 1)) :], np.array([1, 1, 3, 4])
-    columns = columns[0].copy(), columns[1], columns[2][-len(columns[0]) :]
-    if spoilt is not None:
-        columns[0][spoilt] = 9
-    rows, missing = read_rows([1, 2, 3, 4, 5], 1, columns, first)
-    assert missing == num_missing
-    assert rows.logprobs[missing:, 0].tolist() == [-1, -2, -3, -4][missing:]
-    assert rows.ranks[missing:].tolist() == [1, 1, 3, 4][missing:]
-
-
 def test_json_has_the_float32_value_exactly_and_no_infinity():
     values = np.array([-0.1, -np.inf], np.float32)
     assert json_logprobs(values).tolist() == [float(np.float32(-0.1)), -9999.0]
-
-
-def test_a_single_token_has_no_params_and_a_score_of_nothing():
-    with pytest.raises(ValueError, match="at least 2 tokens"):
-        score_params([4])
-    assert SequenceScore.from_rows([4], Rows.empty(0, 4)).top_token_ids.shape == (1, 3)

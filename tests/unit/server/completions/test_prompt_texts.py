@@ -2,7 +2,6 @@
 
 import random
 from hashlib import blake2b
-from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
@@ -42,17 +41,3 @@ def test_a_long_run_of_bytes_is_decoded_as_the_tokenizer_does(byte_fallback_mode
     run = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in start + character.encode() * 20])
     for num_blocks in range(len(run) // SIZE):
         assert texts.text(run, block_hashes(run)[:num_blocks]) == tokenizer.decode(run)
-
-
-def test_a_common_prefix_is_decoded_once_unless_its_text_was_dropped(monkeypatch):
-    monkeypatch.setattr("scoremode_server.completions.prompt_texts.STORED_CHARACTERS", 3 * 700)
-    tokenizer = Mock()
-    tokenizer.decode.side_effect = lambda token_ids: "".join(chr(97 + token_id) for token_id in token_ids)
-    texts = PromptTexts(lambda: tokenizer, SIZE)
-    prefixes = [[letter] * 400 for letter in range(4)]
-    for end in (1, 2, 3):
-        assert texts.text([*prefixes[0], end], block_hashes(prefixes[0]))[-1] == chr(97 + end)
-    assert sum(len(call.args[0]) for call in tokenizer.decode.mock_calls) < 600
-    for prefix in prefixes[1:]:
-        texts.text(prefix, block_hashes(prefix))
-    assert (block_hashes(prefixes[0])[-1] in texts._stored, len(texts._stored)) == (False, 3)

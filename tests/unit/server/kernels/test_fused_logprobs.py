@@ -86,12 +86,6 @@ def test_many_tiles_to_a_row_and_few_entries_to_a_tile(kernels: ModuleType, tili
         check(logits, targets, (reduced.tokens, reduced.logprobs(temperature), reduced.ranks), temperature=temperature)
 
 
-@TRITON_ONLY
-def test_columns_that_are_not_neighbors_are_refused():
-    with pytest.raises(ValueError, match="rows"):
-        scored(torch.zeros(6, 5).T, torch.zeros(5, dtype=torch.int64), 0)
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_ranks_count_all_equal_logits(num_top: int):
     values = torch.tensor([-3.0, 0.5, 2.0])
@@ -144,19 +138,6 @@ def test_rows_beyond_two_to_the_thirty_one_entries():
     targets = torch.tensor([3, 50, 99])
     for num_top in (1, 4):
         check(logits, targets, scored(logits, targets, num_top))
-
-
-@pytest.mark.parametrize("limit", [1, 7, 8])
-def test_chunks_give_the_same_rows(limit: int):
-    sizes: list[int] = []
-
-    def project(rows: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(rows))
-        return rows
-
-    logits, targets = random_logits(8, 400, 400, torch.bfloat16, seed=9), torch.arange(8)
-    check(logits, targets, fused_logprobs.compute(targets, logits, project, 4, limit))
-    assert (sum(sizes), max(sizes)) == (8, limit)
 
 
 ENDS = [

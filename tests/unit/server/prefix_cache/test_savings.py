@@ -12,7 +12,7 @@ from vllm.lora.request import LoRARequest
 from scoremode_server.errors import EngineOutputError
 from scoremode_server.prefix_cache.engine import make_store
 from scoremode_server.prefix_cache.store import RowStore
-from scoremode_server.vllm_patches.engine_client import CHANGES, within_changes
+from scoremode_server.vllm_patches.engine_client import CHANGES
 from tests.unit.server.prefix_cache.cache_setup import LORAS, ROOM, SIZE, Ask, Setup, setup
 from tests.unit.server.prefix_cache.fake_engine import FakeEngine, HeldEngine, prompt_logprobs
 
@@ -32,26 +32,6 @@ async def test_four_options_at_once_compute_their_prefix_once(shared: int):
     assert made.counted("hits") + made.counted("misses") == sum(len(ask.token_ids) - 1 for ask in asks)
     assert made.counted("hits") == sum(cached)
     assert made.counted("joined") == 3
-
-
-@pytest.mark.parametrize("scores", [True, False])
-async def test_requests_one_after_another_compute_only_what_is_new(scores: bool):
-    made = setup()
-    first, second = Ask(list(range(30)), scores=scores), Ask([*range(22), 90, 91, 92], scores=scores)
-    assert (await made.ask(first)).num_cached_tokens == 0
-    computed = made.engine.num_computed
-    assert (await made.ask(second)).num_cached_tokens == 20
-    assert made.engine.num_computed - computed == len(second.fed) - 20
-    assert made.engine.num_requests == 2
-    assert made.counted("joined") == 0
-
-
-async def test_without_a_known_first_block_the_prefix_cache_is_not_read():
-    made = setup()
-    await made.ask(Ask(list(range(12))))
-    await made.ask(Ask([*range(12), 13]))
-    await made.ask(Ask([5, *range(12)]))
-    assert [params.skip_reading_prefix_cache for _, params in made.engine.requests] == [True, False, True]
 
 
 async def test_an_adapter_of_the_same_id_and_name_from_another_path_shares_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -76,28 +56,6 @@ async def test_the_queue_counts_only_what_is_new():
         await scoring
 
 
-async def test_another_process_gives_no_hit_without_rows():
-    made = setup()
-    await made.ask(Ask(list(range(33))))
-    other = Setup(made.engine, RowStore(SIZE, ROOM))
-    await other.ask(Ask(list(range(6))))
-    assert (await other.ask(Ask(list(range(33))))).num_cached_tokens == SIZE
-    assert made.engine.num_requests == 3
-
-
-async def test_no_request_waits_for_rows_that_a_continuation_leaves_out():
-    """Its context's keys and values are with the engine, but their rows were dropped."""
-    made = setup(in_order=True)
-    context = [index % 7 for index in range(40)]
-    await made.ask(Ask([*context, 9, 9]))
-    made.store._blocks.clear()
-    made.store.num_bytes = 0
-    continuation, whole = Ask([*context, 5, 5, 5], first=40), Ask([*context, 6, 6, 6])
-    answers = await asyncio.gather(made.ask(continuation), made.ask(whole))
-    assert answers[1].num_cached_tokens == 0
-    assert made.counted("joined") == 0
-
-
 @pytest.mark.parametrize("name", CHANGES)
 async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: str):
     made = setup()
@@ -117,14 +75,6 @@ async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: s
     assert (await made.ask(ask)).num_cached_tokens == 8
 
 
-async def test_an_engine_without_a_method_that_changes_weights_is_refused():
-    class OlderEngine(FakeEngine):
-        update_weights = None
-
-    with pytest.raises(RuntimeError, match="update_weights"):
-        within_changes(OlderEngine(SIZE), RowStore(SIZE, ROOM).change, lambda: None)
-
-
 # What is not for the cache
 
 
@@ -142,21 +92,10 @@ async def test_other_requests_are_computed_whole_and_leave_nothing(ask: Ask, max
     assert len(made.store) == 0
 
 
-async def test_the_engine_refuses_a_token_outside_the_vocabulary():
-    class RefusingEngine(FakeEngine):
-        async def generate(self, prompt: Any, *given: Any, **options: Any) -> Any:
-            raise ValueError(f"Token id {max(prompt['prompt_token_ids'])} is out of vocabulary")
-            yield
-
-    made = Setup(RefusingEngine(SIZE), RowStore(SIZE, ROOM))
-    with pytest.raises(ValueError, match=f"{1 << 40} is out of vocabulary"):
-        await made.ask(Ask([*range(12), 1 << 40, 1]))
-
-
 # Rows that are needed from a position on
 
 
-@pytest.mark.parametrize("first", [40, 41, 42, 43])
+@pytest.mark.parametrize("first", [40, 43])
 async def test_unneeded_rows_do_not_make_the_whole_prompt_run_again(first: int):
     """A continuation after a prompt whose rows were let go, while its keys and values are still with the engine."""
     made = setup()

@@ -71,21 +71,6 @@ def test_nothing_of_an_earlier_generation_stays():
     assert len(store) == 1
 
 
-def test_the_store_is_off_while_weights_change_and_begins_anew():
-    store = RowStore(SIZE, ROOM)
-    with store.change():
-        assert (store.enabled, store.generation) == (False, 1)
-        store.put(1, [b"a"], {b"a": block(0)})
-        with store.change():
-            assert not store.enabled
-        assert not store.enabled
-    assert (store.enabled, store.generation, len(store)) == (True, 4, 0)
-    # A change that fails is one as well, and over.
-    with pytest.raises(ZeroDivisionError), store.change():
-        raise ZeroDivisionError
-    assert (store.enabled, store.generation) == (True, 6)
-
-
 @settings(max_examples=200)
 @given(
     st.integers(1, 5 * cost(block(0))),
@@ -102,13 +87,6 @@ def test_the_bytes_stay_within_the_bound_at_every_step(max_bytes: int, sequences
         assert len(held) == len(store)
         assert store.num_bytes == cost(*held.values()) <= max_bytes
     assert num_evicted <= put - len(store)
-
-
-def test_a_sequence_that_is_larger_than_the_budget_leaves_its_first_blocks():
-    store = RowStore(SIZE, 3 * cost(block(0)))
-    hashes = [b"%d" % index for index in range(50)]
-    assert store.put(0, hashes, {block_hash: block(7) for block_hash in hashes}) == 47
-    assert set(store.get(hashes, 1)) == set(hashes[:3])
 
 
 def test_blocks_that_may_not_evict_use_free_bytes_and_go_first():
@@ -144,10 +122,3 @@ def test_every_token_up_to_the_end_of_a_block_matters():
         assert not set(others[first:]) & set(unchanged)
         seen.add(tuple(others))
     assert len(seen) == 14
-
-
-def test_sequences_of_another_order_identity_or_process_have_other_hashes():
-    sequence = range(1, 10)
-    of_another_process = BlockHasher(4).hashes(np.array(sequence, np.int32), "m")
-    others = hashes(*reversed(sequence)), hashes(*sequence, identity="m, adapter"), of_another_process
-    assert len(set(hashes(*sequence)).union(*others)) == 8

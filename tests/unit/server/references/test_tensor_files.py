@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from scoremode_server.references.manifest import Manifest, ManifestError, text_fingerprint
 from scoremode_server.references.tensor_files import BrokenFileError, read_tensors, write_tensors
-from tests.unit.server.references.reference_setup import FLOOR, HEAD, PLAN, RESULT, TEXT, manifest, no_file_longer_than
+from tests.unit.server.references.reference_setup import FLOOR, PLAN, RESULT, TEXT, manifest
 
 ABOUT = {"reference": "one", "part": "window 3"}
 VALUES = torch.arange(24).view(4, 6)
@@ -72,14 +72,6 @@ def test_other_files_are_refused(tmp_path: Path, path: Path):
             read_tensors(tmp_path / name, ABOUT)
 
 
-def test_a_full_disk_is_an_error_and_changes_nothing(path: Path):
-    before = path.read_bytes()
-    with no_file_longer_than(100), pytest.raises(OSError, match=path.name):
-        write_tensors(path, {"values": torch.zeros(100)}, ABOUT)
-    assert path.read_bytes() == before
-    assert os.listdir(path.parent) == [path.name]
-
-
 # The manifest
 
 
@@ -104,18 +96,12 @@ def test_no_character_that_means_something_can_change_or_be_cut_off():
     ("text", "message"),
     [
         ('{"format_version": 1, "layers": []}', "format version 1, and this server reads 2"),
-        ('{"format_version": "2"}', "format version 2, and this server reads 2"),
-        *(("{}", "format version None"), ("[]", "JSON"), ("null", "JSON"), ("[" * 100_000, "JSON")),
+        *(("{}", "format version None"), ("[]", "JSON"), ("[" * 100_000, "JSON")),
     ],
 )
 def test_other_json_and_other_format_versions_are_refused(text: str, message: str):
     with pytest.raises(ManifestError, match=message):
         Manifest.from_json(text)
-
-
-def test_a_heads_bytes():
-    assert HEAD.num_bytes == 100 * 8 * 2
-    assert HEAD.model_copy(update={"has_bias": True, "weight_dtype": "float32"}).num_bytes == 100 * 9 * 4
 
 
 def test_text_fingerprints_differ_with_tokens_windows_and_methods():

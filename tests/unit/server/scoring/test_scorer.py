@@ -1,7 +1,5 @@
 """Scoring on an engine, without HTTP, and the turns that answers take."""
 
-import asyncio
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,14 +46,6 @@ async def test_keys_and_values_that_may_not_be_shared_have_different_salts(max_b
     assert len({*made.engine.salts, None, ""}) == 4
 
 
-async def test_owners_and_salts_share_nothing():
-    made = setup()
-    await scored(made, TOKENS, owner="a", cache_salt="x")
-    for options in ({"owner": "b", "cache_salt": "x"}, {"owner": "a", "cache_salt": "y"}, {"owner": "a"}, {}):
-        assert (await scored(made, TOKENS, **options)).num_cached_tokens == 0
-    assert (await scored(made, TOKENS, owner="a", cache_salt="x")).num_cached_tokens > 0
-
-
 async def test_lanes_share_nothing_in_either_order_or_with_themselves():
     made, orders = setup(), ({}, {"chunk": 1}, {"chunk": 1}, {"chunk": 3}, {"chunk": 1, "cache_salt": "x"}, {})
     answers = [await scored(made, TOKENS, **options) for options in orders]
@@ -92,21 +82,6 @@ def test_an_engine_has_the_lanes_of_its_scheduler(drafts: int, context_parallel:
     assert Lanes.from_config(config).chunks == lanes
     config.scheduler_config.get_scheduler_cls = lambda: object
     assert Lanes.from_config(config).chunks == {"prefill": 0}
-
-
-async def test_few_resume_in_one_turn_of_the_event_loop_first_come_first_served():
-    turns, went, loop_turn = Turns(at_once=3), [], 0
-
-    async def answer(number: int) -> None:
-        await turns.wait()
-        went.append((number, loop_turn))
-
-    tasks = [asyncio.create_task(answer(number)) for number in range(20)]
-    while not all(task.done() for task in tasks):
-        loop_turn += 1
-        await asyncio.sleep(0)
-    assert [number for number, _ in went] == list(range(20))
-    assert max(Counter(turn for _, turn in went).values()) == 3
 
 
 @pytest.mark.parametrize(

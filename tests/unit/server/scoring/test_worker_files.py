@@ -23,7 +23,7 @@ class Workers:
     """Two engines at most, each with a rank without an LM head and two with one, which do at once what is ordered.
 
     Attributes:
-        ordered: kinds of orders and of what, with the engine.
+        readers: engines that read a window, in order.
         change: what a rank of an engine answers, in the place of its answer.
     """
 
@@ -32,7 +32,7 @@ class Workers:
         self.errored = False
         parallel = SimpleNamespace(data_parallel_size=num_engines, local_engines_only=False, data_parallel_index=3)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
-        self.ordered: list[tuple[int, str, str]] = []
+        self.readers: list[int] = []
         self.change: Callable[[int, int, Orders, Any], Any] = lambda engine, rank, orders, answer: answer
         self.num_calls = 0
         self._num_engines = num_engines
@@ -48,9 +48,7 @@ class Workers:
         return [[None, *self._answers(engine, of_engine)] for engine, of_engine in enumerate(orders.values())]
 
     def _answers(self, engine: int, orders: Orders) -> list[Any]:
-        self.ordered += [(engine, "read", mark["reference"]) for mark in orders["read"]]
-        self.ordered += [(engine, "read head", mark["reference"]) for mark, _ in orders["read_heads"]]
-        self.ordered += [(engine, kind, key) for kind in ("release", "hold") for key in orders[kind]]
+        self.readers += [engine] * len(orders["read"])
         self._heads |= {(engine, mark["head"]): "read" for mark, _ in orders["read_heads"]}
         self._heads |= {(engine, key): "placed" for key in orders["hold"]}
         heads = {key: self._heads.get((engine, key), "absent") for key in orders["heads"]}
@@ -134,56 +132,10 @@ async def test_windows_are_read_for_the_engine_that_computes_them(admission: Adm
         windows = [await loaded(files, stack, mark("base", index)) for index in range(3)]
         windows.append(await loaded(files, stack, mark("base", 3), rank=0))
         assert [rank for _, rank in windows] == [0, 1, 0, 0]
-        assert [engine for engine, kind, _ in workers.ordered if kind == "read"] == [0, 1, 0, 0]
+        assert workers.readers == [0, 1, 0, 0]
         assert windows[0][0] is windows[2][0] is not windows[1][0]
         with pytest.raises(RequestError, match="2 is not one of 2 ranks"):
             await loaded(files, stack, mark("base", 4), rank=2)
-
-
-async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admission):
-    """However many windows are asked for at once; those of one reference do not count for another."""
-    workers = Workers()
-    workers.change = lambda engine, rank, orders, answer: {**answer, "files": dict.fromkeys(answer["files"])}
-    files = WorkerFiles(workers, admission)
-
-    def read() -> list[str]:
-        return [reference for _, kind, reference in workers.ordered if kind == "read"]
-
-    async def needed(index: int, reference: str = "base") -> None:
-        async with files.loaded(mark(reference, index), HEAD, 100):
-            pass
-
-    waiting = [asyncio.create_task(needed(index)) for index in range(5)]
-    waiting.append(asyncio.create_task(needed(0, "other")))
-    await until(lambda: "other" in read())
-    assert read().count("base") == 3
-    # One that is read and one that waits for that are given up.
-    waiting[0].cancel()
-    waiting[4].cancel()
-    await until(lambda: read().count("base") == 4)
-    workers.change = lambda engine, rank, orders, answer: answer
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert read().count("base") == 4
-
-
-async def test_heads_that_never_come_do_not_keep_others_waiting(admission: Admission, monkeypatch: pytest.MonkeyPatch):
-    workers, is_slow = Workers(), True
-
-    def hang(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
-        states = {key: state if "good" in key else "reading" for key, state in answer["heads"].items()}
-        return {**answer, "heads": states} if is_slow else answer
-
-    workers.change = hang
-    files = WorkerFiles(workers, admission)
-    hung = [asyncio.create_task(enter(files, mark(f"hangs {number}"), admission)) for number in range(2)]
-    await until(lambda: len(workers.ordered) == 4)
-    good = asyncio.create_task(enter(files, mark("good"), admission))
-    await until(lambda: (0, "read", "good") in workers.ordered)
-    assert (0, "read head", "good") not in workers.ordered
-    monkeypatch.setattr(worker_files, "SLOW_SECONDS", 0)
-    await good
-    is_slow = False
-    await asyncio.gather(*hung)
 
 
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])

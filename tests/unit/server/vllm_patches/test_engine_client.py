@@ -1,13 +1,11 @@
-"""What vLLM's output processing and bounds of queues do with scoring requests, however many API servers share them."""
+"""What vLLM's output processing and bounds of queues do with scoring requests."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -46,7 +44,7 @@ def engine_request(request_id: str, params: SamplingParams, num_tokens: int) -> 
 
 
 class Client:
-    """The part of vLLM's engine client that keeps the bounds, in one of several API servers."""
+    """The part of vLLM's engine client that keeps the bounds."""
 
     check_admission = AsyncLLM.check_admission
     get_num_unfinished_requests = AsyncLLM.get_num_unfinished_requests
@@ -54,34 +52,14 @@ class Client:
     _record_admission_rejection = AsyncLLM._record_admission_rejection
     logger_manager = None
 
-    def __init__(
-        self, stats: SharedAdmissionStats | None = None, requests: int | None = None, tokens: int | None = None
-    ) -> None:
+    def __init__(self, requests: int | None = None, tokens: int | None = None) -> None:
         self.scheduler_config = SimpleNamespace(max_num_queued_reqs=requests, max_num_queued_tokens=tokens)
-        self.admission_stats = stats
-        self.output_processor = OutputProcessor(None, log_stats=False, admission_stats=stats)
+        self.admission_stats = None
+        self.output_processor = OutputProcessor(None, log_stats=False, admission_stats=None)
         bound_generation_alone(self)
 
-    def add(self, request_id: str, params: SamplingParams, num_tokens: int = 10) -> None:
-        self.output_processor.add_request(engine_request(request_id, params, num_tokens), None)
-
-    def score(self, count: int) -> None:
-        for number in range(count):
-            self.add(f"score-{number}", score_params([5, 6]))
-
-    def generate(self, count: int) -> None:
-        for number in range(count):
-            self.add(f"cmpl-{number}", SamplingParams(max_tokens=1, detokenize=False))
-
-    def end(self, *request_ids: str) -> None:
-        self.output_processor.abort_requests(request_ids, internal=True)
-
-
-def servers(count: int, **bounds: Any) -> list[Client]:
-    """As many API servers of one engine."""
-    counters = [0] * SharedAdmissionStats.num_counters(count)
-    shared: list[dict[str, Any]] = [{"mp_admission_counters": counters} for _ in range(count)]
-    return [Client(SharedAdmissionStats(shared[index], count, index), **bounds) for index in range(count)]
+    def add(self, request_id: str, params: SamplingParams) -> None:
+        self.output_processor.add_request(engine_request(request_id, params, 10), None)
 
 
 @pytest.mark.parametrize(
@@ -89,31 +67,15 @@ def servers(count: int, **bounds: Any) -> list[Client]:
 )
 def test_scoring_uses_nothing_of_a_bound_and_none_refuses_it(bounds: dict[str, int], refused: type[Exception]):
     client = Client(**bounds)
-    client.score(50)
-    client.generate(1)
-    client.check_admission()
-    client.add("cmpl-of-ten-more-tokens", SamplingParams(max_tokens=1, detokenize=False))
+    for number in range(50):
+        client.add(f"score-{number}", score_params([5, 6]))
+    for number in range(2):
+        client.check_admission()
+        client.add(f"cmpl-{number}", SamplingParams(max_tokens=1, detokenize=False))
     with pytest.raises(refused):
         client.check_admission()
     with exempt_from_queue_bounds():
         client.check_admission(9)
-
-
-def test_scores_use_nothing_of_a_bound_that_two_servers_share():
-    scoring, generating = servers(2, requests=3)
-    scoring.score(50)
-    generating.generate(2)
-    generating.check_admission()
-    with pytest.raises(QueueOverflowError):
-        generating.check_admission(2)
-    generating.end("cmpl-0", "cmpl-1")
-    scoring.generate(3)
-    # And allow no more when they end.
-    scoring.end(*(f"score-{number}" for number in range(50)))
-    with pytest.raises(QueueOverflowError):
-        generating.check_admission()
-    scoring.end("cmpl-0")
-    generating.check_admission()
 
 
 def test_scoring_requests_keep_arrays_and_all_others_vllms_objects():

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from scoremode_server.vllm_patches.reference_heads import ALIGNMENT, FAILED, HeadMemory
+from scoremode_server.vllm_patches.reference_heads import ALIGNMENT, HeadMemory
 
 CPU = torch.device("cpu")
 
@@ -68,17 +68,6 @@ def hold(room: HeadMemory, key: str, units: int, holder: str = "one") -> str:
     return room.state(key, holder)
 
 
-def test_the_head_that_was_held_last_stays_longest(room: HeadMemory):
-    for key in "abcd":
-        assert hold(room, key, 1) == "placed"
-        room.release(key, "one")
-    hold(room, "a", 1)
-    room.release("a", "one")
-    hold(room, "e", 1)
-    assert [room.state(key, "two") for key in "abcde"] == ["read", "absent", "read", "read", "read"]
-    assert [room.find(key, local=False) is not None for key in "abcde"] == [True, False, True, True, True]
-
-
 def test_a_held_head_stays_and_others_wait_in_order(room: HeadMemory):
     hold(room, "a", 3)
     hold(room, "a", 3, "two")
@@ -120,16 +109,3 @@ def test_no_decision_depends_on_how_far_a_thread_is(room: HeadMemory, threads: T
     (run,) = threads.held
     run()
     assert room.state("b", "one") == "placed"
-
-
-def test_a_head_that_cannot_be_read_is_told_until_it_is_forgotten(room: HeadMemory):
-    read(room, "large", 5)
-    assert room.state("large", "one") == f"{FAILED}the LM head of reference 'large' does not fit"
-    room.forget("large")
-    assert room.state("large", "one") == "absent"
-    # An order that comes too late changes nothing.
-    room.hold("large", "one")
-    assert not room.is_contended
-    hold(room, "a", 1)
-    room.forget("a")
-    assert room.state("a", "one") == "placed"

@@ -4,7 +4,7 @@ Ranks are processes with vLLM's own layers and collectives.
 """
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,23 +176,6 @@ def heads_in_one_place(root: Path, config: VllmConfig) -> None:
         logits_are_those_of_the_model(room, references[number], made[number])
 
 
-def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
-    """A cap needs both what it caps and what comes of it."""
-    room = room_for(1 << 20, config)
-    for number, (made, expected) in enumerate(
-        [(Model(64), 4), (Model(64, torch.bfloat16), 2), (Model(64, torch.bfloat16, soft_cap=2.0), 4)]
-    ):
-        assert load(room, taken_from(made, root, f"bytes-{number}")).logit_bytes == expected
-
-
-def heads_that_are_not_what_the_manifest_tells(root: Path, config: VllmConfig) -> None:
-    reference = taken_from(Model(100), root, "good")
-    narrow = reference.manifest.head.model_copy(update={"hidden_size": HIDDEN - 1})  # type: ignore[union-attr]
-    other = replace(reference, manifest=reference.manifest.model_copy(update={"head": narrow}))
-    with pytest.raises(BrokenFileError, match="not the LM head that the manifest tells of"):
-        load(room_for(100 * HIDDEN * 4, config), other)
-
-
 def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
     group = get_tp_group()
     for model, dtype, reason in (
@@ -224,34 +207,21 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     windows = ReferenceWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
     Runner._scoremode_windows = windows  # type: ignore[attr-defined]
     group, worker = get_tp_group(), worker_of(Model(1000, scale=0.5), config)
-    described = worker.scoremode_describe_head()
-    assert described["vocab_size"] == 1000  # type: ignore[index]
-    assert described["scale"] == 0.5  # type: ignore[index]
+    assert worker.scoremode_describe_head()["scale"] == 0.5  # type: ignore[index]
     assert worker.scoremode_head_bytes() == 1000 * HIDDEN * 4
 
-    assert worker.scoremode_write_head("none", "none", "first") is None
-    let_all_be_written(windows)
     if group.rank_in_group == 0:
         ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
     group.barrier()
-    assert worker.scoremode_write_head("asked", "asked", "second") is None
+    assert worker.scoremode_write_head("asked", "asked", "ticket") is None
     let_all_be_written(windows)
     group.barrier()
-    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["first", "second"]))})
-    by_rank = (
-        {"first": None, "second": None}
-        if group.rank_in_group
-        else {"first": "there is no reference 'none'", "second": ""}
-    )
-    assert answer == {"files": by_rank, "heads": {}, "is_contended": False}
+    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["ticket"]))})
+    files = {"ticket": None if group.rank_in_group else ""}
+    assert answer == {"files": files, "heads": {}, "is_contended": False}
     assert worker.scoremode_exchange("test", {1: {}}) is None
-    weight, bias = ReferenceDirectory(root).open("asked").read_head()
-    assert bias is None
+    weight, _ = ReferenceDirectory(root).open("asked").read_head()
     assert torch.equal(weight, torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(1000)))
-
-    worker = worker_of(Masked(1000), config)
-    assert "not one projection" in str(worker.scoremode_describe_head())
-    assert "not one projection" in str(worker.scoremode_write_head("asked", "asked", "third"))
 
 
 def rows_of_a_step(root: Path, config: VllmConfig) -> None:
@@ -286,8 +256,6 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
 def one_rank(_: int, config: VllmConfig, root: Path) -> None:
     for check in (
         heads_in_one_place,
-        bytes_of_a_logit,
-        heads_that_are_not_what_the_manifest_tells,
         models_that_cannot_be_references,
         what_api_servers_ask_of_workers,
         rows_of_a_step,
@@ -296,6 +264,5 @@ def one_rank(_: int, config: VllmConfig, root: Path) -> None:
         check(root / check.__name__, config)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ranks(num_ranks: int, tmp_path: Path):
-    run_ranks(num_ranks, one_rank, tmp_path)
+def test_two_ranks(tmp_path: Path):
+    run_ranks(2, one_rank, tmp_path)

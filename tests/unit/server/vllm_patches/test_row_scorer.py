@@ -51,13 +51,6 @@ def test_rows_from_the_first_target_on_however_the_prompt_is_split(lengths: list
     assert not worker.scorer.requests
 
 
-def test_rows_of_cached_positions_are_left_out():
-    worker = LinearWorker(make_scorer(VOCAB), project)
-    spec = RowSpec(3, TOKENS[-1])
-    worker.scorer.begin("one", spec)
-    check(worker.step("one", 4, STATES[4:], torch.tensor(TOKENS[:-1]), NUM_FED), spec, 5)
-
-
 SPECS = {
     "prompt": RowSpec(num_top=2),
     "plain": RowSpec(1, TOKENS[-1]),

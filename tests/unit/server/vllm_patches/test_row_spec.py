@@ -50,12 +50,6 @@ async def test_a_spec_reaches_the_worker_as_it_is(spec: RowSpec):
         assert got.window == spec.window
 
 
-def test_prompt_logprobs_of_vllms_own_requests_are_rows_too():
-    assert RowSpec.read(SamplingParams(prompt_logprobs=3)) == RowSpec(num_top=3)
-    for params in (None, SamplingParams(), SamplingParams(extra_args={"other": 1})):
-        assert RowSpec.read(params) is None
-
-
 def test_the_identity_has_all_that_decides_rows_but_not_num_top():
     shared, own = np.array([1, 2]), np.array([[1, 2]] * 7)
     assert RowSpec(5, last_token=3, num_top=9).identity is None

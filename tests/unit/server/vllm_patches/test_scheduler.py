@@ -15,13 +15,11 @@ from scoremode_server.vllm_patches.scheduler import has_lanes, within_lane
     ("spec", "num_computed", "num_new", "given"),
     [
         (RowSpec(chunk=1), 0, 100, 1),
-        (RowSpec(chunk=1), 99, 1, 1),
         (RowSpec(chunk=1, context=40), 0, 100, 40),
         # A step had space for half of the context.
         (RowSpec(chunk=1, context=40), 0, 20, 20),
         (RowSpec(chunk=1, context=40), 20, 80, 20),
         (RowSpec(chunk=1, context=40), 40, 60, 1),
-        (RowSpec(chunk=4), 0, 100, 4),
         (RowSpec(chunk=4), 98, 2, 2),
         # One token of a prompt and placeholders for drafts: vLLM needs all of them.
         (RowSpec(chunk=1), 99, 4, 4),
@@ -33,10 +31,6 @@ def test_a_step_gets_the_context_and_then_a_chunk(spec: RowSpec | None, num_comp
     params = SamplingParams(extra_args=None if spec is None else spec.as_extra_args())
     request = SimpleNamespace(sampling_params=params, num_prompt_tokens=100)
     assert within_lane(request, num_computed, num_new) == given
-
-
-def test_pooling_requests_have_no_lane():
-    assert within_lane(SimpleNamespace(sampling_params=None, num_prompt_tokens=100), 0, 100) == 100
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from check_vllm import SERVER, imported_names, used_names
+from check_vllm import used_names
 from scoremode_server import cli, enable, plugin
 from scoremode_server.vllm_patches import versions
 from scoremode_server.vllm_patches.versions import (
@@ -43,9 +43,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_known_versions_of_any_build_are_supported_without_reading_them(monkeypatch: pytest.MonkeyPatch):
+def test_known_versions_and_releases_with_the_same_sources_are_supported(package: Path, monkeypatch):
+    client = package / "vllm/v1/engine/async_llm.py"
+    client.write_text(client.read_text().replace(ABORT, f"    def _new(self): ...\n\n{ABORT}", 1))
+    require_supported()
     monkeypatch.setattr(versions, "Sources", None)
-    for version in (vllm.__version__, "0.32.0+cpu", "0.33.0", "0.33.0+cu130"):
+    for version in ("0.32.0+cpu", "0.33.0", "0.33.0+cu130"):
         monkeypatch.setattr(vllm, "__version__", version)
         require_supported()
 
@@ -57,23 +60,12 @@ def test_other_versions_are_refused_with_the_known_ones(monkeypatch: pytest.Monk
         require_supported()
 
 
-def test_a_release_with_the_same_sources_is_supported(package: Path, monkeypatch: pytest.MonkeyPatch):
-    for version in ("0.33.0.post1", "0.33.1", "0.32.7+cpu"):
-        monkeypatch.setattr(vllm, "__version__", version)
-        require_supported()
-    client = package / "vllm/v1/engine/async_llm.py"
-    client.write_text(client.read_text().replace(ABORT, f"    def _new(self): ...\n\n{ABORT}", 1))
-    require_supported()
-
-
 @pytest.mark.parametrize(
     ("key", "before", "after", "how"),
     [
-        (CHUNK_SIZE, "CHUNK_SIZE = 1024", "CHUNK_SIZE = 512", "changed"),
         (CHUNK_SIZE, "\nCHUNK_SIZE = 1024", "", "gone"),
         # A method that nobody has looked at may change weights.
         (METHODS, ABORT, f"    async def load_other_weights(self): ...\n\n{ABORT}", "changed"),
-        (METHODS, ABORT, f"    reload = abort\n\n{ABORT}", "changed"),
         (METHODS, "class AsyncLLM(EngineClient)", "class AsyncLLM(EngineClient, Reloading)", "changed"),
     ],
 )
@@ -83,14 +75,6 @@ def test_a_release_that_changed_something_is_refused_with_its_name(
     file = package / f"{key.partition(':')[0].replace('.', '/')}.py"
     file.write_text(file.read_text().replace(before, after, 1))
     with pytest.raises(RuntimeError, match=rf"found vLLM 0\.33\.0\.post1, .*patches: {re.escape(key)} \({how}\)$"):
-        require_supported()
-
-
-def test_a_release_that_mixes_two_known_ones_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch):
-    installed = recorded_hashes()[VERSION]
-    mixed = {"0.32.0": installed | {CHUNK_SIZE: "0123"}, "0.33.0": installed | {METHODS: "0123"}}
-    monkeypatch.setattr(versions, "recorded_hashes", lambda: mixed)
-    with pytest.raises(RuntimeError, match=re.escape(CHUNK_SIZE)):
         require_supported()
 
 
@@ -105,23 +89,14 @@ def test_without_the_plugin_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm, "__version__", "0.31.0")
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     plugin.general_plugin()
-    monkeypatch.setenv("VLLM_PLUGINS", "scoremode-extras")
-    plugin.general_plugin()
     with pytest.raises(RuntimeError, match=r"found vLLM 0\.31\.0"):
         enable()
-    assert plugin.os.environ["VLLM_PLUGINS"] == "scoremode-extras"
+    assert "VLLM_PLUGINS" not in plugin.os.environ
     with pytest.raises(SystemExit, match=r"^scoremode: Scoremode runs on vLLM 0\.32\.0 and 0\.33\.0 .*0\.31\.0"):
         cli.serve(["model"])
     monkeypatch.setenv("VLLM_PLUGINS", "lora,scoremode")
     with pytest.raises(RuntimeError, match=r"found vLLM 0\.31\.0"):
         plugin.general_plugin()
-
-
-def test_enable_adds_the_plugin_for_this_process_and_those_it_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "lora")
-    enable()
-    enable()
-    assert plugin.os.environ["VLLM_PLUGINS"] == "lora,scoremode"
 
 
 # The manifest
@@ -151,9 +126,3 @@ def test_the_hashes_are_those_of_the_installed_files(sources: Sources):
     assert sources.segment(CHUNK_SIZE) == "CHUNK_SIZE = 1024"
     assert sources.segment("vllm.lora.layers.logits_processor:LogitsProcessorWithLoRA.scale").startswith("@property")
     assert sources.segment("vllm.missing:Engine") is sources.segment("vllm.outputs:Missing.*") is None
-
-
-def test_a_module_that_is_imported_counts_with_what_is_used_of_it(sources: Sources):
-    names = imported_names(SERVER, sources)
-    assert {"vllm.envs:VLLM_SERVER_DEV_MODE", "vllm.outputs:RequestOutput"} <= names
-    assert not [name for name in names if name.startswith("vllm:envs")]
