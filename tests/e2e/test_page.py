@@ -59,12 +59,6 @@ def score(page: Page, text: str) -> None:
     expect(page.locator("#score-status")).to_be_empty()
 
 
-def scored(page: Page, text: str) -> dict[str, Any]:
-    """Score a text on the page; what its server itself returns."""
-    score(page, text)
-    return asked(page.url.removesuffix("/scoremode"), text)
-
-
 def tokens(page: Page) -> Locator:
     return page.locator("#tokens [data-index]")
 
@@ -106,8 +100,9 @@ def shown_text(page: Page) -> str:
     return "".join(texts)
 
 
-def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page):
-    result = scored(page, PROSE)
+def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page, server):
+    score(page, PROSE)
+    result = asked(server, PROSE)
     first, *others = backgrounds(page)
     assert first == (0, 0, 0, 0), "the first token has no logprob"
     assert len(others) == len(result["logprobs"]) - 1 > 20
@@ -223,7 +218,7 @@ def compare_with(page: Page, second: str, key: str = "") -> None:
     page.locator("#second-key").fill(key)
 
 
-def test_a_key_is_for_the_url_that_it_was_typed_for(page, server):
+def test_a_key_is_for_the_url_that_it_was_typed_for(page):
     one, other = "http://127.0.0.1:9", "http://127.0.0.1:9/below"
     key = page.locator("#second-key")
     compare_with(page, one, "the key of one")
@@ -234,17 +229,6 @@ def test_a_key_is_for_the_url_that_it_was_typed_for(page, server):
     page.locator("#second-url").fill(f"{one}/")
     page.locator("#text").focus()
     expect(key).to_have_value("the key of one")
-    page.reload()
-    expect(key).to_have_value("the key of one")
-    # A server below another path has the same origin, and so the same storage.
-    page.route(
-        "**/below/**",
-        lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/below/", "/"))),
-    )
-    page.locator("#key").fill("the key of this server")
-    page.goto(f"{server}/below/scoremode")
-    expect(page.locator("#served")).not_to_have_text(re.compile("Asking"))
-    expect(page.locator("#key")).to_have_value("")
 
 
 def test_servers_with_other_tokens_are_not_compared(server, plugin_server, browser):
