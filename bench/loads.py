@@ -14,7 +14,6 @@ windows    prefill of windows of 2,048 tokens of a text, 512 apart
 text       the same windows by the whole command `ppl-client`, from its start as a process to its end
 documents  prefill of documents of 64 to 2,000 random tokens
 corpus     such documents by the whole command `ppl-client corpus`, from jsonl.zst to parquet
-waiting    32 tokens through `/v1/score`, one request after another, while one request of many sequences is scored
 
 64 requests are in flight unless they are sent one after another. No load finds its tokens in a prefix cache.
 """
@@ -44,7 +43,6 @@ REFERENCE = "bench"
 CHARACTERS_PER_TOKEN = 8
 """More than English has, so that a text cut to this is still long enough."""
 SHORTEST, LONGEST = 64, 2000
-LARGE_SEQUENCES, LARGE_LENGTH = 12_000, 64
 
 PREFILL = {"max_tokens": 1, "temperature": 0}
 ECHO = {**PREFILL, "echo": True, "logprobs": 1}
@@ -313,38 +311,6 @@ def run_corpus(texts: Sequence[str], target: Target) -> Rate:
     return Rate(sum(scored), len(texts), seconds)
 
 
-def draw_waiting(source: Source, count: int, seed: str) -> Drawn:
-    rng = random.Random(seed)
-    large = {"prompt": [random_tokens(rng, LARGE_LENGTH) for _ in range(LARGE_SEQUENCES)], "use_cache": False}
-    small = [{"prompt": random_tokens(rng, 32)} for _ in range(count)]
-    return Drawn(lambda target: asyncio.run(wait_beside(target.url, large, small)))
-
-
-async def wait_beside(url: str, large: Body, small: Sequence[Body]) -> Rate:
-    """Send small requests one after another while a large one is scored, which is dropped in the end."""
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(url, timeout=timeout) as session:
-
-        async def score(body: Body) -> float:
-            start = time.perf_counter()
-            async with session.post("/v1/score", json=body) as response:
-                await response.read()
-                response.raise_for_status()
-            return time.perf_counter() - start
-
-        large_one = asyncio.create_task(score(large))
-        await asyncio.sleep(1)
-        waits = []
-        for body in small:
-            waits.append(await score(body))
-            if large_one.done():
-                raise RuntimeError(f"the large request took {large_one.result():.1f} s, less than the small ones")
-        large_one.cancel()
-        await asyncio.wait([large_one])
-    print(f"    longest wait {max(waits):.3f} s", flush=True)
-    return Rate(32 * len(waits), len(waits), sum(waits))
-
-
 LOADS: dict[str, Load] = {
     "score": Load(partial(draw_prompts, "/v1/score", SCORE), 96, 256, floor="prefill"),
     "echo": Load(partial(draw_prompts, "/v1/completions", ECHO), 96, 256, floor="prefill", is_on_stock=True),
@@ -366,5 +332,4 @@ LOADS: dict[str, Load] = {
     "text": Load(draw_text, 73, floor="windows"),
     "documents": Load(draw_documents, 400, 2000, is_on_stock=True),
     "corpus": Load(draw_corpus, 400, 2000, floor="documents"),
-    "waiting": Load(draw_waiting, 20),
 }

@@ -10,12 +10,7 @@ from compressed_tensors.compressors.naive_quantized import IntQuantizationCompre
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme, QuantizationStatus
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from rounded_model import copy_all_but_weights
 from tests.texts import WIKITEXT
@@ -92,9 +87,8 @@ def int8_model(source: Path, path: Path) -> Path:
     Weights of its linear layers: symmetric int8 with one float32 scale per output channel, max|w| / 127. Activations:
     int8, one scale and one zero point per token, taken while running. All other tensors are kept, as float32.
 
-    Rounding activations is discontinuous: with all 30 blocks of SmolLM2 quantized, a change of 1e-6 in the input flips
-    so many roundings that single logprobs move by tenths of a nat, and no two implementations agree token by token.
-    With one block they do.
+    Rounding activations is discontinuous: with all 30 blocks of SmolLM2 quantized, a change of 1e-6 in the input moves
+    single logprobs by tenths of a nat, and no two implementations agree token by token. With one block they do.
 
     Symmetric activations do not run everywhere: for these, vLLM 0.32 takes a kernel that knows only 16-bit activations
     on a CPU that has AMX, whatever the dtype.

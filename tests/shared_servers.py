@@ -49,8 +49,7 @@ STARTS_AT_ONCE = 2
 """A start takes one core."""
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-"""glibc's settings for an engine that gives no memory back. With those of `scoremode serve`, which takes pages from the
-kernel anew for each step's logits, it has two thirds of the speed (docs/benchmarks.md)."""
+"""glibc's settings for an engine that gives no memory back: faster than `scoremode serve` (docs/benchmarks.md)."""
 A_WORKER_BY_ITSELF = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 """As vLLM's CPU platform has it by default, and a server on several GPUs; see `CPU_ENVIRONMENT`."""
 
@@ -104,8 +103,7 @@ SERVERS = {
         "int8_random_model",
         (
             *("--served-model-name", "int8", "--max-model-len", "1024", *_COMMON, "--enforce-eager"),
-            *("--score-cache-bytes", "0", "--max-num-queued-reqs", "4", "--max-request-sequences", "64"),
-            *_ANY_ORIGIN,
+            *("--score-cache-bytes", "0", *_ANY_ORIGIN),
         ),
         references="shared",
     ),

@@ -90,25 +90,6 @@ def test_a_batch_with_positions_and_candidates_of_its_own(client, tokens, random
         oracle.assert_close(score.candidate_logprobs[-len(own) :], np.take_along_axis(rows, own, 1), scale=1 / 0.9)
 
 
-def test_other_candidates_or_temperatures_have_rows_of_their_own(client, tokens):
-    prompt = tokens[:130]
-    first = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.5)[0]
-    again = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.5)[0]
-    other = client.score(prompt, candidate_token_ids=[6, 5], temperature=0.5)[0]
-    warmer = client.score(prompt, candidate_token_ids=[5, 6], temperature=0.6)[0]
-    oracle.assert_close(again.candidate_logprobs[1:], first.candidate_logprobs[1:], scale=2)
-    oracle.assert_close(other.candidate_logprobs[1:], first.candidate_logprobs[1:, ::-1], scale=2)
-    assert np.abs(first.candidate_logprobs[1:] - warmer.candidate_logprobs[1:]).max() > 0.1
-
-
-def test_in_json_a_position_without_context_is_null(server):
-    body = {"prompt": [5, 6], "candidate_token_ids": [7, 8], "top_logprobs": 1}
-    (result,) = httpx.post(f"{server}/v1/score", json=body, timeout=60).json()["data"]
-    assert result["candidate_logprobs"][0] is None
-    assert len(result["candidate_logprobs"][1]) == 2
-    assert result["top_logprobs"][0] is None
-
-
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_prompts_with_options_of_their_own_take_one_pass_each(client, server, random_model, long_prompt, use_cache):
     # The first is shorter than a block, and the second's last row ends a block.

@@ -60,27 +60,3 @@ def test_a_sequence_as_long_as_the_context_is_scored(bos_client, byte_fallback_m
     (score,) = bos_client.score(tokens)
     (expected,) = oracle.logprobs(byte_fallback_model, [tokens])
     oracle.assert_close(score.logprobs[1:], expected)
-
-
-def test_bos_gives_the_first_word_its_context(bos_client):
-    (with_bos,) = bos_client.score("one two")
-    (without,) = bos_client.score("one two", add_special_tokens=False)
-    assert with_bos.token_ids[0] == bos_client.info().bos_token_id
-    assert with_bos.token_ids[1:] == without.token_ids
-    assert with_bos.num_scored == without.num_scored + 1
-
-
-def test_trailing_white_space_of_a_context_is_scored(smollm2_client):
-    ended = smollm2_client.score("The capital of France is ", ["Paris"])
-    plain = smollm2_client.score("The capital of France is", [" Paris"])
-    assert [score.token_ids for score in ended] == [score.token_ids for score in plain]
-
-
-def test_a_batch_scores_each_sequence_as_if_it_were_alone(smollm2_client, smollm2, tokens):
-    sequences = [tokens[start : start + length] for start, length in [(0, 2), (5, 1), (10, 300), (7, 33), (0, 2)]]
-    scores = smollm2_client.score(sequences)
-    for sequence, score in zip(sequences, scores, strict=True):
-        (expected,) = oracle.logprobs(smollm2, [sequence])
-        assert score.token_ids == sequence
-        assert score.logprobs[0] is None
-        oracle.assert_close(score.logprobs[1:], expected)

@@ -13,7 +13,6 @@ from quantized_oracle import oracle_model
 from transformers import PreTrainedModel
 
 from scoremode import ScoreClient
-from scoremode.wire.protocol import ComputedBy
 from tests import oracle
 
 
@@ -30,27 +29,11 @@ def quantized_model(int8_random_model: Path) -> PreTrainedModel:
 
 def test_the_server_runs_quantized_kernels_and_says_so(int8_client):
     info = int8_client.info()
-    assert info.quantization == "compressed-tensors"
-    assert info.fingerprint is not None
-    assert info.fingerprint.startswith("v2-")
-    assert info.computed_by is not None
-    kernels = info.computed_by.kernels
-    assert kernels is not None
-    assert any("CompressedTensorsW8A8Int8, CPU" in each for each in kernels)
-    assert info.computed_by == ComputedBy(
-        model_runner="v1",
-        attention_backends=["CPU_ATTN"],
-        kernels=kernels,
-        kv_cache_dtype="float32",
-        device="cpu",
-        num_devices=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        data_parallel_size=1,
-        expert_parallel=False,
-        speculative_method="none",
-        batch_invariant=False,
-    )
+    assert (info.quantization, info.fingerprint[:3], info.dtype) == ("compressed-tensors", "v2-", "float32")
+    computed_by = info.computed_by
+    assert any("CompressedTensorsW8A8Int8, CPU" in each for each in computed_by.kernels)
+    assert (computed_by.model_runner, computed_by.attention_backends) == ("v1", ["CPU_ATTN"])
+    assert (computed_by.device, computed_by.num_devices, computed_by.kv_cache_dtype) == ("cpu", 1, "float32")
 
 
 def test_logprobs_equal_int8_arithmetic_and_not_decompressed_weights(

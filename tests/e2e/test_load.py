@@ -71,16 +71,3 @@ def test_a_large_request_whose_client_disconnects_ends(smollm2_server):
     assert score(smollm2_server, sequences(1, 32)).status_code == 200
     # vLLM's gauges are those after its last step: they read 0 while what comes next has not reached it.
     wait_until(lambda: metric(smollm2_server, IN_ENGINE) == 0)
-
-
-def test_vllms_bound_of_queued_requests_is_for_generation(int8_server):
-    """That server has `--max-num-queued-reqs 4`."""
-    assert score(int8_server, sequences(9, 16)).status_code == 200
-    text = {"prompt": sequences(1, 200)[0], "context_length": 16, "stream": True}
-    events = httpx.post(f"{int8_server}/v1/perplexity", json=text, timeout=300).text
-    assert events.endswith("data: [DONE]\n\n")
-    assert '"error"' not in events
-    echo = {"model": "int8", "prompt": sequences(6, 16), "echo": True, "logprobs": 1, "max_tokens": 1}
-    assert httpx.post(f"{int8_server}/v1/completions", json=echo, timeout=300).status_code == 200
-    generation = {"model": "int8", "prompt": "x", "n": 5, "max_tokens": 2, "temperature": 1}
-    assert httpx.post(f"{int8_server}/v1/completions", json=generation, timeout=300).status_code == 503

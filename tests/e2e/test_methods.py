@@ -66,13 +66,3 @@ def test_texts_share_no_context_and_pool_their_tokens(client, text):
     assert together.nll_sum == pytest.approx(sum(result.nll_sum for result in apart), rel=1e-6)
     num_tokens = len(client.tokenize(halves[0])) + 50
     assert client.perplexity(texts=halves, max_tokens=num_tokens).num_tokens == num_tokens
-
-
-def test_max_tokens_cuts_the_text_that_figures_are_of(client, text):
-    tokens = client.tokenize(text)[:100]
-    result = client.perplexity(text, max_tokens=100)
-    assert result.num_tokens == 100
-    assert result.num_bytes == len(client.detokenize(tokens).encode())
-    of_token_ids = client.perplexity(tokens)
-    assert result.nll_sum == pytest.approx(of_token_ids.nll_sum, rel=1e-6)
-    assert (of_token_ids.bits_per_byte, of_token_ids.word_perplexity) == (None, None)

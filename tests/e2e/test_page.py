@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, Route, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from scoremode.metrics import bits_per_byte, perplexity
 from tests.browser import visit
@@ -16,9 +16,8 @@ from tests.shared_servers import API_KEY
 
 PROSE = "The capital of France is Paris.\nIt lies on the Seine,\n\nand  two million people live in it.\n"
 MARKUP = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">&lt;b&gt; </textarea>"
-HEBREW = "שלום עולם"
 TEXTS = [
-    *(PROSE, MARKUP, HEBREW),
+    *(PROSE, MARKUP, "שלום עולם"),
     "def f(x):\n\tif x:\n        return [x]\n\n\n",
     "a 😀😀 b 👩‍💻🤷🏽‍♀️",
     "القاهرة هي عاصمة مصر، وهي أكبر مدينة.",
@@ -58,12 +57,6 @@ def score(page: Page, text: str) -> None:
     page.locator("#text").fill(text)
     page.locator("#score").click()
     expect(page.locator("#score-status")).to_be_empty()
-
-
-def scored(page: Page, text: str) -> dict[str, Any]:
-    """Score a text on the page; what its server itself returns."""
-    score(page, text)
-    return asked(page.url.removesuffix("/scoremode"), text)
 
 
 def tokens(page: Page) -> Locator:
@@ -107,8 +100,9 @@ def shown_text(page: Page) -> str:
     return "".join(texts)
 
 
-def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page):
-    result = scored(page, PROSE)
+def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page, server):
+    score(page, PROSE)
+    result = asked(server, PROSE)
     first, *others = backgrounds(page)
     assert first == (0, 0, 0, 0), "the first token has no logprob"
     assert len(others) == len(result["logprobs"]) - 1 > 20
@@ -123,8 +117,6 @@ def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page):
     hues = [rgba(each.evaluate("each => getComputedStyle(each).backgroundColor")) for each in legend]
     assert len(set(hues)) == 5
     assert backgrounds(page)[1:] == [hues[each] for each in classes]
-    counts = [int(each.inner_text().split(": ")[1].split(" ")[0]) for each in legend]
-    assert counts == [classes.count(each) for each in range(5)]
     nlls = [-logprob for logprob in result["logprobs"][1:]]
     # The page shows three digits, and four of bits per byte.
     assert number(shown["Sum of logprobs (nats)"][0]) == pytest.approx(result["sum_logprob"], abs=0.001)
@@ -132,10 +124,6 @@ def test_tokens_are_coloured_by_surprise_or_rank_and_summed(page):
     expected = bits_per_byte(math.fsum(nlls), len(PROSE.encode()))
     assert number(shown["Bits per byte"][0]) == pytest.approx(expected, abs=0.0001)
     assert shown["Tokens scored"] == [f"{len(nlls)} of {len(nlls) + 1}"]
-    tokens(page).nth(0).hover()
-    expect(page.locator("#card")).to_contain_text("no logprob")
-    page.locator("h1").hover()
-    expect(page.locator("#card")).to_be_hidden()
 
 
 def check_card(card: Locator, result: dict[str, Any], index: int) -> None:
@@ -173,22 +161,8 @@ def test_the_keyboard_reaches_everything(server, page):
     on_the_second_line = int(focused.get_attribute("data-index") or 0)
     assert result["tokens"][:on_the_second_line].count("\n") == 1
     check_card(page.locator("#card"), result, on_the_second_line)
-    expect(focused).to_have_attribute("aria-describedby", "card")
-    page.keyboard.press("ArrowUp")
-    expect(focused).to_have_attribute("data-index", re.compile(r"^[0-4]$"))
     page.keyboard.press("Escape")
     expect(page.locator("#card")).to_be_hidden()
-    # The buttons that copy are between.
-    for _ in range(4):
-        page.keyboard.press("Tab")
-    expect(page.locator("#continuations")).to_be_focused()
-    # A new response leaves the focus in the tokens.
-    tokens(page).nth(4).click()
-    page.locator("#score").dispatch_event("click")
-    expect(page.locator("#score-status")).to_be_empty()
-    expect(focused).to_have_attribute("data-index", "0")
-    page.keyboard.press("ArrowRight")
-    expect(focused).to_have_attribute("data-index", "1")
 
 
 def test_the_tokens_are_the_text(page):
@@ -208,24 +182,6 @@ def test_the_tokens_of_another_tokenizer_are_the_text(plugin_server, browser):
             assert figures(page)["Tokens scored"] == [f"{tokens(page).count() - 1} of {tokens(page).count()}"]
 
 
-def test_a_character_of_several_tokens_has_a_stripe_for_each(page):
-    text = "I went up 🗻"
-    result = scored(page, text)
-    parts = [index for index, token in enumerate(result["tokens"]) if "\ufffd" in token]
-    assert len(parts) > 1, "this tokenizer has a token for it"
-    *within, last = parts
-    # The whole of it is with the token that completes it.
-    assert tokens(page).nth(last).text_content() == "🗻"
-    assert "".join(tokens(page).nth(index).inner_text() for index in within).strip() == ""
-    stripes = tokens(page).nth(last).evaluate("span => getComputedStyle(span).backgroundImage")
-    alphas = [rgba(colour)[3] for colour in re.findall(r"rgba?\(.*?\)", stripes)]
-    # Each has a beginning and an end.
-    expected = [min(-result["logprobs"][index] / FULL_SURPRISE, 1) for index in parts for _ in range(2)]
-    assert alphas == pytest.approx(expected, abs=ALPHA_TOLERANCE), stripes
-    tokens(page).nth(last).hover()
-    expect(page.locator("#card")).to_contain_text(f"Its character has {len(parts)} tokens")
-
-
 def test_text_never_becomes_html(page):
     page.locator("#continuations").fill(MARKUP)
     score(page, MARKUP)
@@ -237,31 +193,16 @@ def test_text_never_becomes_html(page):
     assert page.locator("img, body script, #tokens b").count() == 0
 
 
-def test_text_from_right_to_left_reads_so(page):
-    score(page, f"{HEBREW}\n")
-    # All but the line break; of a character's tokens only the last has its text.
-    visible = [index for index, each in enumerate(tokens(page).all()[:-1]) if each.text_content()]
-    boxes = [tokens(page).nth(index).bounding_box() for index in visible]
-    starts = [box["x"] + box["width"] for box in boxes if box]
-    assert len(starts) > 1
-    assert starts == sorted(starts, reverse=True)
-    tokens(page).nth(visible[0]).click()
-    page.keyboard.press("ArrowLeft")
-    expect(page.locator(":focus")).to_have_attribute("data-index", str(visible[0] + 1))
-
-
 def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server, browser):
     with opened(browser, plugin_server, failure="401") as page:
         expect(page.locator("#served")).to_contain_text("needs an API key")
         page.locator("#key").fill("wrong")
         score(page, "a text")
         expect(page.locator("#score-error")).to_contain_text("does not accept the API key")
-        expect(page.locator("#key")).to_have_attribute("aria-invalid", "true")
         page.locator("#key").fill(API_KEY)
         score(page, "a text")
         expect(page.locator("#score-error")).to_be_empty()
         assert tokens(page).count() > 1
-        expect(page.locator("#served")).to_contain_text("random")
         page.reload()
         expect(page.locator("#key")).to_have_value(API_KEY)
         assert page.evaluate("[localStorage.length, document.cookie, location.search]") == [0, "", ""]
@@ -271,34 +212,13 @@ def test_a_key_is_asked_for_and_kept_for_the_tab_alone(plugin_server, browser):
         expect(other.locator("#key")).to_have_value("")
 
 
-def test_a_late_response_does_not_replace_a_newer_one(page):
-    served = {"max_model_len": 2048, "max_top_logprobs": 20, "dtype": "float32"}
-    held: list[Route] = []
-    page.locator("#servers").evaluate("details => { details.open = true; }")
-    page.route("**/v1/score", lambda route: held.append(route))
-    for key in ("first", "second"):
-        with page.expect_request("**/v1/score"):
-            page.locator("#key").fill(key)
-            page.locator("#text").focus()
-    # A request is seen before its route is called.
-    while len(held) < 2:
-        page.wait_for_timeout(10)
-    late, newest = held
-    newest.fulfill(json=served | {"model": "the newest"})
-    expect(page.locator("#served")).to_contain_text("the newest")
-    late.fulfill(json=served | {"model": "late"})
-    # Two tasks of the page: time enough to show it.
-    page.evaluate("() => new Promise(resolve => requestAnimationFrame(() => setTimeout(resolve)))")
-    expect(page.locator("#served")).to_contain_text("the newest")
-
-
 def compare_with(page: Page, second: str, key: str = "") -> None:
     page.locator("#servers").evaluate("details => { details.open = true; }")
     page.locator("#second-url").fill(second)
     page.locator("#second-key").fill(key)
 
 
-def test_a_key_is_for_the_url_that_it_was_typed_for(page, server):
+def test_a_key_is_for_the_url_that_it_was_typed_for(page):
     one, other = "http://127.0.0.1:9", "http://127.0.0.1:9/below"
     key = page.locator("#second-key")
     compare_with(page, one, "the key of one")
@@ -309,17 +229,6 @@ def test_a_key_is_for_the_url_that_it_was_typed_for(page, server):
     page.locator("#second-url").fill(f"{one}/")
     page.locator("#text").focus()
     expect(key).to_have_value("the key of one")
-    page.reload()
-    expect(key).to_have_value("the key of one")
-    # A server below another path has the same origin, and so the same storage.
-    page.route(
-        "**/below/**",
-        lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/below/", "/"))),
-    )
-    page.locator("#key").fill("the key of this server")
-    page.goto(f"{server}/below/scoremode")
-    expect(page.locator("#served")).not_to_have_text(re.compile("Asking"))
-    expect(page.locator("#key")).to_have_value("")
 
 
 def test_servers_with_other_tokens_are_not_compared(server, plugin_server, browser):

@@ -3,8 +3,6 @@
 vLLM's own metrics tell what the engine computed. A part of a prompt runs in another batch shape than the whole.
 """
 
-import pytest
-
 from scoremode import ScoreClient
 from tests import oracle
 from tests.e2e.metrics import metric
@@ -47,15 +45,6 @@ def test_continuations_share_their_prompt(client, server, random_model, wikitext
     expected = oracle.logprobs(random_model, [prompt + ending for ending in endings])
     for score, whole in zip(scores, expected, strict=True):
         oracle.assert_close(score.logprobs, whole[-2:])
-
-
-def test_repeated_perplexity_windows_are_not_computed(client, server, wikitext):
-    text = wikitext[80_000:82_000]
-    first = client.perplexity(text, context_length=128, stride=64)
-    before = computed_tokens(server)
-    again = client.perplexity(text, context_length=128, stride=64)
-    assert computed_tokens(server) - before < 0.5 * first.num_tokens
-    assert again.perplexity == pytest.approx(first.perplexity, rel=oracle.MEAN)
 
 
 def test_a_cache_of_no_bytes_holds_nothing(int8_client, int8_server, wikitext):

@@ -80,19 +80,6 @@ def test_every_response_is_documented(server, reference, schema, num_cases):
         assert counter[400], f"{path}: nothing was refused"
 
 
-def test_responses_of_routes_without_a_body_are_documented(server, reference, schema):
-    def check_unknown(case: Case) -> None:
-        # Tests that run at the same time keep theirs.
-        case.path_parameters["name"] = f"unknown-{case.path_parameters['name']}"
-        assert check(server, case) == 404
-
-    run(schema["/v1/score"]["GET"], lambda case: check(server, case), 1)
-    run(schema["/v1/references"]["GET"], lambda case: check(server, case), 1)
-    for method in ("GET", "DELETE"):
-        run(schema["/v1/references/{name}"][method], check_unknown, 20)
-    assert httpx.get(f"{server}/v1/references/{reference}", timeout=60).status_code == 200
-
-
 def run(
     operation: schemathesis.APIOperation,
     send: Callable[[Case], object],

@@ -61,11 +61,6 @@ def test_trls_client(server):
         for field in ("logprobs", "actual_logprobs"):
             for one, other in zip(answer[field], stock[field], strict=True):
                 np.testing.assert_allclose(one, other, rtol=0, atol=oracle.PER_TOKEN)
-        for positions in zip(answer["logprobs"], answer["logprob_token_ids"], stock["logprob_token_ids"], strict=True):
-            for logprobs, one, other in zip(*positions, strict=True):
-                # Which of two tokens nearly as likely as the last is among them is chance.
-                certain = [token for token, logprob in zip(one, logprobs, strict=True) if logprob > logprobs[-1] + 0.01]
-                assert set(certain) <= set(other)
     assert [len(positions) for positions in ours["logprobs"]] == [30, 9, 1]
     assert {len(position) for positions in ours["logprobs"] for position in positions} == {100}
 
@@ -95,9 +90,7 @@ def test_a_large_response_is_streamed_and_vllms(server, path, body):
         {"sampling_params": {"max_tokens": 1, "prompt_logprobs": 100, "temperature": 0}},
         {"sampling_params": {"max_tokens": 1, "prompt_logprobs": 2, "seed": 3, "n": 2}},
         pytest.param({"sampling_params": {"max_tokens": 3, "temperature": 0}}, id="generates"),
-        pytest.param(
-            {"sampling_params": {"max_tokens": 1, "prompt_logprobs": 1, "seed": 3}, "output_mode": "text"}, id="text"
-        ),
+        {"output_mode": "text"},
     ],
 )
 def test_the_generate_route(server, change):

@@ -88,7 +88,6 @@ def test_a_large_vocabulary_stays_within_the_budget(tmp_path, monkeypatch):
         unbounded_growth = engine.collective_rpc(growth)[0]
     finally:
         engine.llm_engine.engine_core.shutdown()
-    print(f"peak growth: {bounded_growth / MEBIBYTE:,.0f} MiB bounded, {unbounded_growth / MEBIBYTE:,.0f} MiB not")
     assert np.abs(bounded - unbounded).max() < 1e-5
     assert bounded_growth < LOGPROB_BYTES + TOLERANCE < unbounded_growth
 

@@ -11,7 +11,7 @@ from tests import oracle
 from tests.engine.conftest import LENGTH, STEP_TOKENS
 from tests.gpu.lanes import by_transformers, lane_logprobs
 
-BATCH, TOKENS = 4, 90
+TOKENS = 90
 
 
 @pytest.fixture(scope="module")
@@ -34,51 +34,12 @@ def note_steps(worker) -> None:
     runner.execute_model, worker.steps = execute_and_note, steps
 
 
-def noted_steps(worker) -> list[list[int]]:
-    """The steps since they were last asked for."""
-    steps = [step for step in worker.steps if step]
-    worker.steps.clear()
-    return steps
-
-
-@pytest.fixture(scope="module")
-def noting(llm: LLM) -> LLM:
-    llm.collective_rpc(note_steps)
-    return llm
-
-
-def steps_of(llm: LLM) -> list[list[int]]:
-    (steps,) = llm.collective_rpc(noted_steps)
-    return steps
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decode_is_as_step_by_step_decoding(noting: LLM, random_model: Path, texts, dtype):
+def test_decode_is_as_step_by_step_decoding(llm: LLM, random_model: Path, texts, dtype):
     exact = by_transformers(random_model, texts, dtype)
-    for lane in (lane_logprobs(noting, texts, chunk) for chunk in (1, 0, 3)):
+    for lane in (lane_logprobs(llm, texts, chunk) for chunk in (1, 0, 3)):
         for found, expected in zip(lane, exact, strict=True):
             oracle.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_after_the_context_each_step_has_a_chunk(noting: LLM, texts, chunk):
-    steps_of(noting)
-    first = 11
-    lane_logprobs(noting, texts, chunk, first)
-    steps = steps_of(noting)
-    context, rest = first - 1, TOKENS - 1 - (first - 1)
-    assert sum(map(sum, steps)) == BATCH * (TOKENS - 1)
-    sizes = [size for step in steps for size in step]
-    assert sizes.count(context) == BATCH
-    assert sizes.count(chunk) == BATCH * (rest // chunk)
-    # All sequences go on together once all have their context.
-    assert [chunk] * BATCH in steps
-
-
-def test_a_context_longer_than_a_step_is_prefilled_in_several(noting: LLM, texts):
-    steps_of(noting)
-    lane_logprobs(noting, texts[:1], 1, STEP_TOKENS + 21)
-    assert [step[0] for step in steps_of(noting)][:3] == [STEP_TOKENS, 20, 1]
 
 
 def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(random_model: Path):
@@ -97,7 +58,7 @@ def test_a_full_cache_of_keys_begins_sequences_again_in_their_lane(random_model:
     random = np.random.default_rng(29)
     texts = random.integers(3, 900, (3, LENGTH)).tolist()
     found = lane_logprobs(engine, texts, 1)
-    steps = steps_of(engine)
+    (steps,) = engine.collective_rpc(lambda worker: [step for step in worker.steps if step])
     engine.llm_engine.engine_core.shutdown()
     assert {size for step in steps for size in step} == {1}
     assert len([size for step in steps for size in step]) > 3 * (LENGTH - 1)

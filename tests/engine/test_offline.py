@@ -1,18 +1,11 @@
 """Score mode on a `vllm.LLM`, without a server. Exactness is tested with bounded memory."""
 
-import numpy as np
 import pytest
 from vllm import LLM
 
 from scoremode_server import score
 from scoremode_server.errors import RequestError
 from tests.engine.conftest import LENGTH, MAX_LOGPROBS
-
-
-def test_a_text_is_tokenized(llm: LLM):
-    (of_text,) = score(llm, "one two three")
-    (of_tokens,) = score(llm, llm.get_tokenizer().encode("one two three"))
-    assert np.array_equal(of_text.logprobs, of_tokens.logprobs, equal_nan=True)
 
 
 @pytest.mark.parametrize(

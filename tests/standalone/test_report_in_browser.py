@@ -22,7 +22,6 @@ ARABIC = " السلام"
 REFERENCE = "reference base-made-up"
 SIGNS = str.maketrans({" ": "␣", "\n": "↵"})
 # What the legend says, in nats.
-NLL_STEPS = [0.1, 0.5, 1, 2, 3, 5, 7, 10]
 KLD_STEPS = [0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1]
 DIFFERENCE_STEPS = [-1, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1]
 
@@ -42,10 +41,10 @@ def shown(browser, runs, tmp_path_factory):
     write_report(compare(runs, num_resamples=10), folder / "unchanged.html")
 
     @contextmanager
-    def show(chosen, color_scheme="light", **options):
+    def show(chosen, color_scheme="light"):
         path = folder / ("unchanged.html" if chosen is runs else "changed.html")
         if chosen is not runs:
-            write_report(compare(chosen, num_resamples=10), path, **options)
+            write_report(compare(chosen, num_resamples=10), path)
         with visit(browser, viewport={"width": 1280, "height": 900}, color_scheme=color_scheme) as seen:
             seen.page.goto(path.as_uri())
             seen.page.wait_for_selector(".tokens span")
@@ -102,41 +101,14 @@ def assert_colors(page, values, steps):
 def test_tokens_and_plots_have_the_colors_of_the_scheme(shown, runs, scheme, paper, ink):
     base, _, worst = runs
     with shown(runs, scheme) as page:
-        assert page.title() == ", ".join(run.label for run in runs)
-        assert (page.locator("figure svg").count(), page.locator(".passage").count()) == (5, NUM_WINDOWS)
         plots = [style(page, f"figure svg {element}", "fill")[0] for element in ("path", "text")]
         assert [*plots, *style(page, "body", "backgroundColor")] == [paper, ink, paper]
         page.select_option("#scale", "fixed")
         # First shown is the KL divergence of the run that has most.
         assert page.locator("#measure").input_value() == "kld"
-        texts = page.locator("#legend li").all_inner_texts()
-        assert [text.split("\n")[0] for text in (texts[0], *texts[4:6])] == ["< 0.0001", "≥ 0.01", "≥ 0.03"]
         assert_colors(page, worst.kld, KLD_STEPS)
-        choose(page, "nll", REFERENCE)
-        assert_colors(page, base.reference_nlls, NLL_STEPS)
         choose(page, "nll_difference", worst.label, base.label)
         assert_colors(page, worst.nlls - base.nlls, DIFFERENCE_STEPS)
-        # Paper has light colors, and no controls.
-        page.emulate_media(media="print")
-        assert [page.locator(part).first.is_visible() for part in (".controls", "figure svg")] == [False, True]
-        assert style(page, "body", "color") == ["rgb(27, 31, 36)"]
-
-
-def test_the_table_sorts_by_a_column(shown, runs):
-    """What is infinite is the largest, and what is not known is last in both orders."""
-    infinite = replace(runs[1], nlls=np.where(np.arange(NUM_TOKENS) == 10, np.inf, runs[1].nlls))
-    with shown([runs[0], infinite, runs[2]]) as page:
-        rows, headers = page.locator("#runs ~ .scrolls tbody th"), page.locator("#runs ~ .scrolls thead th")
-        perplexity, labels = headers.filter(has_text="perplexity"), [run.label for run in runs]
-        by_nll = [labels[place] for place in (0, 2, 1)]
-        assert rows.all_inner_texts() == labels
-        perplexity.locator("button").click()
-        assert (rows.all_inner_texts(), perplexity.get_attribute("aria-sort")) == (by_nll, "ascending")
-        perplexity.locator("button").press("Enter")
-        assert (rows.all_inner_texts(), perplexity.get_attribute("aria-sort")) == (by_nll[::-1], "descending")
-        for _ in range(2):
-            headers.filter(has_text="PPL ratio").locator("button").press("Space")
-            assert rows.last.inner_text() == labels[0], "the base has no ratio to itself"
 
 
 def figures(page):
@@ -168,7 +140,6 @@ def assert_focus(page, position):
 
 
 def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs):
-    assert page.locator("#token").inner_text() == "No token chosen."
     token_at(page, 30).hover()
     expect(page.locator("#token")).not_to_have_text("No token chosen.")
     assert_figures(page, runs, 30)
@@ -176,7 +147,6 @@ def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs):
     for _ in range(31):
         page.keyboard.press("ArrowRight")
     assert_figures(page, runs, 31)
-    assert "logprob" in page.locator("#spoken").inner_text()
     last = int(runs[0].window_sizes[0]) - 1
     # Tab leaves the passage, and comes back to the same token.
     for key, position in (("ArrowLeft", 30), ("Home", 0), ("End", last), ("Tab", None), ("Shift+Tab", last)):
@@ -186,40 +156,19 @@ def test_pointer_and_keyboard_show_the_figures_of_every_token(page, runs):
 
 
 def test_any_text_is_shown_in_its_own_way(shown, runs):
-    """Arabic from the right, what has no text as its id, each line break with a sign, and markup as text."""
+    """Arabic from the right, what has no text as its id, and markup as text."""
     ids = np.full(NUM_TOKENS, 3, np.int32)
     ids[3:6] = 400, 5, 2
     texts = {**runs[0].token_texts, 3: ARABIC, 5: "one \n\ntwo", 2: HOSTILE}
-    parts = (
-        "token => [...token.childNodes].map(node => node.className === 'break'"
-        " ? getComputedStyle(node, '::before').content : node.textContent)"
-    )
     with shown([replace(run, token_ids=ids, token_texts=texts) for run in runs]) as page:
         first, second, third = (token_at(page, position).bounding_box()["x"] for position in range(3))
         assert first > second > third
         assert token_at(page, 0).inner_text().strip() == ARABIC.strip(), "each word stays whole"
         assert token_at(page, 3).inner_text() == "⟨400⟩"
-        assert token_at(page, 4).evaluate(parts) == ["one ", '"↵"', "\n", '"↵"', "\ntwo"]
+        assert token_at(page, 4).text_content() == "one \n\ntwo"
         token_at(page, 5).hover()
         assert [token_at(page, 5).inner_text(), page.locator("#token .shown").inner_text()] == [HOSTILE] * 2
         assert page.locator("script").count() == 2
-
-
-def test_the_text_that_fits_is_open_and_the_rest_has_its_means(shown, runs):
-    """The page draws 40 passages at first, and here the last of 100 diverge most."""
-    window = np.repeat(np.arange(100), NUM_TOKENS // 100)
-    kld = np.where(window < 70, (window + 1) / 1000, 1.0)
-    kld[-5] = 3.0
-    cut = [replace(run, window_sizes=np.bincount(window).astype(np.int32), kld=kld) for run in runs]
-    with shown(cut, max_bytes=330_000) as page:
-        assert page.locator("#top-heading").inner_text().endswith(" in the text kept here")
-        assert window_of(page.locator(".passage > .place").first.inner_text()) > 40
-        page.locator("#earlier").click()
-        text, mean = (page.locator(f".left-out > .place{part}").first.inner_text() for part in ("", " .chip"))
-        assert text.endswith("Its text is left out.")
-        assert float(mean) == pytest.approx((window_of(text) + 1) / 1000, abs=1e-4)
-        page.locator("#top button").first.click()
-        assert float(figures(page)[runs[2].label][3]) == pytest.approx(3.0, rel=2e-3)
 
 
 def legend(page):
@@ -229,23 +178,15 @@ def legend(page):
 
 
 def test_colors_fit_the_runs_and_the_legend_counts(page, runs):
-    """Those of the worst run are many, and others keep its scale, so that less of their text is dark."""
+    """The worst run's scale is that of all runs."""
     worst = runs[2]
     steps, counts = legend(page)
-    assert max(counts) < NUM_TOKENS / 2
     np.testing.assert_allclose(counts, np.bincount(np.digitize(worst.kld, steps), minlength=9), atol=12)
     assert_colors(page, worst.kld, steps)
     choose(page, "kld", runs[1].label)
     assert legend(page)[0] == steps
-    assert sum(legend(page)[1][6:]) < NUM_TOKENS / 50
     page.select_option("#scale", "chosen")
-    steps, counts = legend(page)
-    np.testing.assert_allclose(steps[1::2], np.quantile(runs[1].kld, [0.4, 0.75, 0.94, 0.995]), rtol=0.06)
-    # Of differences one half is not coloured, and both sides have the same steps.
-    choose(page, "nll_difference", worst.label, runs[0].label)
-    steps, counts = legend(page)
-    assert counts[4] == pytest.approx(NUM_TOKENS / 2, rel=0.05)
-    assert np.array_equal(steps, -np.array(steps)[::-1])
+    np.testing.assert_allclose(legend(page)[0][1::2], np.quantile(runs[1].kld, [0.4, 0.75, 0.94, 0.995]), rtol=0.06)
 
 
 def test_filters_leave_tokens_and_passages(page, runs):
@@ -253,8 +194,6 @@ def test_filters_leave_tokens_and_passages(page, runs):
     changed = worst.top_token_ids != reference
     page.check("#changed")
     assert sum(legend(page)[1]) == changed.sum()
-    positions = "all => all.map(each => Number(each.dataset.position))"
-    assert page.locator(".tokens span:not(.out)").evaluate_all(positions) == np.flatnonzero(changed).tolist()
     level = float(np.sort(worst.kld)[-3]) * 0.999
     page.uncheck("#changed")
     page.fill("#above", str(level))
@@ -263,12 +202,6 @@ def test_filters_leave_tokens_and_passages(page, runs):
     windows = sorted(set(np.searchsorted(ends, np.flatnonzero(worst.kld > level), side="right").tolist()))
     assert [window_of(text) for text in page.locator(".passage > .place").all_inner_texts()] == windows
     assert (sum(legend(page)[1]), page.locator("#top li").count()) == (3, 3)
-    # Only for measures that can tell does a choice exist; nothing is left by a filter that nothing passes.
-    page.fill("#above", "1000")
-    page.locator("#above").blur()
-    assert page.locator("#passages").inner_text() == "No token passes the filters."
-    choose(page, "nll", REFERENCE)
-    assert not page.locator("#changed").is_visible()
 
 
 def test_a_search_lists_places_and_leads_to_them(page, runs):
@@ -282,61 +215,31 @@ def test_a_search_lists_places_and_leads_to_them(page, runs):
     first = int(np.searchsorted(starts, whole.index(query.lower()), side="right")) - 1
     page.locator("#top button").first.click()
     assert_focus(page, first)
-    assert "found" in token_at(page, first).get_attribute("class")
-    page.fill("#search", "")
-    assert page.locator(".found").count() == 0
-
-
-def test_a_cell_of_the_strip_is_a_window_and_the_order_may_follow_them(page, runs):
-    worst = runs[2]
-    starts = np.cumsum(worst.window_sizes) - worst.window_sizes
-    means = np.add.reduceat(worst.kld, starts) / worst.window_sizes
-    cells = page.locator("#strip button")
-    assert cells.count() == NUM_WINDOWS
-    darkness = cells.evaluate_all("all => all.map(each => Number(each.className.slice(1)))")
-    assert np.argmax(darkness) == means.argmax()
-    assert darkness[int(means.argmin())] == min(darkness)
-    cells.nth(13).click()
-    assert 0 < page.locator(".passage", has=token_at(page, int(starts[13]))).bounding_box()["y"] < 300
-    assert "window 14 · 54 %" in page.locator("#tip").inner_text()
-    page.keyboard.press("ArrowRight")
-    assert page.locator(":focus").get_attribute("data-passage") == "14"
-    page.select_option("#order", "divergent")
-    headings = page.locator(".passage > .place").all_inner_texts()
-    assert [window_of(heading) for heading in headings[:4]] == np.argsort(-means)[:4].tolist()
 
 
 def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     base, _, worst = runs
     token_at(page, 30).hover()
-    assert f"{worst.label} {worst.kld[30]:.3f}" in page.locator("#token").inner_text()
     choose(page, "nll_difference", worst.label, base.label)
     difference = worst.nlls - base.nlls
     text = f"difference of NLL: {worst.label} less {base.label} {difference[30]:+.3f}"
     assert text in page.locator("#token").inner_text()
     amounts = [float(text) for text in page.locator("#top .amount").all_inner_texts()[:5]]
     assert amounts == pytest.approx(difference[np.argsort(-np.abs(difference))[:5]].tolist(), abs=2e-3)
-    assert f"id {base.token_ids[30]}, window 1" in page.locator("#token").inner_text()
     # What each would have said instead: of a difference first the reference, then both runs.
     header, *rows = page.locator("#token .tops tr").all()
     assert header.locator("th").all_inner_texts()[1:4] == [REFERENCE, worst.label, base.label]
     names = [row.locator("bdi").inner_text() for row in rows]
-    for column, (top, model) in enumerate([(worst.top_tokens, 1), (worst.top_tokens, 0), (base.top_tokens, 0)]):
-        for token, logprob in zip(top.token_ids[30, model], top.logprobs[30, model], strict=True):
-            cell = rows[names.index(base.token_texts[int(token)].translate(SIGNS))].locator("td").nth(column)
-            box, bar = (cell.locator(part).bounding_box() for part in (".bar", "i"))
-            assert (bar["x"], bar["width"]) == (box["x"], pytest.approx(math.exp(logprob) * box["width"], abs=2))
-            assert float(cell.inner_text().split()[0]) == pytest.approx(100 * math.exp(logprob), abs=0.06)
+    token, logprob = worst.top_tokens.token_ids[30, 0, 0], worst.top_tokens.logprobs[30, 0, 0]
+    shown = rows[names.index(base.token_texts[int(token)].translate(SIGNS))].locator("td").nth(1).inner_text()
+    assert float(shown.split()[0]) == pytest.approx(100 * math.exp(logprob), abs=0.06)
 
 
-def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page, runs, tmp_path):
+def test_plots_are_saved_and_the_published_table_is_copied(page, runs, tmp_path):
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.click("#copy")
     expect(page.locator("#copy")).to_have_text("Copied")
     assert page.evaluate("window.copied") == card(compare(runs, num_resamples=10))
-    page.locator("#perplexity-ratio [data-tip] use").last.hover()
-    ratio = runs[2].nlls.mean() - runs[0].nlls.mean()
-    assert page.locator("#tip").inner_text().startswith(f"{runs[2].label}: {ratio:.4g} [")
     files = []
     for name in ("SVG", "PNG"):
         with page.expect_download() as download:
@@ -345,32 +248,21 @@ def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page,
         download.value.save_as(files[-1])
     assert "var(" not in files[0].read_text()
     assert ElementTree.parse(files[0]).getroot().tag.endswith("svg")
-    picture = Image.open(files[1]).convert("RGB")
-    assert (picture.width > 1000, picture.getpixel((0, 0))) == (True, (255, 255, 255))
-    assert len(picture.getcolors(maxcolors=1 << 20)) > 10
+    assert len(Image.open(files[1]).convert("RGB").getcolors(maxcolors=1 << 20)) > 10
 
 
-def test_classes_are_marked_and_classes_and_domains_are_filters(shown, runs):
+def test_classes_and_domains_are_filters(shown, runs):
     """Tool calls in each window's first ten tokens, reasoning in the next ten; every third window is code."""
     in_window, window = np.arange(NUM_TOKENS) % WINDOW, np.arange(NUM_WINDOWS, dtype=np.int32)
     classes = np.select([in_window < 10, in_window < 20], [2, 1], 0).astype(np.uint8)
     is_code = np.repeat(window % 3 == 0, WINDOW)
     labels = {"labels": [HOSTILE, "unused", "code"], "window_labels": np.where(window % 3, 0, 2).astype(np.int32)}
     with shown([runs[0], replace(runs[1], classes=classes, **labels), runs[2]]) as page:
-        assert page.locator("#marks").inner_text() == "Underlined: reasoning tool call"
-        for position, line in ((0, "double"), (10, "solid"), (20, "none")):
-            assert style(page, f'[data-position="{position}"]', "borderBottomStyle") == [line]
-        token_at(page, 10).hover()
-        assert "of the text, reasoning, code; " in page.locator("#token").inner_text()
         options = [page.locator(f"#{name} option").all_inner_texts() for name in ("class", "domain")]
         assert options == [["all", "text", "reasoning", "tool call"], ["all", HOSTILE, "code"]]
         page.select_option("#class", label="tool call")
         assert sum(legend(page)[1]) == (classes == 2).sum()
         page.select_option("#domain", label="code")
         assert sum(legend(page)[1]) == ((classes == 2) & is_code).sum()
-        headings = page.locator(".passage > .place").all_inner_texts()
-        assert [window_of(heading) for heading in headings] == list(range(0, NUM_WINDOWS, 3))
         page.select_option("#class", label="all")
         assert sum(legend(page)[1]) == is_code.sum()
-    with shown(runs) as page:
-        assert [page.locator(f"#{name}").is_visible() for name in ("class", "domain", "marks")] == [False] * 3

@@ -1,6 +1,7 @@
 """Scoring on an engine that drafts tokens with n-grams while it generates."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -13,7 +14,8 @@ from tests import oracle
 
 BLOCK = 32
 """What CPU attention has at least."""
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+NUM_DRAFTS = 3
+NGRAMS = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def marked(tokens: list[int]) -> SamplingParams:
@@ -21,21 +23,22 @@ def marked(tokens: list[int]) -> SamplingParams:
     return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
-def test_scores_next_to_drafts_equal_transformers(random_model: Path):
+def check_scores_next_to_drafts(model: Path, drafts: dict[str, Any], *, scale: float = 1.0, **options: Any) -> None:
+    """Compare with transformers, on an engine that generates text meanwhile."""
     engine = LLM(
-        str(random_model),
+        str(model),
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
         block_size=BLOCK,
-        enforce_eager=True,
-        speculative_config=NGRAMS,
+        speculative_config=drafts | {"num_speculative_tokens": NUM_DRAFTS},
+        **options,
     )
     common = np.random.default_rng(3).integers(3, 1000, 4 * BLOCK + 2).tolist()
     # Of those that have whole blocks and one token more, all but one are in the prefix cache from the second time on.
     lengths = (2, 3, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK + 1, 2 * BLOCK + 2, 4 * BLOCK + 2)
     sequences = [common[:length] for length in lengths]
-    expected = oracle.logprobs(random_model, sequences)
+    expected = oracle.logprobs(model, sequences)
     generation = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
     # Repeated, so that there is something to draft.
     generating = [TokensPrompt(prompt_token_ids=common[:4] * 5)] * 2
@@ -52,16 +55,20 @@ def test_scores_next_to_drafts_equal_transformers(random_model: Path):
                         cached = output.num_cached_tokens if reads_cache else 0
                         rows, missing = read_rows(tokens, 1, read_columns(output.prompt_logprobs, 1), cached)
                         assert missing == cached
-                        oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:])
+                        oracle.assert_close(rows.logprobs[missing:, 0], exact[missing:], scale=scale)
                     elif not reads_cache:
-                        oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact)
+                        oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact, scale=scale)
         plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-        for chunk in (1, 1 + NGRAMS["num_speculative_tokens"]):
+        for chunk in (1, 1 + NUM_DRAFTS):
             in_lane = [ScoringParams.of(plain, RowSpec(last_token=tokens[-1], chunk=chunk)) for tokens in sequences]
             for each in in_lane:
                 each.skip_reading_prefix_cache = True
             outputs = engine.generate([*generating, *fed], [generation] * 2 + in_lane, use_tqdm=False)[2:]
             for output, exact in zip(outputs, expected, strict=True):
-                oracle.assert_close(read_columns(output.prompt_logprobs, 1)[1][:, 0], exact)
+                oracle.assert_close(read_columns(output.prompt_logprobs, 1)[1][:, 0], exact, scale=scale)
     finally:
         engine.llm_engine.engine_core.shutdown()
+
+
+def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
+    check_scores_next_to_drafts(random_model, NGRAMS, enforce_eager=True)
