@@ -58,12 +58,10 @@ class ScoredDocument:
 
     @property
     def perplexity(self) -> float:
-        """exp(NLL / tokens)."""
         return exp(self.nll / self.num_tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """NLL / (ln 2 * bytes)."""
         return bits_per_byte(self.nll, self.num_bytes)
 
 
@@ -78,7 +76,7 @@ DocumentResult = ScoredDocument | UnscoredDocument
 
 
 def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
+    """(first, last + 1) of neighbors whose texts are about as long as a request should be, in order."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
         num_bytes += document.num_bytes
@@ -90,12 +88,6 @@ def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, i
 
 
 class DocumentScorer:
-    """Scores documents on the servers of a pool.
-
-    Raises:
-        WindowError: the model takes no windows of that length, or has no token to put before a text.
-    """
-
     def __init__(self, pool: Pool, *, context_length: int | None = None, per_token: bool = False) -> None:
         max_model_len = pool.info.max_model_len
         self.context_length = resolve_context_length("rolling", context_length or max_model_len - 1, max_model_len)
@@ -107,11 +99,7 @@ class DocumentScorer:
         self._per_token = per_token
 
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
-        """Score documents, those that fit the context together, in one request.
-
-        Raises:
-            ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
-        """
+        """Score documents, those that fit the context in one request. One that a server refuses has no figures."""
         asked = [document for document in documents if isinstance(document, Document)]
         limit = self.context_length * _FEWEST_BYTES
         short, long = await joined(

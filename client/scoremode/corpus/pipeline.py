@@ -73,12 +73,7 @@ class Pipeline:
                 raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
 
     async def run(self) -> CorpusProgress:
-        """Score all files.
-
-        Raises:
-            ScoremodeError: the last server failed, a file cannot be read, or an output cannot be written. Finished
-                files stay, and the journal of each unfinished one.
-        """
+        """Score all files. After a failure finished files stay, and the journal of each unfinished one."""
         try:
             async with aclosing(self._read()) as pieces:
                 async for piece in pieces:

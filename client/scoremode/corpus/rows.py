@@ -30,11 +30,7 @@ PER_TOKEN = {"token_ids": pa.list_(pa.int32()), "token_logprobs": pa.list_(pa.fl
 
 
 def open_rows(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The schema of a file, and its rows in order. JSON lines are all read once, for the types of their columns.
-
-    Raises:
-        CorpusError: the file is damaged, also later, or JSON lines have no one type for a column.
-    """
+    """The schema of a file, and its rows in order. JSON lines are all read once, for the types of their columns."""
     if path.suffix != ".parquet":
         schema = _json_schema(path)
         return schema, _json_batches(path, schema)
@@ -133,7 +129,6 @@ def check_columns(schema: pa.Schema, text_column: str, added: Sequence[str], whe
 
 
 def documents_of(column: pa.Array) -> list[AnyDocument]:
-    """The texts of a column."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     # As bytes: their number is wanted, and one text that is not UTF-8 should not cost the others.
@@ -141,7 +136,6 @@ def documents_of(column: pa.Array) -> list[AnyDocument]:
 
 
 def added_columns(results: Sequence[DocumentResult], schema: pa.Schema) -> pa.RecordBatch:
-    """The added columns of some rows."""
     scored = [result if isinstance(result, ScoredDocument) else None for result in results]
     values: list[list[object]] = [[result and getattr(result, name) for result in scored] for name in FIGURES]
     if len(schema) > len(values):
