@@ -156,6 +156,14 @@ def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[An
     return math.sqrt(np.square(sums).sum() * len(sizes) / (len(sizes) - 1)) / len(values)
 
 
+def bucket_of(confidence: Floats) -> NDArray[np.intp]:
+    """[n], for each probability the number of its bucket between `CONFIDENCE_EDGES`.
+
+    One that was rounded to more than 1 is in the last bucket.
+    """
+    return np.digitize(confidence, CONFIDENCE_EDGES[1:-1])
+
+
 def quantile(ordered: Floats, fraction: float) -> float:
     """Linear between the order statistics of [n] ascending values, which may be infinite."""
     position = fraction * (len(ordered) - 1)
@@ -216,8 +224,7 @@ def _tail_share(kld: Floats) -> float:
 
 
 def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> list[ConfidenceBucket]:
-    # A probability that was rounded to more than 1 is in the last bucket.
-    bucket = np.digitize(confidence, CONFIDENCE_EDGES[1:-1])
+    bucket = bucket_of(confidence)
     buckets: list[ConfidenceBucket] = []
     for number, (lower, upper) in enumerate(pairwise(CONFIDENCE_EDGES)):
         inside = bucket == number
