@@ -433,15 +433,13 @@ def _contradiction(options: argparse.Namespace) -> str | None:
     urls = given.get("urls", ())
     if len(set(urls)) < len(urls):
         return "--url names a server twice"
-    if "num_samples" in given and "dataset" not in given:
-        return "--num-samples needs --dataset"
     for name in ("method", "stride", "max_tokens", "num_samples"):
         if "preset" in given and name in given:
             why = "which sets it" if name in ("method", "stride") else "whose tool measures the whole text"
             return f"--{name.replace('_', '-')} does not work with --preset, {why}"
-    for name in ("messages", "by"):
+    for name in ("num_samples", "messages", "by"):
         if name in given and "dataset" not in given:
-            return f"--{name} needs --dataset"
+            return f"--{name.replace('_', '-')} needs --dataset"
     for name in ("preset", "method", "stride", "max_tokens"):
         if "messages" in given and name in given:
             return f"--{name.replace('_', '-')} does not work with --messages: each turn is a window"

@@ -200,19 +200,9 @@ async def _score_corpus(options: argparse.Namespace) -> None:
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
-    return load_corpus(
-        options.dataset,
-        text=options.text,
-        text_file=options.text_file,
-        config=options.dataset_config,
-        split=options.split,
-        column=options.text_column,
-        num_samples=options.num_samples,
-        preset=options.preset,
-        messages=options.messages,
-        by=options.by,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    names = ("text", "text_file", "split", "num_samples", "preset", "messages", "by", "chat_template_kwargs")
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    return load_corpus(options.dataset, config=options.dataset_config, column=options.text_column, **settings)
 
 
 def _calibration(options: argparse.Namespace) -> Calibration | None:
@@ -240,7 +230,6 @@ async def _connected(
             client = await stack.enter_async_context(AsyncScoreClient(url, **settings, retry_for=retry_for))
             if options.retry_for is None:
                 client.retries.first_contact = FIRST_CONTACT_SECONDS
-                client.retries.first_contact_hint = " --retry-for waits longer for it"
             clients.append(client)
         yield clients, stack.enter_context(bar)
 

@@ -31,13 +31,9 @@ from scoremode.corpus.documents import (
 )
 from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of
 from scoremode.errors import ScoremodeError
-from scoremode.runs.plan import differences, identity
 from scoremode.runs.pool import Pool
-from scoremode.wire.protocol import ServerInfo
 
 ERROR = "error"
-_LONGEST_LOOK = 5.0
-"""Seconds for a server that was given up to say that it is back, before each batch."""
 
 
 class ScoreBatch:
@@ -80,15 +76,13 @@ class ScoreBatch:
         self._text_column = text_column
         self._added = added_schema(column_prefix, per_token=per_token)
         self._error = column_prefix + ERROR
-        self._per_token = per_token
-        self._context_length = context_length
-        self._concurrency = concurrency
         self._runner = asyncio.Runner()
         self._clients = [
             AsyncScoreClient(url, model=model, api_key=api_key, timeout=timeout, retry_for=retry_for) for url in urls
         ]
         try:
-            self._use(self._runner.run(Pool.connect(self._clients, self._concurrency)))
+            self._pool = self._runner.run(Pool.connect(self._clients, concurrency))
+            self._scorer = DocumentScorer(self._pool, context_length=context_length, per_token=per_token)
         except BaseException:
             self.close()
             raise
@@ -117,26 +111,7 @@ class ScoreBatch:
             self._runner.run(client.close())
         self._runner.close()
 
-    def _use(self, pool: Pool) -> None:
-        self._pool = pool
-        self._scorer = DocumentScorer(pool, context_length=self._context_length, per_token=self._per_token)
-
-    async def _take_back(self) -> None:
-        """Use servers again that were given up, and that answer by now as they did."""
-        used = self._pool.clients
-        lost = [client for client in self._clients if client not in used]
-        infos = await joined(map(_info_at_once, lost))
-        back = {
-            client: info
-            for client, info in zip(lost, infos, strict=True)
-            if info is not None and not differences(identity(info), identity(self._pool.info))
-        }
-        if back:
-            known = [self._pool.info] * len(used)
-            self._use(Pool([*used, *back], [*known, *back.values()], self._concurrency))
-
     async def _score(self, documents: list[AnyDocument]) -> list[DocumentResult]:
-        await self._take_back()
         with self._pool.taking_over():
             parts = await joined(
                 self._score_piece(documents[first:last]) for first, last in cut_into_requests(documents)
@@ -148,15 +123,3 @@ class ScoreBatch:
             return await self._scorer.score(documents)
         except ScoremodeError as error:
             return [each if isinstance(each, UnscoredDocument) else UnscoredDocument(str(error)) for each in documents]
-
-
-async def _info_at_once(client: AsyncScoreClient) -> ServerInfo | None:
-    """What a server serves; None where it does not answer without being waited for."""
-    client.retries.grace = 0.0
-    try:
-        async with asyncio.timeout(_LONGEST_LOOK):
-            return await client.info()
-    except (ScoremodeError, TimeoutError):
-        return None
-    finally:
-        client.retries.grace = None

@@ -84,7 +84,6 @@ class _Scores(BaseModel):
 
 
 def parse_scores(body: bytes) -> list[Score]:
-    """Read the body of a `POST /v1/score` answer."""
     scores = _Scores.model_validate_json(body)
     if scores.mean_batch is None:
         return scores.data
@@ -112,7 +111,6 @@ class KldWindowValues:
 
     @property
     def num_scored(self) -> int:
-        """Number of positions."""
         return len(self.positions)
 
 
@@ -171,17 +169,12 @@ class TopTokens:
             raise ValueError(f"positions do not ascend from 0 to {self.num_scored - 1}")
 
     def at(self, positions: NDArray[np.intp]) -> "TopTokens":
-        """Those at some positions."""
         here = np.isin(self.positions, positions)
         return TopTokens(self.positions[here], self.token_ids[here], self.logprobs[here], self.num_scored)
 
 
 def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> TopTokens:
-    """The top tokens of all windows in order, where their positions diverge most.
-
-    Raises:
-        ValueError: the windows do not have those of each position.
-    """
+    """The top tokens of all windows in order, where their positions diverge most; a ValueError if some are missing."""
     pairs = [[top for top in (each.top_logprobs, each.reference_top_logprobs) if top is not None] for each in windows]
     ids = np.concatenate([np.stack([top.token_ids for top in pair], axis=1) for pair in pairs])
     logprobs = np.concatenate([np.stack([top.logprobs for top in pair], axis=1) for pair in pairs])
@@ -190,7 +183,6 @@ def most_divergent(windows: Sequence[KldWindowValues], kld: NDArray[Any]) -> Top
 
 
 def parse_kld_result(body: bytes) -> KldResult:
-    """Read the body of a `POST /v1/kld` answer."""
     found = _RESULT.validate_json(body)
     return replace(found, data=[replace(window, mean_batch=found.mean_batch) for window in found.data])
 

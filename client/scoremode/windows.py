@@ -59,7 +59,6 @@ class Window:
 
     @property
     def num_scored(self) -> int:
-        """Number of targets."""
         return self.end - self.first_target
 
     @property

@@ -5,13 +5,13 @@ import json
 import shlex
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
@@ -21,76 +21,64 @@ from scoremode.kld import POSITION_DTYPES
 from scoremode.results import TOP_DTYPES, TopTokens
 from scoremode.runs.output import ARRAYS_SUFFIX
 from scoremode.runs.report import RECORD_VERSION, weights_in_words
-from scoremode.windows import TOKEN_CLASSES, Method
+from scoremode.windows import Method
 from scoremode.wire.protocol import LOWEST_LOGPROB, Lane, ServerInfo
 from scoremode.wire.references import CorpusInfo, Reference
 
 
-class _Arrays(BaseModel):
+@dataclass(frozen=True, slots=True)
+class _Arrays:
     file: str
     sha256: str
 
 
-class _Record(BaseModel):
-    """What is read of a record: fields of `RunFile`, and where the arrays are."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Record:
+    """What is read of a run's JSON."""
 
-    kind: Literal["perplexity", "kld"]
-    model: str
-    server: ServerInfo
-    client_version: str
-    finished: str | None = None
-    arrays: _Arrays | None = None
-    token_texts: dict[int, str] = {}
-    labels: Sequence[str] = ()
-    reference: Reference | None = None
-    as_noise_floor: bool = False
-    lane: Lane = "prefill"
-    corpus: CorpusInfo | None = None
-    method: Method
-    context_length: int
-    stride: int
-    num_tokens: int
-    num_bytes: int | None = None
-
-    @model_validator(mode="after")
-    def _of_kind(self) -> "_Record":
-        if (self.reference is None) == (self.kind == "kld") or (self.reference is None and self.corpus is None):
-            raise ValueError("a run of kind perplexity has a corpus, one of kind kld a reference")
-        return self
-
-
-_OPTIONAL_DTYPES = {**dict.fromkeys(("window_contexts", "window_documents", "window_labels"), "<i4"), "classes": "|u1"}
-"""Of arrays that not every file has."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RunFile:
-    """One run. Arrays are over its n targets, in the order of windows."""
-
-    path: Path
-    label: str
-    """What it is called in tables and plots; no two runs of a comparison share one."""
     kind: Literal["perplexity", "kld"]
     model: str
     """The name that it was served under."""
     server: ServerInfo
     """As it was when the run began."""
     client_version: str
-    finished: str | None
+    finished: str | None = None
     """When, in ISO 8601 and UTC; None where the file does not say."""
-    reference: Reference | None
+    arrays: _Arrays | None = None
+    """The file with the values of single tokens."""
+    token_texts: dict[int, str] = field(default_factory=dict)
+    """The text of every token id that occurs in the arrays; empty for a run that has none."""
+    labels: Sequence[str] = ()
+    """The values of the `--by` column."""
+    reference: Reference | None = None
     """What the run was compared with; None for kind `perplexity`."""
-    as_noise_floor: bool
+    as_noise_floor: bool = False
     """Whether the run compares the reference with its own model."""
-    corpus: CorpusInfo | None
+    lane: Lane = "prefill"
+    """How the served model computed it; references are of the prefill lane."""
+    corpus: CorpusInfo | None = None
     """None for kind `kld` where the reference does not say where its text is from."""
     method: Method
     context_length: int
     stride: int
     num_tokens: int
     """Tokens of the text used."""
-    num_bytes: int | None
+    num_bytes: int | None = None
     """UTF-8 bytes of the text used; None where a reference was recorded from token ids."""
+
+
+_RECORD = TypeAdapter(_Record)
+_OPTIONAL_ARRAYS = ("window_contexts", "window_documents", "window_labels", "classes", "ranks")
+"""That not every file has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RunFile(_Record):
+    """One run. Arrays are over its n targets, in the order of windows."""
+
+    path: Path
+    label: str
+    """What it is called in tables and plots; no two runs of a comparison share one."""
     window_sizes: NDArray[np.int32]
     """[windows]; their sum is n."""
     token_ids: NDArray[np.int32]
@@ -106,8 +94,6 @@ class RunFile:
     reference_top_token_ids: NDArray[np.int32] | None
     reference_confidence: NDArray[np.float64] | None
     """[n], the reference's probability of its top token."""
-    token_texts: Mapping[int, str]
-    """The text of every token id that occurs in the arrays; empty for a run that has none."""
     top_tokens: TopTokens | None = None
     """Of the most divergent positions, where the run has them."""
     window_contexts: NDArray[np.int32] | None = None
@@ -116,21 +102,15 @@ class RunFile:
     """[windows], index of the document that the window is from, not decreasing; None for a text without documents."""
     window_labels: NDArray[np.int32] | None = None
     """[windows], index into `labels`; None for a run without `--by`."""
-    labels: Sequence[str] = ()
-    """The values of the `--by` column."""
-    lane: Lane = "prefill"
-    """How the served model computed it; references are of the prefill lane."""
     classes: NDArray[np.uint8] | None = None
     """[n], index into `TOKEN_CLASSES`; None where the text is not of conversations."""
 
     @property
     def num_scored(self) -> int:
-        """Targets of all windows: the n of the arrays."""
         return len(self.nlls)
 
     @property
     def num_windows(self) -> int:
-        """Windows of the run."""
         return len(self.window_sizes)
 
     @property
@@ -170,7 +150,6 @@ class RunFile:
 
     @property
     def versions(self) -> str:
-        """Of the server, in words."""
         return f"scoremode {self.server.scoremode_version}, vLLM {self.server.vllm_version}"
 
     @property
@@ -200,29 +179,24 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
     path = Path(path)
     record = _read_record(path)
     arrays = _read_arrays(path, record)
-    _check_arrays(path, record.kind, arrays, len(record.labels))
-    is_kld = record.kind == "kld"
-    of_reference = {name: arrays[name] for name in POSITION_DTYPES} if is_kld else {}
-    floats = {name: of_reference[name].astype(np.float64) for name in ("kld", "reference_confidence") if of_reference}
-    found = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
+    _check_arrays(path, record.kind, arrays)
+    tops = {name: arrays.get(f"top_tokens.{name}", np.empty(0)) for name in TOP_DTYPES}
     try:
-        top_tokens = TopTokens(**found, num_scored=len(arrays["token_ids"])) if found["positions"].size else None
+        top_tokens = TopTokens(**tops, num_scored=len(arrays["token_ids"])) if tops["positions"].size else None
     except ValueError as error:
         raise RunError(f"{path}: its top tokens do not fit: {error}") from error
-    fields: dict[str, Any] = {name: value for name, value in record if name != "arrays"}
-    fields |= {name: arrays.get(name) for name in _OPTIONAL_DTYPES}
+    floats = {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
+    known: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
+    known |= {name: arrays.get(name) for name in (*_OPTIONAL_ARRAYS, "top_token_ids", "reference_top_token_ids")}
     return RunFile(
+        **known,
         path=path,
         label=record.model if label is None else printable(label),
-        **fields,
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
-        ranks=arrays.get("ranks"),
         kld=floats.get("kld"),
-        reference_nlls=_nlls(arrays["reference_logprobs"]) if is_kld else None,
-        top_token_ids=of_reference.get("top_token_ids"),
-        reference_top_token_ids=of_reference.get("reference_top_token_ids"),
+        reference_nlls=_nlls(arrays["reference_logprobs"]) if record.kind == "kld" else None,
         reference_confidence=floats.get("reference_confidence"),
         top_tokens=top_tokens,
     )
@@ -244,9 +218,9 @@ def _read_record(path: Path) -> _Record:
         raise RunError(f"{path} is of version {version}; this ppl-client reads version {RECORD_VERSION}")
     # The windows and the text of a comparison are its reference's.
     parts = [part for part in (record.get("reference"), record.get("settings")) if isinstance(part, dict)]
-    fields = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
+    found = ChainMap({"token_texts": content.get("token_texts")}, record, *parts)
     try:
-        return _Record.model_validate({name: value for name, value in fields.items() if value is not None})
+        return _RECORD.validate_python({name: value for name, value in found.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         raise RunError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -279,33 +253,20 @@ def _read_arrays(path: Path, record: _Record) -> dict[str, NDArray[Any]]:
     raise RunError(f"{path}: the values of its tokens, {described.file}, are missing next to it or of another run")
 
 
-def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]], num_labels: int) -> None:
+def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Their checksum was right: what is left is a file of another version, or one that was made by hand."""
     needed = POSITION_DTYPES if kind == "kld" else ("token_ids", "logprobs")
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
-    for name, dtype in {**POSITION_DTYPES, **_OPTIONAL_DTYPES, "window_sizes": "<i4"}.items():
-        if name in arrays and arrays[name].dtype.kind != np.dtype(dtype).kind:
-            raise RunError(f"{path}: {name} has values of type {arrays[name].dtype}")
-    if arrays["window_sizes"].ndim != 1 or (arrays["window_sizes"] < 0).any():
-        raise RunError(f"{path}: its window_sizes are not a list of sizes")
-    num_scored = int(arrays["window_sizes"].sum())
-    num_windows = len(arrays["window_sizes"])
-    for name, array in sorted(arrays.items()):
-        if name.startswith("window_") and array.shape != (num_windows,):
-            raise RunError(f"{path}: it has {num_windows} windows, and {name} is of shape {array.shape}")
-        if not name.startswith(("window_", "top_tokens.")) and array.shape != (num_scored,):
-            raise RunError(f"{path}: its windows have {num_scored} tokens, and {name} is of shape {array.shape}")
+    num_windows, num_scored = len(arrays["window_sizes"]), int(arrays["window_sizes"].sum())
+    for name, array in arrays.items():
+        shape = (num_windows,) if name.startswith("window_") else (num_scored,)
+        if not name.startswith("top_tokens.") and array.shape != shape:
+            raise RunError(f"{path}: {name} is of shape {array.shape} instead of {shape}")
         if np.isnan(array).any():
             raise RunError(f"{path}: {name} has NaN")
     if not num_scored:
         raise RunError(f"{path} has no scored token")
-    largest = {"window_labels": num_labels - 1, "classes": len(TOKEN_CLASSES) - 1}
-    for name in _OPTIONAL_DTYPES.keys() & arrays.keys():
-        least, most, allowed = arrays[name].min(), arrays[name].max(), largest.get(name, np.iinfo(np.int32).max)
-        if least < 0 or most > allowed:
-            raise RunError(f"{path}: {name} has values from {least} to {most}, which may be from 0 to {allowed}")
-    if (np.diff(arrays.get("window_documents", np.zeros(1))) < 0).any():
-        raise RunError(f"{path}: its window_documents decrease")
 
 
 def _nlls(logprobs: NDArray[Any]) -> NDArray[np.float64]:

@@ -6,12 +6,11 @@ longer one is tokenized first, and cut.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from itertools import compress
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,7 @@ from scoremode.metrics import bits_per_byte, exp
 from scoremode.results import Score
 from scoremode.runs.pool import Pool, Result
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length
-from scoremode.wire.retries import INTERNAL_ERROR, TIMED_OUT
-
-Part = TypeVar("Part")
+from scoremode.wire.retries import INTERNAL_ERROR
 
 _REQUEST_BYTES = 32_768
 """Of text in a request of several documents: some 8,000 tokens, a step of the engine."""
@@ -61,12 +58,10 @@ class ScoredDocument:
 
     @property
     def perplexity(self) -> float:
-        """exp(NLL / tokens)."""
         return exp(self.nll / self.num_tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """NLL / (ln 2 * bytes)."""
         return bits_per_byte(self.nll, self.num_bytes)
 
 
@@ -81,7 +76,7 @@ DocumentResult = ScoredDocument | UnscoredDocument
 
 
 def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) of neighbours whose texts are about as long as a request should be, in order."""
+    """(first, last + 1) of neighbors whose texts are about as long as a request should be, in order."""
     first = num_bytes = 0
     for index, document in enumerate(documents):
         num_bytes += document.num_bytes
@@ -93,12 +88,6 @@ def cut_into_requests(documents: Sequence[AnyDocument]) -> Iterator[tuple[int, i
 
 
 class DocumentScorer:
-    """Scores documents on the servers of a pool.
-
-    Raises:
-        WindowError: the model takes no windows of that length, or has no token to put before a text.
-    """
-
     def __init__(self, pool: Pool, *, context_length: int | None = None, per_token: bool = False) -> None:
         max_model_len = pool.info.max_model_len
         self.context_length = resolve_context_length("rolling", context_length or max_model_len - 1, max_model_len)
@@ -108,15 +97,9 @@ class DocumentScorer:
         self.prefix_token_id: int = prefix_token_id
         self._pool = pool
         self._per_token = per_token
-        self._most_texts = self._most_windows = math.inf
-        """In a request: half of those that a server did not score in time."""
 
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
-        """Score documents, those that fit the context together, in one request.
-
-        Raises:
-            ScoremodeError: the last server failed. A document that a server refuses is only left without figures.
-        """
+        """Score documents, those that fit the context in one request. One that a server refuses has no figures."""
         asked = [document for document in documents if isinstance(document, Document)]
         limit = self.context_length * _FEWEST_BYTES
         short, long = await joined(
@@ -134,18 +117,15 @@ class DocumentScorer:
     async def _score_texts(self, documents: Sequence[Document]) -> list[DocumentResult]:
         if not documents:
             return []
-        if len(documents) > self._most_texts:
-            return await _in_halves(self._score_texts, documents)
         try:
             answers = await self._pool.ask([document.text for document in documents], self._ask_for_texts)
-        except _TooMuchError:
-            self._most_texts = min(self._most_texts, len(documents) // 2)
-            return await _in_halves(self._score_texts, documents)
         except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
             # One of them is too long or otherwise at fault, or all together are too long.
-            return await _in_halves(self._score_texts, documents)
+            half = len(documents) // 2
+            first, second = await joined(map(self._score_texts, (documents[:half], documents[half:])))
+            return first + second
         too_long = [len(answer.token_ids) > self.context_length for answer in answers]
         pairs = list(zip(documents, answers, strict=True))
         # A task for each of the others would take longer than to read them.
@@ -164,7 +144,7 @@ class DocumentScorer:
     async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
             tokens = await self._pool.ask(
-                document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False), 1)
+                document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False))
             )
         except _RefusalError as error:
             return UnscoredDocument(str(error))
@@ -188,17 +168,8 @@ class DocumentScorer:
 
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
         """The logprobs of each window's targets."""
-        score = partial(self._score_windows, tokens)
-        if len(windows) > self._most_windows:
-            return await _in_halves(score, windows)
         sequences = [window.token_ids(tokens) for window in windows]
-        try:
-            answers = await self._pool.ask(
-                sequences, lambda client, sequences: _answer(client, client.score(sequences), len(sequences))
-            )
-        except _TooMuchError:
-            self._most_windows = min(self._most_windows, len(windows) // 2)
-            return await _in_halves(score, windows)
+        answers = await self._pool.ask(sequences, lambda client, sequences: _answer(client, client.score(sequences)))
         if [answer.token_ids for answer in answers] != sequences:
             raise ResponseError("the server did not score the tokens that it was sent")
         targets = [answer.logprob_array[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]
@@ -207,7 +178,7 @@ class DocumentScorer:
         return targets
 
     async def _ask_for_texts(self, client: AsyncScoreClient, texts: list[str]) -> list[Score]:
-        scores = await _answer(client, client.score([[self.prefix_token_id]], texts), len(texts))
+        scores = await _answer(client, client.score([[self.prefix_token_id]], texts))
         if len(scores) != len(texts):
             raise ResponseError(f"the server gave {len(scores)} scores for {len(texts)} texts")
         return scores
@@ -217,24 +188,10 @@ class _RefusalError(ScoremodeError):
     """A healthy server does not score what it was sent."""
 
 
-class _TooMuchError(ScoremodeError):
-    """A server does not score several sequences in time, though nothing else is in flight there."""
-
-
-async def _in_halves(
-    score: Callable[[Sequence[Part]], Coroutine[Any, Any, list[Result]]], parts: Sequence[Part]
-) -> list[Result]:
-    half = len(parts) // 2
-    first, second = await joined(map(score, (parts[:half], parts[half:])))
-    return first + second
-
-
-async def _answer(client: AsyncScoreClient, answer: Awaitable[Result], num_sequences: int) -> Result:
+async def _answer(client: AsyncScoreClient, answer: Awaitable[Result]) -> Result:
     try:
         return await answer
     except APIStatusError as error:
-        if error.status_code == TIMED_OUT and num_sequences > 1 and not client.retries.raises_timeouts:
-            raise _TooMuchError(str(error)) from error
         # By `retry_for` the request was sent until a server whose engine dies would be gone: this one computes NaN.
         is_error_of_text = error.status_code == INTERNAL_ERROR and client.retries.retry_for is not None
         if error.status_code in _REFUSED or is_error_of_text:

@@ -25,7 +25,7 @@ _ROW_GROUP_ROWS = 65_536
 
 
 def journal_of(path: Path) -> Path:
-    """Hidden, so that who reads the folder as a dataset does not read it."""
+    """Hidden, so that readers of the folder as a dataset skip it."""
     return path.with_name(f".{path.name}.journal")
 
 
@@ -48,7 +48,6 @@ class FiguresJournal(AppendedFile):
         self.num_done = self.earlier.num_rows
 
     def add(self, figures: pa.RecordBatch) -> None:
-        """Write down the figures of the next rows."""
         self._append(figures.serialize())
         self.num_done += figures.num_rows
 

@@ -1,21 +1,22 @@
 """From input files to output files: rows are read, scored and written at the same time, and stay in order.
 
-A reader cuts the files into pieces of about one request, and reads the next file while pieces of the last are
-scored. A writer takes the pieces in their order. The reader waits while there are many pieces between the two, so
-memory does not grow with the files.
+Files are cut into pieces of about one request, and the next file is read while pieces of the last are scored. Pieces
+are written in their order. Nothing more is read while many are not written, so memory does not grow with the files.
 """
 
 import asyncio
 import hashlib
 import time
-from asyncio import Event, Queue, Task
-from collections.abc import Iterator, Sequence
+from asyncio import Task
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 
-from scoremode._tasks import in_thread, joined
+from scoremode._tasks import in_thread
 from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredDocument, cut_into_requests
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
@@ -25,9 +26,9 @@ from scoremode.errors import OutputError, ScoremodeError
 from scoremode.runs.pool import Pool
 
 _PIECES_PER_PLACE = 4
-"""Between reader and writer, for each request in flight: one that takes long should not hold up the others."""
+"""Not yet written, for each request in flight: one that takes long should not hold up the others."""
 _HELD_BYTES = 128 << 20
-"""Of rows between reader and writer, unless one piece alone has more."""
+"""Of rows that are not yet written; one piece may have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,10 @@ class Pipeline:
         self._on_progress = on_progress
         self._added = added_schema(settings.column_prefix, per_token=settings.per_token)
         self._condition = None if settings.filter is None else parse_filter(settings.filter)
-        self._pieces: Queue[_Piece | OutputFile | ScoremodeError | None] = Queue(_PIECES_PER_PLACE * pool.concurrency)
-        """An output stands for its end, an error for why no more is read, None for the end of all."""
+        self._most_pieces = _PIECES_PER_PLACE * pool.concurrency
+        self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
+        """Not yet written. An output stands for its end, an error for why no more is read."""
         self._held = 0
-        self._released = Event()
-        self._scoring: set[Task[list[DocumentResult]]] = set()
-        """Not yet written."""
         self._open: list[OutputFile] = []
         self._started = time.perf_counter()
         for path in () if resume else [folder / file.output_name for file in files]:
@@ -74,42 +73,41 @@ class Pipeline:
                 raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
 
     async def run(self) -> CorpusProgress:
-        """Score all files.
-
-        Raises:
-            ScoremodeError: the last server failed, a file cannot be read, or an output cannot be written. Finished
-                files stay, and the journal of each unfinished one.
-        """
+        """Score all files. After a failure finished files stay, and the journal of each unfinished one."""
         try:
-            await joined([self._read(), self._write()])
+            async with aclosing(self._read()) as pieces:
+                async for piece in pieces:
+                    self._pieces.append(piece)
+                    while len(self._pieces) > self._most_pieces or self._held > _HELD_BYTES:
+                        await self._write(self._pieces.popleft())
+            while self._pieces:
+                await self._write(self._pieces.popleft())
         finally:
-            for scoring in self._scoring:
-                scoring.cancel()
-            await asyncio.gather(*self._scoring, return_exceptions=True)
+            scoring = [piece.scoring for piece in self._pieces if isinstance(piece, _Piece) and piece.scoring]
+            for each in scoring:
+                each.cancel()
+            await asyncio.gather(*scoring, return_exceptions=True)
             for output in self._open:
                 output.abort()
         return self.progress
 
-    async def _read(self) -> None:
+    async def _read(self) -> AsyncGenerator[_Piece | OutputFile | ScoremodeError]:
         try:
-            await self._read_files()
+            for file in self._files:
+                opened = await in_thread(self._open_file, file)
+                if opened is None:
+                    self.progress.files_done += 1
+                    self.progress.num_finished_before += 1
+                    self._report()
+                    continue
+                batches, output = opened
+                while (batch := await in_thread(next, batches, None)) is not None:
+                    for piece in self._cut(output, batch):
+                        yield piece
+                yield output
         except ScoremodeError as error:
-            await self._pieces.put(error)
-        else:
-            await self._pieces.put(None)
-
-    async def _read_files(self) -> None:
-        for file in self._files:
-            opened = await in_thread(self._open_file, file)
-            if opened is None:
-                self.progress.files_done += 1
-                self.progress.num_finished_before += 1
-                self._report()
-                continue
-            batches, output = opened
-            while (batch := await in_thread(next, batches, None)) is not None:
-                await self._read_batch(output, batch)
-            await self._pieces.put(output)
+            # Raised in the order of rows, so that earlier results are kept.
+            yield error
 
     def _open_file(self, file: InputFile) -> tuple[Iterator[pa.RecordBatch], OutputFile] | None:
         path = self._folder / file.output_name
@@ -127,47 +125,36 @@ class Pipeline:
         self._open.append(output)
         return batches, output
 
-    async def _read_batch(self, output: OutputFile, batch: pa.RecordBatch) -> None:
+    def _cut(self, output: OutputFile, batch: pa.RecordBatch) -> Iterator[_Piece]:
         earlier = output.take_earlier(batch.num_rows)
         if earlier.num_rows:
-            await self._hand_over(_Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier))
+            yield _Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier)
         batch = batch.slice(earlier.num_rows)
         documents = documents_of(batch.column(self._settings.text_column))
         for first, last in cut_into_requests(documents):
             rows = batch.slice(first, last - first)
             num_bytes = int(rows.nbytes) + sum(document.num_bytes for document in documents[first:last])
-            while self._held and self._held + num_bytes > _HELD_BYTES:
-                self._released.clear()
-                await self._released.wait()
+            self._held += num_bytes
             scoring = asyncio.create_task(self._scorer.score(documents[first:last]))
-            self._scoring.add(scoring)
-            await self._hand_over(_Piece(output, rows, num_bytes, scoring=scoring))
+            yield _Piece(output, rows, num_bytes, scoring=scoring)
 
-    async def _hand_over(self, piece: _Piece) -> None:
-        self._held += piece.num_bytes
-        await self._pieces.put(piece)
-
-    async def _write(self) -> None:
-        while (piece := await self._pieces.get()) is not None:
-            if isinstance(piece, ScoremodeError):
-                raise piece
-            if isinstance(piece, OutputFile):
-                await in_thread(piece.finish)
-                self._open.remove(piece)
-                self.progress.files_done += 1
-            else:
-                await self._write_piece(piece)
-                self._held -= piece.num_bytes
-                self._released.set()
-            self._report()
+    async def _write(self, piece: _Piece | OutputFile | ScoremodeError) -> None:
+        if isinstance(piece, ScoremodeError):
+            raise piece
+        if isinstance(piece, OutputFile):
+            await in_thread(piece.finish)
+            self._open.remove(piece)
+            self.progress.files_done += 1
+        else:
+            await self._write_piece(piece)
+            self._held -= piece.num_bytes
+        self._report()
 
     async def _write_piece(self, piece: _Piece) -> None:
         progress, is_new = self.progress, piece.scoring is not None
         figures: pa.RecordBatch | pa.Table = piece.earlier
         if piece.scoring is not None:
-            # A failure is raised here, in the order of rows, so that earlier results are kept.
             results = await piece.scoring
-            self._scoring.remove(piece.scoring)
             figures = added_columns(results, self._added)
             errors = (result.error for result in results if isinstance(result, UnscoredDocument))
             progress.first_error = progress.first_error or next(errors, None)

@@ -117,7 +117,6 @@ class CorpusProgress:
 
     @property
     def perplexity(self) -> float | None:
-        """Of all tokens together."""
         return exp(self.nll / self.num_tokens) if self.num_tokens else None
 
 
@@ -125,7 +124,6 @@ OnCorpusProgress = Callable[[CorpusProgress], object]
 
 
 def figures_as_text(done: CorpusProgress) -> str:
-    """The figures of a finished run, one per line."""
     files = f"{done.files_done:,}"
     if done.num_finished_before:
         files += f", {done.num_finished_before:,} of them finished before"

@@ -146,7 +146,6 @@ class ScoremodeLM(TemplateLM):
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **ends))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """The tokens of a text."""
         encoded = self._encoded.get(string) if add_special_tokens is None else None
         if encoded is None:
             [encoded] = self._encode([string], add_special_tokens)

@@ -29,8 +29,6 @@ _FACTORS = np.random.default_rng(NGRAM).integers(2**63, dtype=np.uint64, size=NG
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a quantization was calibrated on."""
-
     name: str
     texts: list[str]
     threshold: float

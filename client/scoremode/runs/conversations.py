@@ -30,11 +30,7 @@ class Conversation:
 
 
 def read_conversation(messages: Any, tools: Any, where: str) -> Conversation:
-    """One row: lists, or JSON of lists.
-
-    Raises:
-        CorpusError: it is not a conversation.
-    """
+    """One row: lists, or JSON of lists."""
     try:
         messages, tools = (json.loads(each) if isinstance(each, str) and each else each for each in (messages, tools))
         return Conversation([_message(each) for each in messages], list(tools) if tools else None)

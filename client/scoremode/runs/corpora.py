@@ -248,11 +248,7 @@ def _names(paths: Iterable[Path]) -> str:
 
 
 def read_rows(file: Path, column: str) -> list[str]:
-    """The texts in a column of a parquet or jsonl file, or the text of a txt file.
-
-    Raises:
-        CorpusError: there are none.
-    """
+    """The texts in a column of a parquet or jsonl file, or the text of a txt file."""
     return [text for (text,) in _read_columns(file, [column])]
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from scoremode.client import AsyncScoreClient
-from scoremode.errors import NotFoundError, ResponseError, ScoremodeError, ServersDifferError
+from scoremode.errors import ResponseError, ScoremodeError, ServersDifferError
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.metrics import exp
 from scoremode.results import KldWindowValues, TopTokens, decode_positions, encode_positions, most_divergent
@@ -151,7 +151,7 @@ class KldMeasurement:
     """Of every token id in `positions` and `top_tokens`, where they were asked for and a server gave them."""
     top_tokens: TopTokens | None = None
     origins: WindowOrigins | None = None
-    """Of the windows; None from an older server."""
+    """Of the windows."""
     lane: Lane = "prefill"
     mean_batch: float | None = None
     """Mean of the windows'."""
@@ -164,7 +164,6 @@ class KldMeasurement:
 
     @property
     def positions_per_second(self) -> float:
-        """Compared positions a second."""
         return len(self.positions) / self.seconds
 
     @property
@@ -285,18 +284,10 @@ async def _measurement(
         seconds=seconds,
         token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
         top_tokens=top_tokens,
-        origins=await _origins(client, reference),
+        origins=await client.reference_windows(reference.name),
         lane=plan.lane,
         mean_batch=mean_batch(window.mean_batch for window in windows),
     )
-
-
-async def _origins(client: AsyncScoreClient, reference: Reference) -> WindowOrigins | None:
-    try:
-        return await client.reference_windows(reference.name)
-    except NotFoundError:
-        # A server older than the route.
-        return None
 
 
 def _identity(reference: Reference) -> Mapping[str, object]:

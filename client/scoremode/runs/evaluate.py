@@ -55,7 +55,6 @@ class Evaluation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Scored tokens per second."""
         return self.result.num_scored / self.seconds
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from scoremode._tasks import in_thread
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, RateLimitError, ServerError, TransportError
 from scoremode.wire.base_file import BaseFile
@@ -38,8 +39,8 @@ async def export_llama_cpp(
         OutputError: the file is there already, cannot be written, or needs more than the disk has.
         ScoremodeError: the server fails, or refuses the reference.
     """
-    if not force:
-        _check_absent(path)
+    if not force and await in_thread(path.exists):
+        raise OutputError(f"{path} exists; --force replaces it")
     reference = await client.reference(name)
     layout = BaseFile(reference.context_length, reference.num_windows, reference.num_scored, reference.vocab_size)
     identity = hashlib.sha256(f"{reference.fingerprint} {reference.text_fingerprint}".encode()).hexdigest()
@@ -51,11 +52,6 @@ async def export_llama_cpp(
         raise OutputError(f"cannot write {partial}: {error.strerror}") from error
     partial.replace(path)
     return layout.size
-
-
-def _check_absent(path: Path) -> None:
-    if path.exists():
-        raise OutputError(f"{path} exists; --force replaces it")
 
 
 async def _fill(

@@ -87,7 +87,6 @@ class AppendedFile:
         self._file.close()
 
     def remove(self) -> None:
-        """Delete the file."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -118,7 +117,6 @@ class Journal(AppendedFile, Generic[Result]):
         self._plan = plan
 
     def add(self, window: Result, seconds: float) -> None:
-        """Write down a finished window, and the scoring time until then over all sessions."""
         self._append_line({**self._plan.to_line(window), "seconds": seconds})
         self.num_done += 1
 
@@ -154,7 +152,6 @@ class Journal(AppendedFile, Generic[Result]):
 
 
 def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
-    """Open the journal of a run: the one that is there, or a new one."""
     file = open_locked(path)
     try:
         journal = Journal(path, file, plan)

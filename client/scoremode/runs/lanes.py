@@ -1,4 +1,4 @@
-"""Lanes of runs: what is said of one, and whether two agree, by how much not, and from which position on."""
+"""Lanes of runs: how runs record one, and whether two agree, by how much not, and from which position on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ _STANDARD_ERRORS = 3
 
 
 def mean_batch(of_windows: Iterable[float | None]) -> float | None:
-    """The mean of those that are known."""
     known = [batch for batch in of_windows if batch is not None]
     return sum(known) / len(known) if known else None
 
@@ -28,7 +27,6 @@ def lane_fields(lane: Lane, batch: float | None = None) -> dict[str, object]:
 
 
 def lane_rows(lane: Lane, batch: float | None) -> list[tuple[str, str]]:
-    """Of a table."""
     if lane == "prefill":
         return []
     return [("lane", lane if batch is None else f"{lane}, {batch:.1f} sequences in a step on average")]
@@ -46,7 +44,6 @@ class LaneDifference:
     """The first position of the ranges from which on all differ; None where the lanes agree."""
 
     def verdict(self, lane: Lane = "decode") -> str:
-        """In one sentence."""
         if self.differs_from is None:
             absolute = f"{self.mean_absolute:.5f} in the mean of absolute values"
             return f"{lane} agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"

@@ -48,7 +48,6 @@ class Output:
             _log.info("there is no %s: starting at the beginning", self._journal_path)
 
     def start_journal(self, plan: Measurement[Result]) -> Journal[Result]:
-        """Open the run's journal."""
         self._journal = journal = open_journal(self._journal_path, plan)
         if journal.num_done:
             _log.info("resuming %s: it has %s", self._journal_path, _progress(journal))

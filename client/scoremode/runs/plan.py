@@ -27,7 +27,7 @@ from scoremode.windows import (
     resolve_stride,
     turn_windows,
 )
-from scoremode.wire.protocol import Lane, ServerInfo, is_old_fingerprint
+from scoremode.wire.protocol import Lane, ServerInfo
 from scoremode.wire.references import WindowOrigins
 
 _log = logging.getLogger(__name__)
@@ -276,10 +276,7 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 
 def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
-    Other GPUs or kernels, and a fingerprint from before `v2-`, forbid nothing: they are logged."""
-    if is_old_fingerprint(found.get("server.fingerprint")):
-        _log.warning("%s was begun when fingerprints did not see the contents of weights: are they the same?", path)
-        found = {**found, **{name: wanted.get(name) for name in ("server.fingerprint", "server.revision")}}
+    Other GPUs or kernels forbid nothing: they are logged."""
     (kept, decisive), (now, wanted_decisive) = _without_computed_by(found), _without_computed_by(wanted)
     if now.keys() <= kept.keys() and (differing := differences(kept, now)):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)

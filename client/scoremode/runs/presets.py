@@ -84,7 +84,6 @@ def lm_eval_pages(text: str) -> list[str]:
 
 
 def detokenized(page: str) -> str:
-    """A page as lm-eval scores it."""
     for pattern, replacement in _DETOKENIZED:
         page = re.sub(pattern, replacement, page)
     return page

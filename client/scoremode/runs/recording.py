@@ -16,8 +16,6 @@ from scoremode.wire.references import Reference
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A finished recording."""
-
     corpus: Corpus
     reference: Reference
     num_resumed: int
@@ -26,7 +24,6 @@ class Recording:
 
     @property
     def num_recorded(self) -> int:
-        """Windows that were recorded now."""
         return self.reference.num_windows - self.num_resumed
 
 

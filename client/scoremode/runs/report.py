@@ -49,7 +49,6 @@ def as_text(evaluation: Evaluation, overlap: Overlap[Perplexity] | None = None) 
 
 
 def weights_in_words(model: ServerInfo | Reference) -> str:
-    """Quantization and dtype."""
     return f"{model.quantization or 'not quantized'}, {model.dtype}"
 
 
@@ -173,7 +172,6 @@ def origin_arrays(
 
 
 def record_beginning(kind: str, urls: Sequence[str]) -> dict[str, object]:
-    """What every kind of record begins with."""
     return {
         "kind": kind,
         "version": RECORD_VERSION,

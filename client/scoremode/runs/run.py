@@ -12,8 +12,6 @@ from scoremode.runs.pool import Pool
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is."""
-
     windows_done: int
     num_windows: int
     num_scored: int
@@ -71,7 +69,6 @@ class Run(Generic[Result]):
         self._report()
 
     def in_order(self) -> list[Result]:
-        """All windows, in the order of the text."""
         return [self._windows[index] for index in range(self._num_windows)]
 
     def seconds(self) -> float:

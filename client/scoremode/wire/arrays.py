@@ -45,7 +45,6 @@ def encode_top_logprobs(token_ids: NDArray[Any], logprobs: NDArray[Any]) -> TopL
 
 
 def encode_array(array: NDArray[Any], dtype: str) -> str:
-    """The array as `decode_array` takes it."""
     return base64.b64encode(array.astype(dtype).tobytes()).decode()
 
 

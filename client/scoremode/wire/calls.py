@@ -50,11 +50,9 @@ class Reader(Generic[Answer]):
         self._chunks: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes of the answer."""
         self._chunks.append(chunk)
 
     def finish(self) -> Answer:
-        """The answer, once it has ended."""
         try:
             return self._parse(b"".join(self._chunks))
         except ValidationError as error:

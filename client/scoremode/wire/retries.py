@@ -37,7 +37,7 @@ _TYPE_OF_TIMEOUTS = "GatewayTimeoutError"
 FIRST_WAIT = 0.5
 LONGEST_BACKOFF = 8.0
 LONGEST_RETRY_AFTER = 60.0
-"""Seconds. A server that asks for more is not waited for, unless `retry_for` allows it."""
+"""Seconds. The client does not wait for a server that asks for more, unless `retry_for` allows it."""
 
 
 class Retries:
@@ -51,18 +51,14 @@ class Retries:
         """With `retry_for`: the seconds for a server that is down, where another can take over. A busy one has all."""
         self.first_contact: float | None = None
         """With `retry_for`: the seconds for a server that has answered no request yet; it may not be there at all."""
-        self.first_contact_hint = ""
-        """What to do about that, in words for the error."""
         self.raises_timeouts = False
-        """Whether a 504 is raised at once, for who sent many requests to have fewer in flight. Attempts that are under
+        """Whether a 504 is raised at once, for callers that then have fewer requests in flight. Attempts that are under
         way keep what they began with."""
         self.num_failures = 0
         """Attempts that failed because the server was down; those that found it busy do not count."""
         self._address = address
-        self._waiting: set[Attempts] = set()
-        self._since: float | None = None
-        """When waiting was reported; None once no request waits."""
-        self._is_back = False
+        self._waiting_since: float | None = None
+        """When waiting was reported; None once an answer came."""
 
     def limit(self, *, busy: bool) -> float | None:
         """Seconds since a request's first failure; None where attempts are counted instead."""
@@ -70,22 +66,17 @@ class Retries:
             return self.retry_for
         return min(limit for limit in (self.grace, self.first_contact, self.retry_for) if limit is not None)
 
-    def begin_waiting(self, attempts: "Attempts", seconds: float, reason: str, *, busy: bool) -> None:
-        """A request is going to wait. Said once for all that wait, and not for a first, short pause."""
-        self._waiting.add(attempts)
-        is_known = self._since is not None and (busy or not self._is_back)
-        if not is_known and seconds > FIRST_WAIT:
-            self._since, self._is_back = monotonic(), False
+    def begin_waiting(self, seconds: float, reason: str) -> None:
+        """A request is going to wait. The log shows it once for all that wait, and not for a first, short pause."""
+        if self._waiting_since is None and seconds > FIRST_WAIT:
+            self._waiting_since = monotonic()
             _log.info("waiting for %s, %s", self._address, reason)
 
-    def end_waiting(self, attempts: "Attempts", *, answered: bool) -> None:
-        """A request that waited has its answer, or was given up. Said of the first that has an answer."""
-        self._waiting.discard(attempts)
-        if self._since is not None and answered and not self._is_back:
-            self._is_back = True
-            _log.info("%s answers again after %.0f s", self._address, monotonic() - self._since)
-        if not self._waiting:
-            self._since = None
+    def end_waiting(self) -> None:
+        """A request that waited has its answer."""
+        if self._waiting_since is not None:
+            _log.info("%s answers again after %.0f s", self._address, monotonic() - self._waiting_since)
+            self._waiting_since = None
 
 
 class Attempts:
@@ -106,8 +97,8 @@ class Attempts:
     def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         if kind is None:
             self._retries.first_contact = None
-        if self._num_failures:
-            self._retries.end_waiting(self, answered=kind is None)
+            if self._num_failures:
+                self._retries.end_waiting()
 
     def wait_after_status(self, response: httpx.Response) -> float:
         """Seconds to wait after an error answer, whose body has been read.
@@ -163,7 +154,7 @@ class Attempts:
             longest = self._first_failure + limit - now
             is_over = longest <= 0
         if is_over and isinstance(error, TransportError) and limit == self._retries.first_contact is not None:
-            raise TransportError(f"{error}; is a server started there?{self._retries.first_contact_hint}") from error
+            raise TransportError(f"{error}; is a server started there? (--retry-for waits longer)") from error
         if is_over or (asked_wait is not None and asked_wait > longest):
             raise error
         if asked_wait is None:
@@ -175,7 +166,7 @@ class Attempts:
         patience = f"{self._retries.max_retries} times" if limit is None else f"{limit:g} s"
         if self._num_internal_errors or self._num_timeouts:
             patience = f"{RETRIES_OF_INTERNAL_ERRORS if self._num_internal_errors else RETRIES_OF_TIMEOUTS} times"
-        self._retries.begin_waiting(self, wait, f"{patience} at most: {error}", busy=busy)
+        self._retries.begin_waiting(wait, f"{patience} at most: {error}")
         return wait
 
 

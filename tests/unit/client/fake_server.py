@@ -204,6 +204,11 @@ class StoredReference:
             "noise_floor": self.noise_floor,
         }
 
+    def origins(self) -> dict:
+        parts = {"num_context": [first for _, first in self.windows], "documents": [0] * len(self.windows)}
+        names = {"name": self.request["name"], "text_fingerprint": self.json()["text_fingerprint"]}
+        return {**names, **parts, "labels": None, "roles": None}
+
 
 @dataclass(eq=False)
 class FakeServer:
@@ -255,9 +260,11 @@ class FakeServer:
                 return self.compare(body)
             case "GET", "/v1/references":
                 return ok({"object": "list", "data": [stored.json() for stored in self.references.values()]})
-        folder, name = request.url.path.rsplit("/", 1)
+        folder, name = request.url.path.removesuffix("/windows").rsplit("/", 1)
         if folder != "/v1/references" or name not in self.references:
             return error(404, f"there is no reference {name!r}" if folder == "/v1/references" else "Not Found")
+        if request.url.path.endswith("/windows"):
+            return ok(self.references[name].origins())
         if request.method == "GET":
             return ok(self.references[name].json())
         del self.references[name]

@@ -151,7 +151,7 @@ def references(made) -> dict[str, Any]:
         ("kld SERVER --reference none", 1, "there is no reference 'none' (HTTP 404)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
-        ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
+        ("sweep wrong.yaml", 1, "wrong.yaml: models[0]: give a model to serve", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
         ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet is there", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),

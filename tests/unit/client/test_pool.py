@@ -1,7 +1,6 @@
 """Windows spread over several servers: how many at once, and what happens when one fails or answers 504."""
 
 import asyncio
-import json
 from asyncio import sleep
 from collections import Counter
 
@@ -10,7 +9,6 @@ import pytest
 from fake_server import FakeServer, Outcomes, client_of, copy_of, error, ok, score_response
 
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
-from scoremode.corpus.documents import Document, DocumentScorer
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.pool import GRACE, MAX_CONCURRENCY, Pool
@@ -201,34 +199,3 @@ async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock)
     assert (server.num_timeouts, len(waits)) == (32 + 16 + 8 + 4 + 2 + 3, 2)
     with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
         await record_reference(client_of(server, retry_for=600), CORPUS, "base", **SETTINGS)
-
-
-@pytest.mark.parametrize("texts", [[f"document {index}" for index in range(16)], ["x" * 16 * 63]])
-async def test_a_request_of_several_that_is_late_alone_is_halved(waits, clock, texts):
-    """Until two are not too many, and with what follows as well."""
-    fake, sizes = FakeServer(), []
-
-    def slow(request):
-        body = json.loads(request.content or "{}")
-        is_scoring = bool(body) and request.url.path == "/v1/score"
-        sizes.append(len(body.get("continuations") or body["prompt"]) if is_scoring else 0)
-        return copy_of(TIMED_OUT) if sizes[-1] > most else fake(request)
-
-    async def score():
-        pool = await Pool.connect([client_of(slow, retry_for=600)], 4)
-        with pool.taking_over():
-            scorer = DocumentScorer(pool)
-            documents = [Document(text, len(text)) for text in texts]
-            return [[result.nll for result in await scorer.score(documents)] for _ in range(2)]
-
-    most = 16
-    expected = await score()
-    sizes.clear()
-    most = 2
-    assert await score() == expected
-    # Four and then two in flight; alone each size has three attempts.
-    assert [size for size in sizes if size > 2] == [16] * 5 + [8] * 3 + [4] * 3
-    assert max(sizes[-8:]) == 2
-    most = 0
-    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
-        await score()

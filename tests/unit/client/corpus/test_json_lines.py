@@ -9,20 +9,20 @@ import pytest
 
 from scoremode import CorpusError
 from scoremode.corpus import rows
-from scoremode.corpus.rows import JsonLines
+from scoremode.corpus.rows import open_rows
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """A few lines are several blocks."""
-    monkeypatch.setattr(rows, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(rows, "_BATCH_ROWS", 2)
 
 
 def read(path):
-    lines = JsonLines(path)
-    batches = list(lines.batches())
-    assert all(batch.schema == lines.schema for batch in batches)
-    return lines.schema, [row for batch in batches for row in batch.to_pylist()]
+    schema, found = open_rows(path)
+    batches = list(found)
+    assert all(batch.schema == schema for batch in batches)
+    return schema, [row for batch in batches for row in batch.to_pylist()]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
@@ -58,11 +58,10 @@ def test_lines_may_be_long_or_empty_and_the_last_without_an_end(tmp_path):
     [
         ('{"text": "x", "id": "seven"}', "id"),
         ('{"text": "x", "id": {"a": 1}}', "id"),
-        ('{"text": "broken', "in line"),
-        ("[1, 2]", "in line"),
+        ('{"text": "broken', "is not JSON"),
+        ("[1, 2]", "is not a JSON object"),
         ('{"text": "\\ud800"}', "surrogate"),
-        ('{"text": "x", "id": 12345678901234567890}', "too large to be kept"),
-        ('{"text": "x", "id": 12345678901234567.0}', "too large to be kept"),
+        ('{"text": "x", "id": 12345678901234567890}', "too large"),
     ],
 )
 @pytest.mark.parametrize("place", [1, 21])
@@ -73,8 +72,8 @@ def test_a_line_of_another_type_is_refused_with_file_and_line(tmp_path, line, na
     with pytest.raises(CorpusError, match=named) as failure:
         read(tmp_path / "rows.jsonl")
     _, message = str(failure.value).split("rows.jsonl")
-    numbers = [int(word) for word in re.findall(r"\b\d+\b", message.partition("line")[2])]
-    assert min(numbers) <= place + 1 <= max(numbers) <= min(numbers) + 3
+    first, last = re.search(r"lines? (\d+)(?: to (\d+))?", message).groups()
+    assert int(first) <= place + 1 <= int(last or first) <= int(first) + 1
 
 
 def test_a_damaged_archive_and_a_line_without_an_end_are_named(tmp_path, monkeypatch):
