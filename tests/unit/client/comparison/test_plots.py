@@ -1,7 +1,7 @@
 """Plots of a comparison: what is drawn is what was measured."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -105,17 +105,6 @@ def test_the_pareto_front_has_what_no_run_beats_in_both():
     assert np.array_equal(line.get_xydata(), [ends[0], (3, 9), (4, 7), (8, 6), ends[1]])
     few = size_plots.draw(points[:2], "size", "value", None, LIGHT).axes[0]
     assert "Pareto front" not in [line.get_label() for line in few.lines]
-
-
-@pytest.mark.parametrize("name", [PERPLEXITY, KLD])
-def test_labels_cover_neither_each_other_nor_a_point(comparison, name):
-    figure, axes = drawn(comparison, name)
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert [text.get_text() for text in axes.texts] == [model.name for model in MODELS]
-    assert [(one, other) for one, other in combinations(boxes, 2) if one.overlaps(other)] == []
-    pixels = axes.transData.transform(markers(axes))
-    assert [point for point in pixels for box in boxes if box.contains(*point)] == []
 
 
 def test_the_distribution_is_the_share_of_tokens_with_more(comparison):

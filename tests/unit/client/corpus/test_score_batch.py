@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 from fake_server import FakeServer, error, nlls, serve
 
-from local_server import reserved_port
 from scoremode import CorpusError, TransportError
 from scoremode.corpus import documents
 from scoremode.ray import ScoreBatch
@@ -17,7 +16,6 @@ FIGURES = (
     [sum(nlls("hello")), None, None, sum(nlls("x" * 300)), sum(nlls("last"))],
     [None, "the text is empty", "the text is null", None, None],
 )
-HELLO, OF_HELLO = pa.table({"text": ["hello"]}), ([sum(nlls("hello"))], [None])
 
 
 @pytest.fixture
@@ -31,13 +29,11 @@ def figures(table, prefix=""):
 
 
 def test_tables_and_numpy_batches_get_columns(make):
-    """Ray's default is numpy batches; a table may be a slice of chunks."""
+    """Ray's default is numpy batches."""
     table = pa.table({"text": TEXTS, "row": range(5)})
-    chunks = pa.concat_tables([pa.table({"text": ["before", *TEXTS[:2]]}), pa.table({"text": TEXTS[2:]})])
     with serve(FakeServer()) as url:
         scored = make(url, per_token=True)(table)
         of_numpy = make(url, column_prefix="a_")({"text": np.array(TEXTS, object), "vector": np.zeros((5, 3))})
-        assert figures(make(url)(chunks.slice(1))) == FIGURES
     assert scored.select(["text", "row"]).equals(table)
     assert scored.column("token_ids").to_pylist()[0] == list(b"hello")
     assert figures(scored) == figures(of_numpy, "a_") == FIGURES
@@ -53,28 +49,6 @@ def test_failed_requests_are_a_column_and_the_others_are_kept(make, monkeypatch)
     with serve(failing) as url:
         scored = make(url)(pa.table({"text": ["good", "bad", "fine"]}))
     assert figures(scored) == ([sum(nlls("good")), None, sum(nlls("fine"))], [None, "down (HTTP 503)", None])
-
-
-def test_a_server_is_used_again_when_it_answers(make):
-    """The one that stays is gone by then: what is scored is scored by the other."""
-    other = FakeServer()
-    with reserved_port() as port:
-        with serve(FakeServer()) as staying:
-            with serve(FakeServer(), port) as leaving:
-                score = make(leaving, staying)
-            assert figures(score(pa.table({"text": TEXTS}))) == FIGURES
-            with serve(another := FakeServer(info={"dtype": "bfloat16"}), port):
-                assert figures(score(HELLO)) == OF_HELLO
-            assert another.requests
-            assert not another.score_requests, "it came back with another model"
-            with serve(other, port):
-                assert [figures(score(HELLO)) for _ in range(4)] == [OF_HELLO] * 4
-            assert other.num_scored > 0
-        for _ in range(2):
-            [nll], [message] = figures(score(HELLO))
-            assert (nll, "no answer from" in message) == (None, True)
-        with serve(FakeServer(), port):
-            assert figures(score(HELLO)) == OF_HELLO
 
 
 def test_wrong_servers_and_columns_are_refused_at_once(make):

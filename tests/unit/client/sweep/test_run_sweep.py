@@ -14,8 +14,7 @@ from typing import Any
 import fake_server
 import psutil
 import pytest
-from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
-from safetensors.numpy import load_file
+from fake_server import ALLOWED, BOS, FakeServer, logprob, serve
 
 from scoremode.cli import main
 from scoremode.sweep import SweepPlan, SweepResult, run_sweep
@@ -237,21 +236,3 @@ def test_local_models_are_looked_for_before_any_is_served(tmp_path: Path, capsys
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith(f"int4: there is no {tmp_path}/checkpoints/int4")
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, monkeypatch):
-    event = StoredReference.event
-
-    def with_ranks(self, index):
-        logprobs = [-each for each in self.nlls([index])]
-        return {**event(self, index), "logprobs": logprobs, "ranks": [7 + index] * len(logprobs)}
-
-    monkeypatch.setattr(StoredReference, "event", with_ranks)
-    server = FakeServer()
-    with serve(server) as url:
-        assert main(["sweep", write_plan(tmp_path, {"name": "base", "url": url}, compare=NO_FILES), "--quiet"]) == 0
-    assert server.score_requests == []
-    [stored] = server.references.values()
-    arrays, nlls = load_file(tmp_path / "runs" / "base.safetensors"), stored.nlls(range(len(stored.windows)))
-    assert (-arrays["logprobs"]).tolist() == nlls
-    assert arrays["ranks"].tolist() == [7 + index for index in range(len(stored.windows)) for _ in range(7)]
