@@ -48,16 +48,6 @@ def test_resamples_are_archs():
     assert found.blocks == f"stationary blocks of {length} on average, of 60 windows"
 
 
-def test_windows_of_different_sizes_count_by_their_tokens():
-    window_sizes = sizes(*[10, 30] * 20)
-    # 1 in the small windows, 0 in the large: a resample's mean is the share of its tokens that are in small ones.
-    series = np.repeat([1.0, 0.0] * 20, window_sizes)[:, None]
-    [found] = resample(series, series, window_sizes, num_resamples=500, seed=0)
-    means = found.means[:, 0]
-    num_small = means * 30 / (1 + 2 * means) / 10
-    np.testing.assert_allclose(num_small * 40, np.round(num_small * 40), atol=1e-9)
-
-
 def test_blocks_are_twice_as_long_as_is_best_within_bounds():
     rng = np.random.default_rng(RNG_SEED)
     levels = [rng.normal()]

@@ -88,42 +88,14 @@ def test_every_form_has_the_groups(runs, comparison, tmp_path):
     note = "Without an interval: groups with tokens in fewer than 20 of the documents or windows drawn."
     assert all(part in form for part in (ratio, kld, note) for form in (text, markdown.replace("\\[", "[")))
     assert "500 resamples, 30 documents drawn one by one, seed 0." in text
-    lines = [line for line in text.splitlines() if line.startswith("reasoning")]
-    assert [line.split()[1:3] for line in lines] == [["1,000", run.label] for run in runs] * 2
-    assert max(map(len, lines)) <= 120
     assert r"| a\|b | 2,000 | int4 |" in markdown
-    rows = {
-        tuple(row[name] for name in ("by", "group", "run", "beside", "figure")): row for row in csv_rows(comparison)
-    }
-    assert float(rows["class", "reasoning", "int8", "base", "ppl_ratio"]["high"]) == each.ppl_ratio.high
-    assert float(rows["class", "reasoning", "int8", "", "kld"]["value"]) == each.kld.value
-    assert rows["class", "reasoning", "int8", "", "num_scored"]["value"] == "1000"
-    assert ("", "", "int8", "", "kld") in rows
+    rows = csv.DictReader(io.StringIO(as_csv(comparison)))
+    found = {tuple(row[name] for name in ("by", "group", "run", "beside", "figure")): row for row in rows}
+    assert float(found["class", "reasoning", "int8", "base", "ppl_ratio"]["high"]) == each.ppl_ratio.high
+    assert found["class", "reasoning", "int8", "", "num_scored"]["value"] == "1000"
     write_report(comparison, tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     assert all(part in html for part in (ratio, kld, note, '<a href="#groups">', "By tokens before: mean KLD, nats"))
-
-
-def csv_rows(comparison):
-    return csv.DictReader(io.StringIO(as_csv(comparison)))
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {},
-        {"classes": np.ones(3000, np.uint8), "window_labels": 0 * WINDOWS, "labels": ["code"]},
-        # The windows of a run whose length nobody chose, and contexts that are all long.
-        {"window_contexts": np.where(WINDOWS % 2, 1948, 0).astype(np.int32)},
-        {"window_contexts": np.full(30, 20_000, np.int32)},
-    ],
-)
-def test_one_group_is_none(tmp_path, parts):
-    run = replace(perplexity_run(tmp_path, "base", made_up_nlls(1)), **parts)
-    comparison = compare([run], num_resamples=20)
-    write_report(comparison, tmp_path / "report.html")
-    assert (comparison.groups, "#groups" in (tmp_path / "report.html").read_text()) == ([], False)
-    assert "stationary blocks of" in comparison.blocks
 
 
 def test_rare_domains_are_one_group(tmp_path):

@@ -5,7 +5,6 @@ No terminal obeys its names."""
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +50,7 @@ def test_runs_are_read_back_as_they_were_written(perplexity_file, tmp_path):
     assert of_kld.same_top.tolist() == (KLD < 0.1).tolist()
     assert (of_kld.reference.name, of_kld.noise_floor, of_kld.as_noise_floor) == ("base", 0.01, False)
     assert of_kld.reference_identity == ("of the model", "of the text")
-    for each in (run, of_kld):
-        assert each.window_sizes.tolist() == WINDOW_SIZES
-        assert (each.method, each.context_length, each.stride) == ("sliding", 128, 100)
+    assert of_kld.window_sizes.tolist() == WINDOW_SIZES
 
 
 def with_parts(path, labels=("code", "mathematics"), **changes):
@@ -68,22 +65,12 @@ def with_parts(path, labels=("code", "mathematics"), **changes):
 @pytest.mark.parametrize("write", [write_perplexity_run, lambda path, nlls: write_kld_run(path, nlls, KLD)])
 def test_documents_domains_and_classes_are_read_where_a_run_has_them(tmp_path, write):
     path = write(tmp_path / "run.json", NLLS)
-    plain = load_run(path)
-    assert (plain.window_documents, plain.window_labels, plain.classes) == (None,) * 3
     with_parts(path, labels=["code", "\x1b"])
     run = load_run(path)
     assert run.window_contexts.tolist() == list(range(0, 300, 10))
     assert run.window_documents.tolist() == [window // 2 for window in range(30)]
     assert (run.window_labels.tolist(), [*run.labels]) == ([0] * 15 + [1] * 15, ["code", r"\x1b"])
     assert run.classes.tolist() == [1] + [0] * 2999
-
-
-def test_both_files_may_be_renamed_together(perplexity_file):
-    perplexity_file.rename(perplexity_file.with_name("new.json"))
-    perplexity_file.with_suffix(".safetensors").rename(perplexity_file.with_name("new.safetensors"))
-    # Another run has the old name now.
-    write_perplexity_run(perplexity_file, NLLS + 1)
-    assert load_run(perplexity_file.with_name("new.json")).nlls.tolist() == NLLS.tolist()
 
 
 def changed(path, **fields):
@@ -101,22 +88,10 @@ def with_arrays(path, **arrays):
     with_content(path, save({name: array for name, array in kept.items() if array is not None}))
 
 
-def with_arrays_of_another_run(path):
-    other = write_perplexity_run(path.with_name("b.json"), NLLS + 1)
-    shutil.copy(other.with_suffix(".safetensors"), path.with_suffix(".safetensors"))
-
-
-def with_tops(path, **changes):
-    """A run with top tokens at three positions, but for `changes`."""
-    top = {"positions": np.int32([0, 1, 2]), "token_ids": np.zeros((3, 2, 5), np.int32)}
-    top = {**top, "logprobs": np.zeros((3, 2, 5), np.float32), **changes}
-    with_arrays(write_kld_run(path, NLLS, KLD), **{f"top_tokens.{name}": array for name, array in top.items()})
-
-
 NO_NUMBERS = dict.fromkeys(("window_sizes", "window_contexts", "token_ids"), np.array([], np.int32))
 EMPTY = {"logprobs": np.array([], np.float32), **NO_NUMBERS}
 DECREASING = np.arange(30, 0, -1, dtype=np.int32)
-WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.float32)
+NOT_NUMBERS = np.full(3000, np.nan, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -124,29 +99,16 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
     [
         (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
-        (lambda path: path.write_text("[" * 100_000), "{path} is not JSON: maximum recursion"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
-        (lambda path: changed(path, version=2), "{path} is of version 2; this ppl-client reads version 1"),
-        (lambda path: changed(path, settings={}), "{path}: method: Field required"),
         (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
-        (lambda path: with_content(path, b"\xff" * 100), "run.safetensors: SafetensorError"),
-        (with_arrays_of_another_run, "run.safetensors, are missing next to it or of another run"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
-        (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
-        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "have 3 tokens, and logprobs is of shape (3000,)"),
         (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
-        (lambda path: with_parts(path, window_contexts=WRONG_SIZES), "has 30 windows, and window_contexts is of shape"),
-        (lambda path: with_parts(path, window_contexts=-np.ones(30, np.int32)), "window_contexts has values from -1"),
         (lambda path: with_parts(path, window_documents=DECREASING), "{path}: its window_documents decrease"),
         (lambda path: with_parts(path, None), "window_labels has values from 0 to 1, which may be from 0 to -1"),
-        (lambda path: with_parts(path, ["code"]), "window_labels has values from 0 to 1, which may be from 0 to 0"),
         (lambda path: with_parts(path, classes=np.full(3000, 4, np.uint8)), "values from 4 to 4, which may be from 0"),
-        (lambda path: with_parts(path, classes=np.zeros(30, np.uint8)), "3000 tokens, and classes is of shape (30,)"),
-        (lambda path: with_parts(path, classes=NOT_NUMBERS), "classes has values of type float32"),
-        (lambda path: with_tops(path, positions=np.int32([0, 1, 3000])), "positions do not ascend from 0 to 2999"),
     ],
 )
 def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
@@ -159,7 +121,6 @@ def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
 @pytest.mark.parametrize(
     ("models", "labels"),
     [
-        ({"a.json": "org/base", "b.json": "org/int4"}, ["org/base", "org/int4"]),
         ({"a.json": "/models/base", "b.json": "/models/int4"}, ["base", "int4"]),
         ({"fp8.json": "m", "int4.json": "m", "c.json": "other"}, ["fp8", "int4", "other"]),
         ({"a/run.json": "m", "b/run.json": "m"}, ["a/run.json", "b/run.json"]),
@@ -185,13 +146,10 @@ def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(t
     paths[0].rename(named)
     paths[0].with_suffix(".safetensors").rename(named.with_suffix(".safetensors"))
     report = tmp_path / "report.html"
-    options = ["--resamples", "100", "--html", str(report)]
-    assert main(["compare", str(named), str(paths[1]), *options]) == 0
+    assert main(["compare", str(named), str(paths[1]), "--resamples", "100", "--html", str(report)]) == 0
     shown = capsys.readouterr().out
     assert SHOWN in shown
     assert all(character.isprintable() for character in shown.replace("\n", ""))
     text = report.read_text()
     assert SHOWN in text
     assert r"a\x1b\udcff.json" in text
-    assert main(["compare", *map(str, [named, paths[1]]), "--labels", f"{NAME},b"]) == 0
-    assert SHOWN in capsys.readouterr().out
