@@ -57,11 +57,8 @@ def test_lines_may_be_long_or_empty_and_the_last_without_an_end(tmp_path):
     ("line", "named"),
     [
         ('{"text": "x", "id": "seven"}', "id"),
-        ('{"text": "x", "id": {"a": 1}}', "id"),
         ('{"text": "broken', "in line"),
-        ("[1, 2]", "in line"),
         ('{"text": "\\ud800"}', "surrogate"),
-        ('{"text": "x", "id": 12345678901234567890}', "too large to be kept"),
         ('{"text": "x", "id": 12345678901234567.0}', "too large to be kept"),
     ],
 )

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 from fake_server import FakeServer, error, nlls, serve
 
-from scoremode import CorpusError, TransportError
 from scoremode.corpus import documents
 from scoremode.ray import ScoreBatch
 
@@ -49,14 +48,3 @@ def test_failed_requests_are_a_column_and_the_others_are_kept(make, monkeypatch)
     with serve(failing) as url:
         scored = make(url)(pa.table({"text": ["good", "bad", "fine"]}))
     assert figures(scored) == ([sum(nlls("good")), None, sum(nlls("fine"))], [None, "down (HTTP 503)", None])
-
-
-def test_wrong_servers_and_columns_are_refused_at_once(make):
-    with pytest.raises(TransportError):
-        make("http://127.0.0.1:9")
-    with serve(FakeServer()) as url:
-        score = make(url)
-        with pytest.raises(CorpusError, match="no column 'text'"):
-            score(pa.table({"body": ["a"]}))
-        with pytest.raises(CorpusError, match="has a column 'error' already"):
-            score(pa.table({"text": ["a"], "error": ["b"]}))
