@@ -88,13 +88,9 @@ async def test_measured_runs_are_kept_until_the_first_model_is_another(swept: Pa
     assert (await sweep(swept, another, NEAR)).measured == ["base", "near"]
 
 
-@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "incomplete"])
-async def test_a_missing_or_incomplete_reference_is_recorded(swept: Path, is_missing: bool):
+async def test_an_incomplete_reference_is_recorded(swept: Path):
     (kept,) = (swept / "runs" / "references").iterdir()
-    if is_missing:
-        shutil.rmtree(kept)
-    else:
-        (kept / "manifest.json").write_text('{"result": null}')
+    (kept / "manifest.json").write_text('{"result": null}')
     assert (await sweep(swept, BASE, NEAR)).measured == [], "no model needs it"
     assert (await sweep(swept, BASE, NEAR, FAR)).measured == ["base", "far"]
     assert record(swept, "far")["kind"] == "kld"
@@ -112,12 +108,6 @@ async def test_failures_are_named_and_the_others_are_measured(tmp_path: Path):
     assert not [command for command in commands if str(tmp_path) in command], "no server is left"
 
 
-async def test_a_server_that_is_never_ready_fails(tmp_path: Path):
-    silent = {"name": "silent", "model": "m", "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
-    result = await sweep(tmp_path, silent, start_timeout=1)
-    assert "not ready after 1 s" in result.failures["silent"]
-
-
 async def test_without_the_first_model_the_others_get_perplexity(tmp_path: Path):
     result = await sweep(tmp_path, {**BASE, "model": "broken"}, NEAR)
     assert (list(result.runs), list(result.failures)) == (["near"], ["base"])
@@ -126,26 +116,19 @@ async def test_without_the_first_model_the_others_get_perplexity(tmp_path: Path)
     assert record(tmp_path, "near")["kind"] == "kld"
 
 
-@pytest.mark.parametrize("loss", ["first model fails", "reference is lost"])
-async def test_a_run_with_divergence_is_not_replaced_by_perplexity(tmp_path: Path, loss: str):
+async def test_a_run_with_divergence_is_not_replaced_by_perplexity(tmp_path: Path):
     base = FakeServer()
     with serve(base) as base_url, serve(FakeServer(base.references, noise=0.2)) as near_url:
         first, near = {"name": "base", "url": base_url}, {"name": "near", "url": near_url}
         await sweep(tmp_path, first, near)
         before = record(tmp_path, "near")
-        if loss == "reference is lost":
-            base.references.clear()
-        else:
-            first = {**BASE, "command": ["no-such-command"]}
-        result = await sweep(tmp_path, first, near)
-    assert [*result.runs, *result.failures] == (["base", "near"] if loss == "reference is lost" else ["near", "base"])
+        base.references.clear()
+        await sweep(tmp_path, first, near)
     assert before["kind"] == "kld"
     assert record(tmp_path, "near") == before
 
 
-@pytest.mark.parametrize("flags", [[], ["--flag", "1"]], ids=["the same", "other flags"])
-async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Path, flags: list[str]):
-    """With other flags, a server tells the same of its model."""
+async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Path):
     allowed = tmp_path / "allowed"
     allowed.write_text("4")
     near = {**NEAR, "env": {ALLOWED: str(allowed)}}
@@ -154,19 +137,12 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     num_done = len((tmp_path / "runs" / "near.json.journal").read_text().splitlines()) - 1
     assert 0 < num_done <= 4
     allowed.unlink()
-    assert (await sweep(tmp_path, BASE, {**near, "serve": flags})).measured == ["near"]
+    assert (await sweep(tmp_path, BASE, near)).measured == ["near"]
     # A server writes the requests that it gets to its log.
     log = (tmp_path / "runs" / "logs" / "near.log").read_text()
-    assert log.count("POST /v1/kld") == NUM_WINDOWS - (0 if flags else num_done)
+    assert log.count("POST /v1/kld") == NUM_WINDOWS - num_done
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
     assert not list((tmp_path / "runs").glob("*.begun")), "nor a journal"
-
-
-async def test_without_a_common_reference_a_warning_names_the_model(tmp_path: Path, caplog):
-    with serve(FakeServer()) as url:
-        assert (await sweep(tmp_path, {"name": "base", "url": url}, NEAR)).measured == ["base", "near"]
-    assert kinds(tmp_path) == {"base": "perplexity", "near": "perplexity"}
-    assert "near: its server has no reference of the first model: perplexity alone is measured" in caplog.text
 
 
 # What it writes into a pipe shows how long it runs.
@@ -227,12 +203,3 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)
-
-
-def test_local_models_are_looked_for_before_any_is_served(tmp_path: Path, capsys):
-    (tmp_path / "checkpoints" / "int8").mkdir(parents=True)
-    models = [{"name": each, "model": f"./checkpoints/{each}", "command": ["false"]} for each in ("int8", "int4")]
-    assert main(["sweep", write_plan(tmp_path, *models)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"int4: there is no {tmp_path}/checkpoints/int4")
-    assert not (tmp_path / "runs").exists()
