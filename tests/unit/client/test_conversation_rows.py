@@ -81,8 +81,3 @@ def test_tokens_have_the_class_of_the_tags_around_them(turn, wanted):
     texts = turn.split("|")
     found = token_classes(np.arange(len(texts)), [len(texts)], ["assistant"], dict(enumerate(texts)))
     assert [TOKEN_CLASSES[index] for index in found] == wanted.split("," if "," in wanted or " call" in wanted else " ")
-
-
-def test_turns_of_other_roles_are_of_a_class_of_their_own():
-    found = token_classes(np.array([0, 0, 1]), [2, 1], ["user", "assistant"], {0: "<think>", 1: "Yes"})
-    assert [TOKEN_CLASSES[index] for index in found] == ["other", "other", "text"]

@@ -67,7 +67,6 @@ def test_pages_are_detokenized_as_by_lm_eval(lm_eval_task):
     [
         ("llama.cpp", ("llama.cpp", 16, None), "llama-perplexity -c 16 on this text (not checked against the tool)"),
         ("exl3", ("disjoint", 16, False), "ExLlamaV3's eval/ppl.py -l 16"),
-        ("gptq", ("disjoint", 16, None), "GPTQ's and AWQ's perplexity with sequences of 16"),
         ("hf", ("sliding", 8, None), "Hugging Face's perplexity of fixed-length models with max_length=16"),
     ],
 )
