@@ -55,18 +55,11 @@ def test_errors_that_take_tokens_as_independent_are_scipys(tmp_path):
     assert pair.ppl_difference.low < pair.ppl_difference.value < pair.ppl_difference.high
 
 
-@pytest.mark.parametrize(
-    ("seed", "shift", "verdict"),
-    [
-        *((2, 0.05, "worse"), (2, -0.05, "better"), (2, 0.003, "no difference shown")),
-        # The second values are the first, shifted: as narrow as an interval is, so little is not shown.
-        *((1, 2e-4, "worse"), (1, -2e-4, "better"), (1, 1e-5, "no difference shown")),
-    ],
-)
-def test_a_verdict_is_on_the_second(tmp_path, seed, shift, verdict):
+# As narrow as an interval of shifted values is, a very small difference is not shown.
+@pytest.mark.parametrize(("shift", "verdict"), [(2e-4, "worse"), (-2e-4, "better"), (1e-5, "no difference shown")])
+def test_a_verdict_is_on_the_second(tmp_path, shift, verdict):
     """Both perplexities are uncertain by far more than what they differ by, but on the same tokens."""
-    second = made_up_nlls(2, shift=shift) if seed == 2 else NLLS + shift
-    runs = [perplexity_run(tmp_path, "one", NLLS), perplexity_run(tmp_path, "two", second)]
+    runs = [perplexity_run(tmp_path, "one", NLLS), perplexity_run(tmp_path, "two", NLLS + shift)]
     comparison = compare(runs, num_resamples=500)
     [pair], (one, two) = comparison.pairs, comparison.runs
     assert (pair.verdict, pair.kld_difference, pair.kld_verdict) == (verdict, None, None)

@@ -41,16 +41,6 @@ def test_a_log_with_kl_divergence_gives_every_figure_that_it_prints():
     assert (figures.delta_p_rms.value, figures.delta_p_rms.stderr) == pytest.approx((0.05537, 0.00350))
 
 
-def test_the_weights_are_those_that_a_verbose_log_prints(tmp_path: Path):
-    verbose = "print_info: file type   = Q4_K - Medium\nprint_info: file size   = 98.87 MiB (6.16 BPW)\n"
-    path = tmp_path / "log.txt"
-    path.write_text(verbose + PERPLEXITY.read_text())
-    run = load_log(path, "q4_k_m").run
-    assert (run.weights, run.bits_per_weight) == ("llama.cpp, Q4_K - Medium", 6.16)
-    assert run.gib == pytest.approx(98.87 / 1024)
-    assert (run.num_windows, run.context_length) == (41, 512)
-
-
 def test_tables_have_a_row_for_it_and_leave_empty_what_it_lacks(comparison):
     beside = with_logs(comparison, [("q4_k_m", str(KLD))])
     [row] = [line for line in as_markdown(beside).splitlines() if line.startswith("| q4\\_k\\_m")]

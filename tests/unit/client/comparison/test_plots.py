@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 from made_up_runs import MODELS, NOISE_FLOOR, write_runs
 
-from scoremode.comparison import compare, load_runs, size_plots
+from scoremode.comparison import compare, load_runs
 from scoremode.comparison.plot_style import LIGHT
-from scoremode.comparison.plots import plots, short_labels, write_plots
-from scoremode.comparison.size_plots import Point
+from scoremode.comparison.plots import plots, write_plots
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
 NUM_TOKENS = 5000
 KLD, DISTRIBUTION, BY_CONFIDENCE = (f"kl-divergence{end}" for end in ("", "-distribution", "-by-confidence"))
 PERPLEXITY, DIFFERENCE = "perplexity-ratio", "running-difference"
-ALL = [PERPLEXITY, KLD, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE]
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +60,6 @@ def test_divergence_has_its_intervals_and_the_noise_floor(comparison):
     assert any(line.get_label() == "noise floor" and set(line.get_ydata()) == {NOISE_FLOOR} for line in axes.lines)
 
 
-def test_the_pareto_front_has_what_no_run_beats_in_both():
-    """From the top to the first, and from the last to the right."""
-    values = {"small": (3, 9.0), "beaten": (5, 8.0), "middle": (4, 7.0), "as good, larger": (6, 7.0), "best": (8, 6.0)}
-    points = [Point(0, name, size, value, value, value) for name, (size, value) in values.items()]
-    axes = size_plots.draw(points, "size", "value", None, LIGHT).axes[0]
-    line = next(line for line in axes.lines if line.get_label() == "Pareto front")
-    ends = (3, axes.get_ylim()[1]), (axes.get_xlim()[1], 6)
-    assert np.array_equal(line.get_xydata(), [ends[0], (3, 9), (4, 7), (8, 6), ends[1]])
-
-
 def test_the_distribution_is_the_share_of_tokens_with_more(comparison):
     values = np.array([0.0, 0.0, 0.1, 1.0, np.inf])
     np.testing.assert_array_equal(survival(values, np.array([0.0, 0.1, 0.5, 1.0])), [0.6, 0.4, 0.4, 0.2])
@@ -101,22 +89,3 @@ def test_the_running_difference_is_a_mean_of_what_came_before(comparison):
         assert means[count - 1] == pytest.approx((run.nlls[:count] - base.nlls[:count]).mean(), rel=1e-9)
     line = next(line for line in drawn(comparison, DIFFERENCE)[1].lines if line.get_label() == "RTN-3bit")
     assert line.get_ydata()[-1] == means[-1]
-
-
-def test_a_plot_without_data_is_left_out(comparison):
-    assert [plot.name for plot in plots(comparison)] == ALL
-    without_kld = changed(comparison, lambda run: replace(run, kld=None))
-    identical = changed(comparison, lambda run: replace(run, kld=np.zeros(NUM_TOKENS)))
-    for each in (without_kld, identical):
-        assert [plot.name for plot in plots(each)] == [PERPLEXITY, DIFFERENCE]
-    assert [plot.name for plot in plots(replace(without_kld, runs=without_kld.runs[:1], pairs=[]))] == ["perplexity"]
-
-
-def test_names_are_shortened_and_drawn_as_they_are(comparison):
-    """Text between two `$` is no formula, and one that begins with an underscore is in the legend."""
-    figure, _ = drawn(changed(comparison, lambda run: replace(run, label=f"_a$b_{'c' * 60}{run.label}$")), DIFFERENCE)
-    figure.draw_without_rendering()
-    names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
-    assert [name[:5] for name in names] == ["_a$b_"] * 5
-    assert (len(set(names)), max(map(len, names))) == (5, 40)
-    assert short_labels([f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"])[1].endswith(" (2)")

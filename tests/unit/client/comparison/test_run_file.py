@@ -5,7 +5,6 @@ No terminal obeys its names."""
 import hashlib
 import json
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from run_files import (
 from safetensors.numpy import load_file, save
 
 from scoremode.cli import main
-from scoremode.comparison import load_run, load_runs
+from scoremode.comparison import load_run
 from scoremode.errors import RunError
 from scoremode.runs.corpora import Corpus
 
@@ -88,8 +87,6 @@ def with_arrays(path, **arrays):
     with_content(path, save({name: array for name, array in kept.items() if array is not None}))
 
 
-NO_NUMBERS = dict.fromkeys(("window_sizes", "window_contexts", "token_ids"), np.array([], np.int32))
-EMPTY = {"logprobs": np.array([], np.float32), **NO_NUMBERS}
 DECREASING = np.arange(30, 0, -1, dtype=np.int32)
 NOT_NUMBERS = np.full(3000, np.nan, np.float32)
 
@@ -97,7 +94,6 @@ NOT_NUMBERS = np.full(3000, np.nan, np.float32)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda path: path.unlink(), "cannot read {path}: No such file"),
         (lambda path: path.write_text("{"), "{path} is not JSON"),
         (lambda path: changed(path, kind=[]), "{path} is not a result of `ppl-client --output`"),
         (lambda path: changed(path, arrays=None), "{path} has no values of single tokens"),
@@ -105,9 +101,7 @@ NOT_NUMBERS = np.full(3000, np.nan, np.float32)
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
         (lambda path: with_arrays(path, window_sizes=NOT_NUMBERS), "window_sizes has values of type float32"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
-        (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
         (lambda path: with_parts(path, window_documents=DECREASING), "{path}: its window_documents decrease"),
-        (lambda path: with_parts(path, None), "window_labels has values from 0 to 1, which may be from 0 to -1"),
         (lambda path: with_parts(path, classes=np.full(3000, 4, np.uint8)), "values from 4 to 4, which may be from 0"),
     ],
 )
@@ -116,25 +110,6 @@ def test_a_damaged_run_is_refused_by_name(perplexity_file, spoil, message):
     with pytest.raises(RunError) as caught:
         load_run(perplexity_file)
     assert message.format(path=perplexity_file) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("models", "labels"),
-    [
-        ({"a.json": "/models/base", "b.json": "/models/int4"}, ["base", "int4"]),
-        ({"fp8.json": "m", "int4.json": "m", "c.json": "other"}, ["fp8", "int4", "other"]),
-        ({"a/run.json": "m", "b/run.json": "m"}, ["a/run.json", "b/run.json"]),
-    ],
-)
-def test_labels_are_the_shortest_names_that_differ(tmp_path, monkeypatch, models, labels):
-    monkeypatch.chdir(tmp_path)
-    for path, model in models.items():
-        Path(path).parent.mkdir(exist_ok=True)
-        write_perplexity_run(Path(path), NLLS, model=model)
-    assert [run.label for run in load_runs([*models])] == labels
-    assert [run.label for run in load_runs([path] * 2)] == [f"{path} (1)", f"{path} (2)"]
-    with pytest.raises(RunError, match="1 labels for 2 runs"):
-        load_runs([path] * 2, ["one"])
 
 
 def test_names_are_shown_without_what_a_terminal_obeys_or_a_report_cannot_hold(tmp_path, capsys):
