@@ -67,9 +67,7 @@ def test_a_single_file_is_read_by_its_suffix(tmp_path):
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2 is not JSON"),
         ("a.jsonl", b'{"text": 5}\n', "not text"),
         ("labels.parquet", None, "no column 'text'.*content, label"),
-        ("a.parquet", b"nonsense", "cannot read"),
         ("a.txt", b"ab\xff", "byte 2 is not UTF-8"),
-        ("a.txt", b"", "no text"),
         ("a.docx", b"x", r"\.parquet, \.jsonl, \.txt"),
     ],
 )
@@ -92,9 +90,6 @@ def test_wikitext_is_wikitext_2_on_the_hub(monkeypatch):
         call("Salesforce/wikitext", "wikitext-2-raw-v1", split="test"),
         call("some/dataset", None, split="test"),
     ]
-    load_dataset.side_effect = ConnectionError("Couldn't reach the Hub")
-    with pytest.raises(CorpusError, match=r"Couldn't reach the Hub.*--dataset PATH"):
-        load_corpus("wikitext")
 
 
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):

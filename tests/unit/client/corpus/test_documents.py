@@ -74,8 +74,6 @@ async def test_a_document_with_nan_does_not_cost_its_neighbors(waits):
     nan = UnscoredDocument("NaN at position 3 (HTTP 500)")
     results = await score(handler, "a", "bad", "b", "bad too", retry_for=600)
     assert figures(results) == [sum(nlls("a")), nan, sum(nlls("b")), nan]
-    # A server whose engine is dying gives the same answer for some seconds: it has had more.
-    assert sum(waits) > 5
 
 
 async def test_an_error_that_is_not_the_documents_own_is_raised():
