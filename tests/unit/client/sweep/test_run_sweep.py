@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import fake_server
-import psutil
 import pytest
 from fake_server import ALLOWED, BOS, FakeServer, logprob, serve
 
@@ -97,17 +96,6 @@ async def test_an_incomplete_reference_is_recorded(swept: Path):
     assert kept.is_dir()
 
 
-async def test_failures_are_named_and_the_others_are_measured(tmp_path: Path):
-    foreign, absent = {"name": "foreign", "model": "foreign"}, {"name": "absent", "model": "m", "command": ["absent"]}
-    result = await sweep(tmp_path, BASE, foreign, absent, NEAR)
-    assert list(result.runs) == ["base", "near"]
-    assert list(result.failures) == ["foreign", "absent"]
-    assert "the tokenizers differ" in result.failures["foreign"]
-    assert "command 'absent' not found" in result.failures["absent"]
-    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [command for command in commands if str(tmp_path) in command], "no server is left"
-
-
 async def test_without_the_first_model_the_others_get_perplexity(tmp_path: Path):
     result = await sweep(tmp_path, {**BASE, "model": "broken"}, NEAR)
     assert (list(result.runs), list(result.failures)) == (["near"], ["base"])
@@ -172,8 +160,6 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, False]
         *lines, last = printed.err.splitlines()
         assert f"ppl-client: model 1 of 3, base: served at {base_url}" in lines
-        assert f"ppl-client: model 2 of 3, near: served at {near_url}" in lines
-        assert "\nppl-client: model 3 of 3, broken: loading `" in printed.err
         reason = f"status 1 (log {runs}/logs/broken.log): ValueError: no \\x1b[31m memory for the cache"
         assert last == f"ppl-client: broken failed: the server ended with {reason}"
         assert list((runs / "plots").glob("*.svg"))
