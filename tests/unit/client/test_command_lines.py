@@ -7,8 +7,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from statistics import median
@@ -45,7 +43,7 @@ class Server(FakeServer):
     """Has a model `broken`, which fails."""
 
     def score(self, body: dict[str, Any]) -> httpx.Response | None:
-        return error(500, "the engine\ndied") if body.get("model") == "broken" else super().score(body)
+        return error(500, "the engine\ndied\x1b") if body.get("model") == "broken" else super().score(body)
 
 
 def run(command: str, url: str = "") -> int | str | None:
@@ -107,16 +105,12 @@ def references(made) -> dict[str, Any]:
         ("kdl --reference r", 2, "no command kdl; did you mean kld?\n", ""),
         ("--text a --preset hf --method sliding", 2, "--method does not work with --preset", ""),
         ("--text a --num-samples 3", 2, "--num-samples needs --dataset", ""),
-        ("--text a --timeout 0", 2, "more than 0", ""),
         ("--text a --resume", 2, "--resume needs --output", ""),
         ("--text a --url http://a --url http://a/v1/", 2, "twice", ""),
         ("--text a --url http://a:99999", 2, "not a server address", ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
-        ("--text a --lane decode --decode-batch 2 --concurrency 2", 2, "takes the place of --concurrency", ""),
-        ("compare near.json ./near.json", 2, "a run is named twice", ""),
-        ("compare near.json far.json --resamples 99", 2, "at least 100", ""),
         ("compare", 2, "give finished runs, or --tasks", ""),
         ("compare --tasks a=x", 2, "--tasks needs a folder for the base and one per other model", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
@@ -125,20 +119,17 @@ def references(made) -> dict[str, Any]:
         ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),
         ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
-        ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, "error: the engine died (HTTP 500)", ""),
-        ("SERVER TEXT --method sliding --stride 65 --output new.json", 1, "stride 65 is larger", ""),
+        ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, r"error: the engine died\x1b (HTTP 500)", ""),
         ("SERVER --text a --context-length 8 --method disjoint", 1, "a smaller context_length (--context-length)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
         ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
         ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet is there", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
-        ("SERVER --dataset rows.jsonl --text-column body --num-samples 2", 0, f"2 rows, sha256 {CHECKSUM}", ""),
         (f"SERVER --text {'~' * 600} --output new.json", 0, "inf", "new.json new.safetensors"),
         ("SERVER TEXT --calibration same.txt", 0, "same.txt, 8 tokens: 0 of 20 windows share more than 30%", ""),
         ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
         ("kld SERVER --reference base", 0, f"Mean    KLD: {MEAN_KLD:10.6f} ±", ""),
-        ("kld SERVER --reference base --calibration rows.jsonl --calibration-column body", 0, "rows.jsonl, 11 tok", ""),
         ("compare near.json far.json", 0, "far is worse than near by mean KL divergence.", ""),
         ("compare near.json far.json --card", 0, "| quant | GiB | bits per weight | PPL ± |", ""),
         (f"corpus SERVER a.parquet --output out --filter 'nll < {MEDIAN}'", 0, KEPT, "out/a.parquet"),
@@ -227,31 +218,11 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("has_answered", "options", "seconds"), [(False, "", 30), (False, "--retry-for 90", 90), (True, "", 600)]
-)
-def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, options, seconds, waits, clock, capsys):
-    with serve(Server(allowed=0) if has_answered else lambda request: None) as url:
-        assert run(f"SERVER TEXT --concurrency 1 {options}", url) == 1
-    assert sum(waits) == pytest.approx(seconds)
-    printed = capsys.readouterr().err
-    assert f"{seconds} s at most" in printed
-    assert ("--retry-for waits longer" in printed) == (seconds == 30)
-
-
-@pytest.mark.parametrize(
-    ("command", "how_to_resume"),
-    [
-        ("SERVER TEXT --output new.json", "; new.json.journal has 2 of 20 windows: the same command with --resume"),
-        ("record SERVER --reference new TEXT", ": the same command"),
-    ],
-)
-def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
-    server, over, num_before = Server(), threading.Event(), 2 * ("--output" in command)
+def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
+    server, over = Server(), threading.Event()
 
     def slow(request: httpx.Request) -> httpx.Response | None:
-        is_scored = request.method == "POST" and request.url.path in ("/v1/score", "/v1/references")
-        if is_scored and server.num_scored == num_before:
+        if request.method == "POST" and request.url.path == "/v1/score" and server.num_scored == 2:
             os.kill(os.getpid(), signal.SIGINT)
             over.wait(60)
         return server(request)
@@ -260,31 +231,9 @@ def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsy
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with serve(slow) as url:
         try:
-            assert run(f"{command} --concurrency 1" if num_before else command, url) == 130
+            assert run("SERVER TEXT --concurrency 1 --output new.json", url) == 130
         finally:
             over.set()
             signal.signal(signal.SIGINT, handler)
-    message = capsys.readouterr().err.replace(f"{folder}/", "")
-    assert message == f"ppl-client: interrupted{how_to_resume} resumes it\n"
-
-
-EXTRA = (
-    f"ppl-client: error: {{}} is missing; to install it, run in a clone of Scoremode: "
-    f"scripts/install.sh {sys.executable} none {{}}\n"
-)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("missing", "command", "status", "message"),
-    [
-        ("arch", "compare near.json far.json", 1, EXTRA.format("arch", "report")),
-        ("pyarrow", "corpus a.parquet --output out --quiet", 1, EXTRA.format("pyarrow", "corpora")),
-        ("arch scipy matplotlib jinja2 yaml pyarrow", "--version", 0, ""),
-    ],
-)
-def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, status, message):
-    main_alone = f"from scoremode.cli import main; sys.exit(main({shlex.split(command)}))"
-    code = f"import sys; sys.modules |= {dict.fromkeys(missing.split())}; {main_alone}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (status, message)
+    kept = f"{folder}/new.json.journal has 2 of 20 windows: the same command with --resume resumes it"
+    assert capsys.readouterr().err == f"ppl-client: interrupted; {kept}\n"

@@ -145,14 +145,6 @@ async def test_a_resumed_run_compares_missing_windows_and_has_all_top_tokens(ref
     assert set(ids.ravel().tolist()) <= measurement.token_texts.keys()
 
 
-async def test_top_tokens_are_as_many_as_a_server_gives_and_fit(references, server):
-    few = FakeServer(references, noise=NOISE, info={"max_top_logprobs": 2})
-    assert (await measure(few, top_logprobs=5)).top_tokens.token_ids.shape == (35, 2, 2)
-    without = changed(server, "/v1/kld", lambda answer: answer["data"][0].pop("reference_top_logprobs"))
-    with pytest.raises(ResponseError, match="top tokens do not fit the windows"):
-        await measure(without, top_logprobs=5)
-
-
 async def test_the_text_before_a_token_crosses_windows_of_consecutive_targets():
     measurement = await measure(FakeServer(await recorded(method="sliding"), noise=NOISE))
     for token in measurement.most_divergent:

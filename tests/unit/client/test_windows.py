@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows
 
-from scoremode.metrics import Perplexity, count_words, perplexity, text_metrics
+from scoremode.metrics import count_words, perplexity
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 
 BOS = 999
@@ -133,15 +133,3 @@ def test_one_token_has_no_error_and_may_have_an_infinite_perplexity():
 def test_words_are_counted_as_lm_eval_does():
     texts = {"one two  three": 3, " one ": 3, "one\n\ntwo\tthree": 3, "": 1}
     assert {text: count_words(text) for text in texts} == texts
-
-
-@pytest.mark.parametrize(
-    ("method", "text_nll"),
-    [("sliding", 30.0), ("rolling", 30.0), ("overlapping", 40.0), ("disjoint", 40.0), ("llama.cpp", 40.0)],
-)
-def test_a_texts_nll_is_the_sum_or_else_its_tokens_times_the_mean(method, text_nll):
-    result = Perplexity(15, 30.0, 2.0, None, math.exp(2), None)
-    metrics = text_metrics(result, method, num_tokens=20, num_bytes=100, num_words=10)
-    assert metrics.bits_per_byte == pytest.approx(text_nll / 69.31471805599453)
-    assert metrics.word_perplexity == pytest.approx(math.exp(text_nll / 10))
-    assert text_metrics(result, method, num_tokens=1, num_bytes=0, num_words=1).bits_per_byte is None
