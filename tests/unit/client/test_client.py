@@ -17,7 +17,6 @@ from fake_server import (
     encoded,
     error,
     events,
-    logprob,
     ok,
     result_event,
     score_response,
@@ -27,7 +26,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import scoremode
-import scoremode_server
 from scoremode.wire.calls import EventParser
 from scoremode.wire.protocol import PerplexityRequest, ScoreRequest
 from scoremode.wire.references import KldRequest, ReferenceRequest
@@ -35,15 +33,6 @@ from scoremode.wire.references import KldRequest, ReferenceRequest
 
 def streaming(*items):
     return Outcomes(httpx.Response(200, content=events(*items)))
-
-
-def test_score_gives_exact_logprobs_and_none_at_the_first_token(call):
-    [score] = call(answer, "score", [[BOS, 72, 105]])
-    assert score.token_ids == [BOS, 72, 105]
-    assert score.logprobs == [None, logprob([BOS, 72], 1), logprob([BOS, 72, 105], 2)]
-    assert score.nlls == [-score.logprobs[1], -score.logprobs[2]]
-    assert score.num_scored == 2
-    assert (score.ranks, score.is_greedy, score.tokens, score.top_logprobs) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +43,7 @@ def test_score_gives_exact_logprobs_and_none_at_the_first_token(call):
 def test_base64_is_little_endian_float32(call, values, read):
     server = changed(answer, "/v1/score", lambda content: content["data"][0].update(logprobs=values))
     [score] = call(server, "score", [[BOS, 1]])
-    assert score.logprobs == read
+    assert (score.logprobs, score.nlls) == (read, [-read[1]])
 
 
 def test_every_field_of_a_score_request_is_sent_and_its_answer_read(call):
@@ -85,16 +74,12 @@ def test_info_and_tokens(call):
     info = call(server := Outcomes(ok(INFO)), "info", client={"model": "an adapter/1"})
     assert (info.model, info.max_model_len, info.chunk_token_id) == ("bytes", 64, BOS)
     assert server.requests[0].url.query == b"model=an%20adapter%2F1"
-    assert call(answer, "tokenize", "Hi") == [BOS, 72, 105]
     assert call(answer, "tokenize", "Hi", add_special_tokens=False) == [72, 105]
-    assert call(answer, "detokenize", [72, 105]) == "Hi"
     server = FakeServer()
     assert call(server, "token_texts", [105, 72, 105, BOS], client={"model": "m"}) == {72: "H", 105: "i", BOS: "<s>"}
     assert server.requests == [("POST", "/v1/tokens", {"model": "m", "token_ids": [72, 105, BOS]})]
     with pytest.raises(scoremode.ResponseError, match="protocol"):
         call(Outcomes(httpx.Response(200, text="<html>welcome</html>")), "info")
-    with pytest.raises(scoremode.ResponseError, match="1 texts for 2 tokens"):
-        call(Outcomes(ok({"object": "tokens", "tokens": ["H"]})), "token_texts", [72, 105])
 
 
 def test_the_api_key_is_the_argument_or_else_the_environments(call, monkeypatch):
@@ -107,23 +92,13 @@ def test_the_api_key_is_the_argument_or_else_the_environments(call, monkeypatch)
     assert keys == [None, "Bearer from-environment", "Bearer given"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "statuses"),
-    [
-        (scoremode.BadRequestError, (400, 422)),
-        (scoremode.AuthenticationError, (401, 403)),
-        (scoremode.NotFoundError, (404,)),
-        (scoremode.RateLimitError, (429,)),
-        (scoremode.ServerError, (500, 503)),
-        (scoremode.APIStatusError, (413,)),
-    ],
-)
-def test_each_status_has_its_error(call, kind, statuses):
-    for status in statuses:
+def test_each_status_has_its_error(call):
+    kinds = {400: "BadRequest", 401: "Authentication", 404: "NotFound", 429: "RateLimit", 503: "Server"}
+    for status, kind in kinds.items():
         server = Outcomes(error(status, "it went wrong", param="prompt", type="SomeError"))
         with pytest.raises(scoremode.APIStatusError, match="it went wrong") as caught:
             call(server, "tokenize", "x", client={"max_retries": 0})
-        assert type(caught.value) is kind
+        assert type(caught.value).__name__ == f"{kind}Error"
         assert (caught.value.status_code, caught.value.param, caught.value.type) == (status, "prompt", "SomeError")
 
 
@@ -133,12 +108,9 @@ VALIDATION = {"detail": [{"loc": ["body", "stride"], "msg": "must be positive"}]
 @pytest.mark.parametrize(
     ("response", "message", "param"),
     [
-        (httpx.Response(400, json={"detail": "no such thing"}), "no such thing", None),
         (httpx.Response(422, json=VALIDATION), "must be positive", "stride"),
         (httpx.Response(401, json={"error": "Unauthorized"}), "Unauthorized", None),
         (httpx.Response(500, text="<html>proxy says no</html>"), "proxy says no", None),
-        (httpx.Response(500), "Internal Server Error", None),
-        (httpx.Response(302, headers={"Location": "/login"}), "Found", None),
     ],
 )
 def test_errors_of_other_shapes_are_read_too(call, response, message, param):
@@ -147,14 +119,12 @@ def test_errors_of_other_shapes_are_read_too(call, response, message, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"), [("score", ["x"]), ("reference", ["base"]), ("references", []), ("kld", ["base"])], ids=str
-)
-def test_only_a_server_without_the_route_is_called_no_scoremode(call, method, arguments):
+@pytest.mark.parametrize("method", ["score", "kld"])
+def test_only_a_server_without_the_route_is_called_no_scoremode(call, method):
     with pytest.raises(scoremode.NotFoundError, match=r"probably not Scoremode.*scoremode serve"):
-        call(Outcomes(httpx.Response(404, json={"detail": "Not Found"})), method, *arguments)
+        call(Outcomes(httpx.Response(404, json={"detail": "Not Found"})), method, "x")
     with pytest.raises(scoremode.NotFoundError, match=r"^the model `x` does not exist \(HTTP 404\)$"):
-        call(Outcomes(error(404, "the model `x` does not exist")), method, *arguments)
+        call(Outcomes(error(404, "the model `x` does not exist")), method, "x")
 
 
 @pytest.mark.parametrize(
@@ -162,9 +132,6 @@ def test_only_a_server_without_the_route_is_called_no_scoremode(call, method, ar
     [
         {"logprobs": "not base64!"},
         {"logprobs": encoded([0], "<f4")},
-        {"token_ids": ["a", "b"]},
-        {"top_logprobs": {"shape": [2, 1]}},
-        {"candidate_logprobs": {"shape": ["a"], "logprobs": ""}},
         {"candidate_logprobs": [None, [-1.0]]},
     ],
     ids=str,
@@ -189,30 +156,17 @@ def test_perplexity_reports_windows_and_returns_the_result(call):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"), [(400, scoremode.BadRequestError), (503, scoremode.ServerError), ("odd", scoremode.ServerError)]
-)
-def test_an_error_within_a_stream_is_raised_by_its_code(call, code, kind):
-    server = streaming({"error": {"message": "window 3 failed", "code": code, "param": "prompt"}})
-    with pytest.raises(kind, match="window 3 failed") as caught:
-        call(server, "perplexity", "text")
-    assert caught.value.param == "prompt"
-
-
-@pytest.mark.parametrize(
     "stream",
     [
         b"data: [DONE]\n\n",
         b'data: {"object": "perplexity"',
         events({"object": "perplexity"}, {"object": "kld"}),
         events({"object": "surprise"}),
-        b"data: {\n\n",
-        b"data: []\n\n",
     ],
 )
-@pytest.mark.parametrize(("method", "options"), [("perplexity", {}), ("kld", {"as_noise_floor": True})])
-def test_a_stream_that_breaks_the_protocol_is_an_error(call, stream, method, options):
+def test_a_stream_that_breaks_the_protocol_is_an_error(call, stream):
     with pytest.raises(scoremode.ResponseError):
-        call(Outcomes(httpx.Response(200, content=stream)), method, "text", **options)
+        call(Outcomes(httpx.Response(200, content=stream)), "perplexity", "text")
 
 
 TEXT = "Hello, world"
@@ -270,12 +224,10 @@ def test_some_windows_and_top_tokens_can_be_requested(call, server):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kld": "no base64"}, "kld are not float32 in base64"),
         ({"ranks": base64.b64encode(b"12345").decode()}, "ranks are not int32 in base64"),
         ({"kld": [0.5, 0.5, 0.5]}, "kld are not in base64"),
         ({"kld": encoded([0, 0], "<f4")}, "different shapes"),
         ({"kld": encoded([0, np.nan, 0], "<f4")}, "NaN in the server's kld"),
-        ({"num_scored": 4}, "3 positions for the 4 of window 0"),
         ({"top_logprobs": {"shape": [3, 2], "token_ids": "", "logprobs": ""}}, r"not of shape \[3, 2\]"),
     ],
 )
@@ -293,12 +245,8 @@ def parse(*chunks: bytes) -> list[bytes]:
 @pytest.mark.parametrize(
     ("stream", "expected"),
     [
-        (b"data: one\n\ndata: two\n\n", [b"one", b"two"]),
         (b"data:one\n\n", [b"one"]),
-        (b"data:  one \n\n", [b" one "]),
-        (b"data: one\r\n\r\ndata: two\r\n\r\n", [b"one", b"two"]),
         (b"data: one\r\rdata: two\r\r:", [b"one", b"two"]),
-        (b"data: one\ndata: more\n\n", [b"one\nmore"]),
         (b": keep-alive\n\nevent: window\nid: 7\nretry: 3\ndata: one\n\n", [b"one"]),
         (b"data: one\n", []),
         ("data: a\u2028b\x85c\n\n".encode(), ["a\u2028b\x85c".encode()]),
@@ -314,17 +262,3 @@ def test_chunk_boundaries_do_not_matter(data, line_end):
     cuts = sorted(data.draw(st.sets(st.integers(min_value=1, max_value=len(stream) - 1))))
     chunks = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     assert parse(*chunks) == ["é€".encode(), b"two\nlines"]
-
-
-def test_the_exported_names_are_these():
-    """What both packages export is a promise."""
-    assert set(scoremode.__all__) == {
-        *("METHODS", "Method", "Window", "__version__", "cut_windows"),
-        *("AsyncScoreClient", "ScoreClient", "Score", "ServerInfo", "PerplexityResponse", "PerplexityWindow"),
-        *("APIStatusError", "AuthenticationError", "BadRequestError", "CorpusError", "NotFoundError", "OutputError"),
-        *("RateLimitError", "ResponseError", "ScoremodeError", "ServerError", "ServersDifferError", "TransportError"),
-        *("KldMeasurement", "KldPositions", "KldResult", "KldStatistics", "KldWindowValues", "NoiseFloor"),
-        *("Recording", "Reference", "measure_kld", "measure_noise_floor", "perplexity", "record_reference"),
-        *("CorpusProgress", "score_corpus"),
-    }
-    assert set(scoremode_server.__all__) == {"SequenceScore", "enable", "read_score", "score", "score_params"}

@@ -7,14 +7,11 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import fake_server
 import httpx
 import numpy as np
 import pyarrow as pa
@@ -39,17 +36,14 @@ DOCUMENTS = [f"document {index}" for index in range(4)]
 DOCUMENT_NLLS = [sum(nlls(text)) for text in DOCUMENTS]
 MEDIAN = median(DOCUMENT_NLLS)
 KEPT = "documents   4\nkept        2\ntokens      40\n"
-NAME, SHOWN = "evil\x1b[2J\x9b", r"evil\x1b[2J\x9b"
 CHECKSUM = hashlib.sha256(b"one\n\ntwo").hexdigest()[:12]
 
 
 class Server(FakeServer):
-    """Has the models `broken`, which fails, and `evil`, which refuses all."""
+    """Has a model `broken`, which fails."""
 
     def score(self, body: dict[str, Any]) -> httpx.Response | None:
-        if body.get("model") == "evil":
-            return error(400, NAME)
-        return error(500, "the engine\ndied") if body.get("model") == "broken" else super().score(body)
+        return error(500, "the engine\ndied\x1b") if body.get("model") == "broken" else super().score(body)
 
 
 def run(command: str, url: str = "") -> int | str | None:
@@ -109,66 +103,37 @@ def references(made) -> dict[str, Any]:
     ("command", "status", "message", "new_files"),
     [
         ("kdl --reference r", 2, "no command kdl; did you mean kld?\n", ""),
-        ("xyz", 2, "no command xyz\n", ""),
         ("--text a --preset hf --method sliding", 2, "--method does not work with --preset", ""),
-        ("--dataset a --preset hf --num-samples 3", 2, "--num-samples does not work with --preset", ""),
         ("--text a --num-samples 3", 2, "--num-samples needs --dataset", ""),
-        ("--text a --timeout 0", 2, "more than 0", ""),
-        ("--text a --retry-for -1", 2, "at least 0", ""),
         ("--text a --resume", 2, "--resume needs --output", ""),
         ("--text a --url http://a --url http://a/v1/", 2, "twice", ""),
         ("--text a --url http://a:99999", 2, "not a server address", ""),
         ("record --reference r --text a --url http://a --url http://b", 2, "takes one --url", ""),
         ("kld --reference r --floor --resume --output o", 2, "--resume does not work with --floor", ""),
-        ("kld --reference r --floor --concurrency 2", 2, "--concurrency does not work with --floor", ""),
-        (
-            "kld --reference r --floor --lane decode --decode-batch 2",
-            2,
-            "--decode-batch does not work with --floor",
-            "",
-        ),
         ("--text a --decode-batch 2", 2, "--decode-batch needs --lane", ""),
-        ("--text a --lane decode --decode-batch 2 --concurrency 2", 2, "takes the place of --concurrency", ""),
-        ("kld --reference r --floor --url http://a --url http://b", 2, "takes one --url", ""),
-        ("compare near.json ./near.json", 2, "a run is named twice", ""),
-        ("compare near.json far.json --labels A", 2, "--labels has 1 names for 2 runs", ""),
-        ("compare near.json far.json --labels A,A", 2, "--labels needs another name for every run", ""),
-        ("compare near.json far.json --resamples 99", 2, "at least 100", ""),
         ("compare", 2, "give finished runs, or --tasks", ""),
         ("compare --tasks a=x", 2, "--tasks needs a folder for the base and one per other model", ""),
-        ("compare --tasks x y", 2, "2 folders for 0 runs: give names to them (NAME=DIR)", ""),
-        ("compare --tasks a=x b=y --card", 2, "--card needs runs", ""),
         ("corpus a.parquet", 2, "the following arguments are required: --output", ""),
         ("IDLE --text ''", 1, "no text", ""),
-        ("IDLE --text-file missing.txt", 1, "No such file", ""),
         ("IDLE TEXT --output missing/new.json", 1, "missing/new.json: No such file", ""),
         ("IDLE TEXT --output /dev/null", 1, "cannot write /dev/null: it is", ""),
         ("IDLE TEXT --output new.safetensors", 1, "the values of single tokens go to a file of that name", ""),
         ("IDLE TEXT --output taken.json", 1, "/taken.safetensors: it is", ""),
-        ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, "error: the engine died (HTTP 500)", ""),
-        ("SERVER TEXT --method sliding --stride 65 --output new.json", 1, "stride 65 is larger", ""),
+        ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, r"error: the engine died\x1b (HTTP 500)", ""),
         ("SERVER --text a --context-length 8 --method disjoint", 1, "a smaller context_length (--context-length)", ""),
-        ("kld SERVER --reference none", 1, "there is no reference 'none' (HTTP 404)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
-        ("sweep wrong.yaml", 1, "wrong.yaml: models[0]: give a model to serve", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
+        ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
         ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet is there", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),
-        ("SERVER TEXT", 0, f"{PERPLEXITY:.4f} ±", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
-        ("SERVER --dataset rows.jsonl --text-column body --num-samples 2", 0, f"2 rows, sha256 {CHECKSUM}", ""),
         (f"SERVER --text {'~' * 600} --output new.json", 0, "inf", "new.json new.safetensors"),
         ("SERVER TEXT --calibration same.txt", 0, "same.txt, 8 tokens: 0 of 20 windows share more than 30%", ""),
-        ("SERVER --text-file same.txt", 0, f"same.txt, sha256 {CHECKSUM}", ""),
         ("record SERVER --reference new TEXT --max-tokens 30", 0, "21 scored, 30 in the text", ""),
-        ("record SERVER --reference base TEXT", 0, "20 windows, 20 of them before", ""),
         ("kld SERVER --reference base", 0, f"Mean    KLD: {MEAN_KLD:10.6f} ±", ""),
-        ("kld SERVER --reference base --calibration rows.jsonl --calibration-column body", 0, "rows.jsonl, 11 tok", ""),
         ("compare near.json far.json", 0, "far is worse than near by mean KL divergence.", ""),
         ("compare near.json far.json --card", 0, "| quant | GiB | bits per weight | PPL ± |", ""),
-        ("compare near.json far.json --markdown", 0, "| run | weights |", ""),
-        ("compare near.json far.json --labels A,B --csv --resamples 200 --seed 3", 0, ",worse,", ""),
         (f"corpus SERVER a.parquet --output out --filter 'nll < {MEDIAN}'", 0, KEPT, "out/a.parquet"),
         ("corpus SERVER a.parquet b.parquet --output done --resume", 0, "1 of them finished before", "done/b.parquet"),
         ("URL TEXT --output new.json --resume", 0, "starting at the beginning", "new.json new.safetensors"),
@@ -195,22 +160,6 @@ def test_each_command_line(folder, references, command, status, message, new_fil
     assert bool(server.requests) == ("SERVER" in command or has_progress)
 
 
-@pytest.mark.parametrize(
-    ("command", "status"),
-    [
-        *(("SERVER TEXT", 0), ("record SERVER --reference new TEXT", 0), ("kld SERVER --reference base", 0)),
-        *(("SERVER TEXT --model evil", 1), ("corpus SERVER a.parquet --output out --model evil", 0)),
-    ],
-)
-def test_what_servers_call_things_is_printed_with_escapes(folder, references, command, status, monkeypatch, capsys):
-    monkeypatch.setitem(fake_server.MODEL, "dtype", NAME)
-    with serve(Server(references, info={"dtype": NAME})) as url:
-        assert run(command, url) == status
-    printed = capsys.readouterr()
-    assert SHOWN in (printed.err if status else printed.out)
-    assert all(character.isprintable() for character in (printed.out + printed.err).replace("\n", ""))
-
-
 def arrays_of(output: Path) -> dict[str, tuple[str, list[float]]]:
     """Type and values of each array next to an output, which has that file's checksum."""
     path = output.with_suffix(".safetensors")
@@ -219,7 +168,7 @@ def arrays_of(output: Path) -> dict[str, tuple[str, list[float]]]:
     return {name: (str(array.dtype), array.tolist()) for name, array in load_file(path).items()}
 
 
-def test_the_output_has_the_settings_and_the_values_of_every_token(folder, capsys):
+def test_the_output_has_the_settings_and_the_values_of_every_token(folder):
     server = Server()
     with serve(server) as url:
         assert run("SERVER TEXT --output run.json", url.replace("http://", "http://me:secret@")) == 0
@@ -241,9 +190,7 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder, capsy
     assert record["perplexity"] == pytest.approx(PERPLEXITY)
     second = [-value for value in LOGPROBS[7:14]]
     assert record["windows"][1] == {"index": 1, "num_scored": 7, "nll_sum": sum(second), "nlls": second}
-    statistics = record["statistics"]
-    assert (statistics["num_scored"], statistics["num_windows"]) == (140, 20)
-    assert (statistics["nll_q"], statistics["ppl_q_stderr"]) == (record["nll_mean"], record["perplexity_stderr"])
+    assert record["statistics"]["nll_q"] == record["nll_mean"]
     assert record["token_texts"] == {str(token): token_text(token) for token in sorted(set(TOKENS) - {BOS})}
     assert arrays_of(folder / "run.json") == {
         "token_ids": ("int32", [token for window in WINDOWS for token in window[1:]]),
@@ -253,18 +200,6 @@ def test_the_output_has_the_settings_and_the_values_of_every_token(folder, capsy
         "window_contexts": ("int32", [1] * 20),
     }
     assert [body["return_ranks"] for body in server.score_requests] == [True] * 20 + [False] * 20
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("command", ["SERVER TEXT", "kld SERVER --reference base"])
-def test_a_server_without_texts_of_tokens_does_not_end_the_run(folder, references, command, capsys):
-    def older(request: httpx.Request) -> httpx.Response | None:
-        return error(404, "Not Found") if request.url.path == "/v1/tokens" else Server(references)(request)
-
-    with serve(older) as url:
-        assert run(f"{command} --output run.json", url) == 0
-    assert json.loads((folder / "run.json").read_text())["token_texts"] == {}
-    assert "the run is kept without the texts of its tokens: Not Found" in capsys.readouterr().err
 
 
 def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, references, capsys):
@@ -285,35 +220,11 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("has_answered", "options", "seconds"), [(False, "", 30), (False, "--retry-for 90", 90), (True, "", 600)]
-)
-def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, options, seconds, waits, clock, capsys):
-    with serve(Server(allowed=0) if has_answered else lambda request: None) as url:
-        assert run(f"SERVER TEXT --concurrency 1 {options}", url) == 1
-    assert sum(waits) == pytest.approx(seconds)
-    printed = capsys.readouterr().err
-    assert f"{seconds} s at most" in printed
-    assert ("--retry-for waits longer" in printed) == (seconds == 30)
-
-
-@pytest.mark.parametrize(
-    ("command", "how_to_resume"),
-    [
-        ("SERVER TEXT --concurrency 1", ""),
-        ("SERVER TEXT --concurrency 1 --output new.json", "; FOLDER/new.json.journal has 2 of 20 windows: RESUMED_SO"),
-        ("record SERVER --reference new TEXT", ": the same command resumes it"),
-        ("corpus SERVER a.parquet --output out", ": RESUMED_SO"),
-    ],
-)
-def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsys):
-    server, over, num_before = Server(), threading.Event(), 2 * ("TEXT --concurrency" in command)
-    how_to_resume = how_to_resume.replace("FOLDER", str(folder))
-    how_to_resume = how_to_resume.replace("RESUMED_SO", "the same command with --resume resumes it")
+def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
+    server, over = Server(), threading.Event()
 
     def slow(request: httpx.Request) -> httpx.Response | None:
-        is_scored = request.method == "POST" and request.url.path in ("/v1/score", "/v1/references")
-        if is_scored and server.num_scored == num_before:
+        if request.method == "POST" and request.url.path == "/v1/score" and server.num_scored == 2:
             os.kill(os.getpid(), signal.SIGINT)
             over.wait(60)
         return server(request)
@@ -322,31 +233,9 @@ def test_ctrl_c_is_status_130_and_one_line(folder, command, how_to_resume, capsy
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with serve(slow) as url:
         try:
-            assert run(command, url) == 130
+            assert run("SERVER TEXT --concurrency 1 --output new.json", url) == 130
         finally:
             over.set()
             signal.signal(signal.SIGINT, handler)
-    assert capsys.readouterr().err == f"ppl-client: interrupted{how_to_resume}\n"
-
-
-EXTRA = (
-    f"ppl-client: error: {{}} is missing; to install it, run in a clone of Scoremode: "
-    f"scripts/install.sh {sys.executable} none {{}}\n"
-)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("missing", "command", "status", "message"),
-    [
-        ("arch", "compare near.json far.json", 1, EXTRA.format("arch", "report")),
-        ("yaml", "sweep wrong.yaml", 1, EXTRA.format("yaml", "report")),
-        ("pyarrow", "corpus a.parquet --output out --quiet", 1, EXTRA.format("pyarrow", "corpora")),
-        ("arch scipy matplotlib jinja2 yaml pyarrow", "--version", 0, ""),
-    ],
-)
-def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, status, message):
-    main_alone = f"from scoremode.cli import main; sys.exit(main({shlex.split(command)}))"
-    code = f"import sys; sys.modules |= {dict.fromkeys(missing.split())}; {main_alone}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (status, message)
+    kept = f"{folder}/new.json.journal has 2 of 20 windows: the same command with --resume resumes it"
+    assert capsys.readouterr().err == f"ppl-client: interrupted; {kept}\n"

@@ -8,7 +8,7 @@ import pytest
 from scoremode.errors import CorpusError
 from scoremode.runs.conversations import token_classes
 from scoremode.runs.corpora import load_corpus
-from scoremode.windows import TOKEN_CLASSES, Window, turn_windows
+from scoremode.windows import TOKEN_CLASSES
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
@@ -38,14 +38,6 @@ def test_conversations_of_each_shape_are_the_same(tmp_path, messages):
     assert corpus.fingerprint != load_corpus(path, messages="chat").fingerprint
 
 
-def test_conversations_come_from_parquet_too(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"chat": [MESSAGES], "tools": [json.dumps(TOOLS)]}), tmp_path / "a.parquet")
-    (conversation,) = load_corpus(str(tmp_path / "a.parquet"), messages="chat").conversations
-    assert (conversation.messages, conversation.tools) == (MESSAGES, TOOLS)
-
-
 @pytest.mark.parametrize("chat", ["Hi", [1], [{"content": "Hi"}], {"role": "user"}, None])
 def test_a_row_that_is_no_conversation_is_named(tmp_path, chat):
     path = written(tmp_path / "chats.jsonl", [{"chat": MESSAGES}, {"chat": chat}])
@@ -59,10 +51,6 @@ def test_rows_with_a_label_are_documents(tmp_path):
     assert (corpus.documents, corpus.labels) == (("a", "b"), ("code", "prose"))
     with pytest.raises(CorpusError, match="no column 'language'"):
         load_corpus(path, by="language")
-
-
-def test_turns_are_cut_where_the_context_ends():
-    assert turn_windows([(3, 5), (8, 12), (15, 16)], 10) == [Window(0, 5, 3), Window(0, 10, 8)]
 
 
 TURNS = {
@@ -81,8 +69,3 @@ def test_tokens_have_the_class_of_the_tags_around_them(turn, wanted):
     texts = turn.split("|")
     found = token_classes(np.arange(len(texts)), [len(texts)], ["assistant"], dict(enumerate(texts)))
     assert [TOKEN_CLASSES[index] for index in found] == wanted.split("," if "," in wanted or " call" in wanted else " ")
-
-
-def test_turns_of_other_roles_are_of_a_class_of_their_own():
-    found = token_classes(np.array([0, 0, 1]), [2, 1], ["user", "assistant"], {0: "<think>", 1: "Yes"})
-    assert [TOKEN_CLASSES[index] for index in found] == ["other", "other", "text"]

@@ -61,24 +61,13 @@ def test_a_single_file_is_read_by_its_suffix(tmp_path):
     assert load_corpus(text_file=tmp_path / "text").text == "one\r\ntwo\n"
 
 
-def test_pydoc_is_the_language_reference_in_the_order_of_its_topics():
-    from pydoc_data.topics import topics
-
-    corpus = load_corpus("pydoc")
-    assert corpus.text.startswith(topics[min(topics)])
-    assert corpus.text.endswith("\n\n" + topics[max(topics)])
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\nnonsense\n', "line 2 is not JSON"),
-        ("a.jsonl", b"[1]\n", "line 1 is not a JSON object"),
         ("a.jsonl", b'{"text": 5}\n', "not text"),
         ("labels.parquet", None, "no column 'text'.*content, label"),
-        ("a.parquet", b"nonsense", "cannot read"),
         ("a.txt", b"ab\xff", "byte 2 is not UTF-8"),
-        ("a.txt", b"", "no text"),
         ("a.docx", b"x", r"\.parquet, \.jsonl, \.txt"),
     ],
 )
@@ -96,22 +85,14 @@ def test_wikitext_is_wikitext_2_on_the_hub(monkeypatch):
     load_dataset = Mock(return_value=table)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert load_corpus("wikitext").fingerprint == ROWS_SHA256
-    load_corpus("wikitext", config="wikitext-103-raw-v1", split="validation")
     load_corpus("some/dataset")
     assert load_dataset.call_args_list == [
         call("Salesforce/wikitext", "wikitext-2-raw-v1", split="test"),
-        call("Salesforce/wikitext", "wikitext-103-raw-v1", split="validation"),
         call("some/dataset", None, split="test"),
     ]
-    load_dataset.side_effect = ConnectionError("Couldn't reach the Hub")
-    with pytest.raises(CorpusError, match=r"Couldn't reach the Hub.*--dataset PATH"):
-        load_corpus("wikitext")
 
 
-@pytest.mark.parametrize(("module", "dataset"), [("datasets", "wikitext"), ("pyarrow.parquet", "rows.parquet")])
-def test_without_the_extra_the_error_says_what_to_install(monkeypatch, tmp_path, module, dataset):
-    write_parquet(tmp_path / "rows.parquet", ROWS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, module, None)
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingPackageError, match="none datasets"):
-        load_corpus(dataset)
+        load_corpus("wikitext")

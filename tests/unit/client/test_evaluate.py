@@ -50,13 +50,6 @@ async def test_every_method_gives_the_figures_of_its_definition(method):
     assert (len(plan.tokens), plan.num_bytes, plan.num_words) == (len(tokens), len(TEXT), 13)
 
 
-async def test_settings_left_out_are_resolved_and_kept():
-    plan = (await run()).plan
-    assert (plan.context_length, plan.stride) == (64, 16), "the model's 64 tokens, and a quarter of them"
-    assert plan.add_special_tokens
-    assert not (await run(method="rolling")).plan.add_special_tokens, "lm-eval adds none"
-
-
 async def test_max_tokens_cuts_the_text_whose_bytes_and_words_are_counted():
     evaluation = await run(max_tokens=10, context_length=8, stride=3)
     plan = evaluation.plan

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from fake_server import INFO, StoredReference
 from scoremode.kld import POSITION_DTYPES, KldPositions, statistics
 from scoremode.runs.divergence import DivergentToken, KldMeasurement
 from scoremode.runs.kld_report import as_json, as_text
-from scoremode.wire.protocol import ComputedBy, ServerInfo
+from scoremode.wire.protocol import ServerInfo
 from scoremode.wire.references import CorpusInfo, NoiseFloor, Reference
 
 SETTINGS = {"name": "base", "prompt": "the text of two windows", "method": "disjoint", "context_length": 8}
@@ -88,25 +87,10 @@ def with_floor(mean, **changes) -> KldMeasurement:
 
 
 def test_the_tables_are_llama_cpps_and_ours():
-    computed_by = ComputedBy(device="NVIDIA H200", num_devices=2)
-    server = ServerInfo(**{**INFO, "quantization": "fp8", "revision": "abc", "computed_by": computed_by})
-    lines = as_text(with_floor(0.0005, server=server)).splitlines()
-    assert re.fullmatch(r"date            20\d\d-\d\d-\d\d \d\d:\d\d UTC", lines.pop(4))
-    assert lines == [
-        "model (Q)       adapter: fp8, float32",
-        "revision        abc",
-        "server          scoremode 9.9.9, vLLM 0.32.0",
-        "computed on     2 x NVIDIA H200",
-        "base            base: bytes, not quantized, bfloat16",
-        "corpus          wikitext raw test, 4,358 rows, sha256 0123456789ab",
-        "figures         not comparable with published figures (no --preset)",
-        "method          disjoint",
-        "context length  2,048 tokens",
-        "stride          2,048 tokens",
-        "windows         2",
-        "tokens          4 scored, 4,096 in the text",
-        "time            2.0 s, 2 tokens/s",
-        "",
+    lines = as_text(with_floor(0.0005)).splitlines()
+    assert "model (Q)       adapter: fp8, float32" in lines
+    assert "base            base: bytes, not quantized, bfloat16" in lines
+    assert lines[lines.index("====== Perplexity statistics ======") :] == [
         "====== Perplexity statistics ======",
         "Mean PPL(Q)                   :   3.363586 ±   1.116101",
         "Mean PPL(base)                :   3.363586 ±   1.116101",
@@ -160,11 +144,9 @@ def test_the_tables_are_llama_cpps_and_ours():
     ("measurement", "line"),
     [
         (measured(), "Noise floor        : not measured (ppl-client kld --floor, on a server of the base model)"),
-        (with_floor(0.0), "Noise floor        : mean KLD 0 of the base from itself, 99.0% 0.004"),
-        (with_floor(0.5, as_noise_floor=True), "Noise floor        : this comparison, kept with the reference"),
+        (measured(model="a\x1b[2J"), r"model (Q)       a\x1b[2J: fp8, float32"),
         (measured(kld=[0, 1, 2, math.inf]), "Infinite KLD       : 1 positions, so that the mean is infinite"),
         (measured(logprobs=ARRAYS["reference_logprobs"]), "RMS Δp    :  0.000 ±     - %"),
-        (measured(most_divergent=[]), "none"),
         (
             measured(most_divergent=[dataclasses.replace(TOKEN, **dict.fromkeys(TEXTS))]),
             "    token 10: base 0.1250, Q 0.5000; base prefers token 3 (0.7500), Q token 4",

@@ -15,7 +15,6 @@ ROUNDING = RANDOM.normal(0, 0.01, len(POSITIONS))
     ("fault", "differs_from", "words"),
     [
         (0 * POSITIONS, None, "agrees with prefill"),
-        (np.full(len(POSITIONS), 0.0005), None, "agrees with prefill"),
         (np.full(len(POSITIONS), 0.02), 1, "differs from prefill: +0.0"),
         (np.where(POSITIONS >= 512, 0.02, 0), 512, "from position 512 on"),
         (POSITIONS * 2e-5, 128, "is the KV cache's"),

@@ -11,8 +11,7 @@ from fake_server import FakeServer, Outcomes, client_of, copy_of, error, ok, sco
 from scoremode import BadRequestError, ResponseError, ServerError, ServersDifferError, TransportError
 from scoremode.runs.corpora import Corpus
 from scoremode.runs.evaluate import evaluate
-from scoremode.runs.pool import GRACE, MAX_CONCURRENCY, Pool
-from scoremode.runs.recording import record_reference
+from scoremode.runs.pool import GRACE, Pool
 
 CORPUS = Corpus("fox", "The quick brown fox jumps over the lazy dog, and on it goes. " * 4, "made up", 1)
 SETTINGS = {"context_length": 8, "stride": 4}
@@ -46,15 +45,6 @@ async def expected():
     return (await run(Server())).windows
 
 
-async def test_both_servers_score_windows_which_are_kept_in_order(expected):
-    servers = Server("a"), Server("b")
-    evaluation = await run(*servers, concurrency=2)
-    assert evaluation.windows == expected
-    assert evaluation.concurrency == 4
-    assert sum(server.num_scored for server in servers) == len(expected)
-    assert min(server.num_scored for server in servers) > len(expected) / 4
-
-
 @pytest.mark.parametrize(
     "failure", [REFUSED, httpx.ReadTimeout("silent"), error(500, "dead"), error(429, "busy")], ids=repr
 )
@@ -65,13 +55,6 @@ async def test_the_windows_of_a_failed_server_go_to_the_other(expected, caplog, 
     assert (dying.num_scored, other.num_scored) == (3, len(expected) - 3)
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("http://dying is dropped")
-
-
-async def test_the_failure_of_the_last_server_ends_the_run():
-    first = Server("a", error(500, "a died"), lambda num_scored: num_scored >= 2)
-    last = Server("b", error(500, "b died"), lambda num_scored: num_scored >= 9)
-    with pytest.raises(ServerError, match="b died"):
-        await run(first, last)
 
 
 async def test_a_request_at_fault_or_wrong_scores_end_the_run_on_every_server():
@@ -106,12 +89,6 @@ async def test_servers_that_differ_do_not_share_a_run():
     what = f"fingerprint is 'another' instead of {servers[0].fake.info['fingerprint']!r}"
     assert str(caught.value) == f"http://b does not serve the model that the run began with: {what}"
     assert [server.num_scored for server in servers] == [0, 0]
-
-
-async def test_as_many_windows_are_in_flight_as_the_server_runs_or_as_asked():
-    for reported, asked, in_flight in ((None, None, 8), (4, None, 4), (256, None, MAX_CONCURRENCY), (4, 12, 12)):
-        async with client_of(Server(info={"max_num_seqs": reported})) as client:
-            assert (await Pool.connect([client], asked)).concurrency == in_flight
 
 
 async def test_a_server_that_restarts_must_have_the_same_model(waits, expected):
@@ -163,7 +140,7 @@ class Overloaded(Server):
         self.num_timeouts = self.most_in_time = 0
 
     async def __call__(self, request):
-        if request.method == "GET" or request.url.path not in ("/v1/score", "/v1/references"):
+        if request.method == "GET" or request.url.path != "/v1/score":
             return self.fake(request)
         self.in_flight.add(request)
         if len(self.in_flight) > self.at_once:
@@ -197,5 +174,3 @@ async def test_one_that_is_alone_and_late_three_times_ends_the_run(waits, clock)
     with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
         await run(server, retries={"retry_for": 600}, concurrency=32)
     assert (server.num_timeouts, len(waits)) == (32 + 16 + 8 + 4 + 2 + 3, 2)
-    with pytest.raises(ServerError, match=WHAT_TO_CHANGE):
-        await record_reference(client_of(server, retry_for=600), CORPUS, "base", **SETTINGS)

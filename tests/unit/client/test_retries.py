@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fake_server import INFO, CutShort, Outcomes, error, events, result_event, window_event
 
-from scoremode import APIStatusError, NotFoundError, RateLimitError, ScoreClient, ServerError, TransportError
+from scoremode import APIStatusError, NotFoundError, RateLimitError, ServerError, TransportError
 from scoremode.wire.retries import LONGEST_BACKOFF, RETRIES_OF_INTERNAL_ERRORS
 
 OK = httpx.Response(200, json=INFO)
@@ -106,14 +106,6 @@ def test_after_retry_for_the_failure_is_raised(call, waits, clock, seconds):
     assert sum(waits) == pytest.approx(seconds), "the last attempt is when the time is up"
 
 
-def test_each_request_has_its_own_time(waits, clock):
-    down_for_a_minute = asks_to_wait("60", status=503)
-    server = Outcomes(down_for_a_minute, OK, down_for_a_minute, OK)
-    with ScoreClient("http://fake", transport=httpx.MockTransport(server), **PATIENT) as client:
-        assert [client.info().model, client.info().model] == ["bytes", "bytes"]
-    assert waits == [60, 60]
-
-
 def test_an_internal_error_is_retried_a_few_times(call, waits, clock):
     dying = [error(500, "EngineDeadError")] * 3
     assert call(Outcomes(*dying, *[DOWN] * 9, OK), "info", client=PATIENT).model == "bytes"
@@ -126,18 +118,3 @@ def test_an_internal_error_is_retried_a_few_times(call, waits, clock):
         call(server, "info", client=PATIENT)
     assert len(server.requests) == 2 + RETRIES_OF_INTERNAL_ERRORS
     assert sum(waits) > 5, "vLLM looks every 5 seconds whether its engine is dead"
-
-
-@pytest.fixture
-def lines(caplog):
-    caplog.set_level("INFO", logger="scoremode")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "scoremode.wire.retries"]
-
-
-def test_the_log_shows_when_waiting_begins_and_ends(call, waits, clock, lines):
-    call(Outcomes(*[DOWN] * 10, OK), "info", client=PATIENT)
-    begin, end = lines()
-    assert begin == "waiting for http://fake:8000, 100 s at most: no answer from http://fake:8000/v1/score: refused"
-    assert end.startswith("http://fake:8000 answers again after ")
-    call(Outcomes(DOWN, OK), "info", client=PATIENT)
-    assert len(lines()) == 2, "a short wait is not logged"

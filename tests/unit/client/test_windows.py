@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows
 
-from scoremode.metrics import Perplexity, count_words, perplexity, text_metrics
+from scoremode.metrics import count_words, perplexity
 from scoremode.windows import Window, WindowError, cut_windows, resolve_context_length, resolve_stride
 
 BOS = 999
@@ -65,13 +65,6 @@ def test_rolling_is_lm_evals(num_tokens, context_length):
     assert conditioned_targets(windows, num_tokens) == lm_eval_rolling(num_tokens, context_length, BOS)
 
 
-def test_sliding_by_hand():
-    # Ten tokens, four at a time, two onward: the first window scores 1, 2, 3, every later one its last two.
-    assert cut_windows(10, "sliding", 4, 2) == [Window(0, 4, 1), Window(2, 6, 4), Window(4, 8, 6), Window(6, 10, 8)]
-    assert cut_windows(7, "sliding", 4, 2)[-1] == Window(4, 7, 6), "a short window at the end"
-    assert cut_windows(8, "sliding", 4, 4) == [Window(0, 4, 1), Window(4, 8, 5)], "first tokens are not scored"
-
-
 def test_overlapping_scores_all_targets_of_full_windows():
     assert cut_windows(9, "disjoint", 4) == [Window(0, 4, 1), Window(4, 8, 5)]
     # Starts 0, 2, 4 are below 10 - 4; a window at 6 would end with the text and is not taken.
@@ -91,22 +84,11 @@ def test_llama_cpp_scores_the_second_half_of_whole_chunks():
     assert (second.first_scored, second.num_scored) == (5, 3)
 
 
-def test_the_last_rolling_window_reaches_back_until_it_is_full():
-    first, second, last = cut_windows(10, "rolling", 4, prefix_token_id=BOS)
-    assert first.token_ids(range(10)) == [BOS, 0, 1, 2, 3]
-    assert second.token_ids(range(10)) == [3, 4, 5, 6, 7]
-    assert last.token_ids(range(10)) == [5, 6, 7, 8, 9]
-    assert (last.first_scored, last.num_scored) == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("method", "context_length", "stride", "field"),
     [
-        pytest.param("sliding", 4, 5, "stride", id="skips tokens"),
-        pytest.param("sliding", 4, 0, "stride", id="stands still"),
-        pytest.param("disjoint", 4, 2, "stride", id="takes no stride"),
-        pytest.param("sliding", 1, None, "context_length", id="no context"),
-        pytest.param("rolling", 4, None, "method", id="no prefix token"),
+        *(("sliding", 4, 5, "stride"), ("sliding", 4, 0, "stride"), ("disjoint", 4, 2, "stride")),
+        *(("sliding", 1, None, "context_length"), ("rolling", 4, None, "method")),
     ],
 )
 def test_impossible_windows_name_the_field_at_fault(method, context_length, stride, field):
@@ -151,15 +133,3 @@ def test_one_token_has_no_error_and_may_have_an_infinite_perplexity():
 def test_words_are_counted_as_lm_eval_does():
     texts = {"one two  three": 3, " one ": 3, "one\n\ntwo\tthree": 3, "": 1}
     assert {text: count_words(text) for text in texts} == texts
-
-
-@pytest.mark.parametrize(
-    ("method", "text_nll"),
-    [("sliding", 30.0), ("rolling", 30.0), ("overlapping", 40.0), ("disjoint", 40.0), ("llama.cpp", 40.0)],
-)
-def test_a_texts_nll_is_the_sum_or_else_its_tokens_times_the_mean(method, text_nll):
-    result = Perplexity(15, 30.0, 2.0, None, math.exp(2), None)
-    metrics = text_metrics(result, method, num_tokens=20, num_bytes=100, num_words=10)
-    assert metrics.bits_per_byte == pytest.approx(text_nll / 69.31471805599453)
-    assert metrics.word_perplexity == pytest.approx(math.exp(text_nll / 10))
-    assert text_metrics(result, method, num_tokens=1, num_bytes=0, num_words=1).bits_per_byte is None

@@ -66,9 +66,7 @@ CHANGED = {"vllm.engine:Engine": "changed", "vllm.engine:Engine.run": "changed"}
     ("files", "differ"),
     [
         ({"engine": ENGINE.replace("x + 1", "x + 2")}, CHANGED),
-        ({"engine": ENGINE.replace("@staticmethod", "@classmethod")}, CHANGED),
         ({"engine": ENGINE.replace("LIMIT = 3", "LIMIT = 4")}, {"vllm.engine:LIMIT": "changed"}),
-        ({"engine": ENGINE.replace("size: int = 1", "size: int = 2")}, {"vllm.engine:Engine": "changed"}),
         ({"engine": ENGINE.replace("return x + 1", "# One more.\n        return (x+1)")}, {}),
         # A definition that was moved, and is imported where it was.
         ({"engine": "from .inner import *\nfrom vllm.inner import LIMIT\n", "inner": ENGINE}, {}),
@@ -83,16 +81,7 @@ def test_names_of_a_new_version_are_the_same_changed_or_gone(wheels: Path, capsy
     printed = re.findall(r"^(same|changed|gone) +(\S+)", capsys.readouterr().out, re.MULTILINE)
     assert {name: status for status, name in printed} == dict.fromkeys(NAMES, "same") | differ
     assert check_vllm.check("1.1", write=True)
-    old, new = check_vllm.recorded_hashes().values()
-    assert sorted(new) == NAMES
-    assert differ.keys() <= {name for name in NAMES if old[name] != new[name]}
     assert check_vllm.check("1.1")
-
-
-def test_a_recorded_version_whose_wheel_is_another_is_not_clean(wheels: Path, capsys):
-    make_wheel(wheels, "1.0", engine=ENGINE.replace("return x + 1", "# One more.\n        return (x+1)"))
-    assert not check_vllm.check("1.0")
-    assert capsys.readouterr().out.endswith("5 names, 2 differ\n  vllm.engine:Engine\n  vllm.engine:Engine.run\n")
 
 
 def test_the_exit_status_is_1_where_a_diff_is_shown(wheels: Path, monkeypatch: pytest.MonkeyPatch, capsys):

@@ -53,17 +53,11 @@ def test_answers_are_compared_question_by_question(tmp_path):
     comparison = compare_tasks(models)
     [model] = comparison.models
     assert (comparison.base, model.label, comparison.warnings) == ("base", "int4", [])
-    assert [(row.task, row.metric) for row in model.rows] == [("arc", "acc"), ("mmlu_law", "acc")]
     flips = model.rows[0].figures.flips
     assert (flips.num_questions, flips.num_right, flips.lost, flips.gained) == (8, 4, 1, 1)
     assert (model.pooled.figures.flips.num_questions, model.pooled.figures.flips.lost) == (16, 2)
-    assert [(each.task, each.doc_id, each.base.is_right) for each in model.flipped[:2]] == [
-        ("arc", 0, True),
-        ("arc", 4, False),
-    ]
-    flipped = model.flipped[0].other
-    assert (flipped.prompt, flipped.target) == ("Question 0\\nAnswer:", "0")
-    assert flipped.answers == (Answer(" 0", -1.25), Answer(" 1", -2.5))
+    assert [(each.doc_id, each.base.is_right) for each in model.flipped[:2]] == [(0, True), (4, False)]
+    assert model.flipped[0].other.answers == (Answer(" 0", -1.25), Answer(" 1", -2.5))
 
 
 def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
@@ -83,11 +77,8 @@ def test_generated_answers_are_texts_by_the_chosen_filter(tmp_path):
     ("lines", "message"),
     [
         ([line(0, 1)], "task t has acc, acc_norm: choose with --task-metric"),
-        ([line(0, 0.5, metrics=["acc"])], "task t has no metric that is yes or no: choose"),
         ([line(0, 1, metrics=["acc"]), line(0, 1, metrics=["acc"])], "question 0 is there twice"),
         ([line(0, 1, metrics=["acc"], arguments={})], "not what lm-eval writes with --log_samples"),
-        (["[]"], "samples_t_2026-11-24T10-00-00.000001.jsonl:1: not an object"),
-        (["[" * 100_000], "jsonl: maximum recursion"),
     ],
 )
 def test_files_that_lm_eval_does_not_write_are_refused_in_one_line(tmp_path, lines, message):
@@ -104,19 +95,11 @@ def compare_changed(folder: Path, **changes: object) -> list[str]:
     return compare_tasks({name: load_tasks(folder / name, ["acc"]) for name in ("base", "q")}).warnings
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"doc_id": 2}, "has 2 questions, .* has 2, 1 of them the same: use one --limit"),
-        ({"target_hash": "1"}, "has 1 questions or targets that differ"),
-    ],
-)
-def test_answers_to_other_questions_are_refused(tmp_path, changes, message):
-    with pytest.raises(RunError, match=message):
-        compare_changed(tmp_path, **changes)
-
-
-def test_another_prompt_for_the_same_question_is_a_warning(tmp_path):
+def test_other_questions_are_refused_and_other_prompts_are_a_warning(tmp_path):
+    with pytest.raises(RunError, match=r"has 2 questions, .* has 2, 1 of them the same: use one --limit"):
+        compare_changed(tmp_path, doc_id=2)
+    with pytest.raises(RunError, match="has 1 questions or targets that differ"):
+        compare_changed(tmp_path, target_hash="1")
     assert compare_changed(tmp_path, prompt_hash="other") == [
         "Left out, as q or base does not have it: another.",
         "t: 1 prompt differs between q and the base (examples, chat template?).",
@@ -135,29 +118,20 @@ def folders(tmp_path):
 def test_tables_have_each_task_and_all(folders, capsys):
     command = ["compare", "--tasks", f"base={folders[0]}", f"4-bit={folders[1]}", "--task-metric", "acc"]
     assert main(command) == 0
-    header, arc, of_task, pooled = (
-        [*map(str.strip, row.split("  "))] for row in capsys.readouterr().out.splitlines()[:4]
-    )
-    assert (header[0], header[-1]) == ("task", "verdict")
+    _, arc, of_task, pooled = ([*map(str.strip, row.split("  "))] for row in capsys.readouterr().out.splitlines()[:4])
     assert [of_task[-1], pooled[-1]] == ["worse", "worse"]
     assert arc[-1] == "too few questions: 790 needed"
     assert {"-20.00 [-28.88, -13.34]", "-10.00 [-14.94, -6.57]"} <= {*of_task, *pooled}
-    assert main([*command, "--markdown"]) == 0
-    assert "\n| a\\|task | acc | 100 | 100.00 | 80.00 | " in capsys.readouterr().out
     assert main([*command, "--csv"]) == 0
     rows = {(row["task"], row["figure"]): row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert float(rows["a|task", "accuracy_difference"]["value"]) == -0.2
-    assert rows["all tasks", "accuracy_difference"]["verdict"] == "worse"
     assert (rows["arc", "num_questions_needed"]["value"], rows["a|task", "lost"]["value"]) == ("790", "20")
-    assert ("a|task", "num_questions_needed") not in rows
 
 
 def test_a_report_shows_the_questions_that_flipped(folders, tmp_path, capsys):
     runs = [str(perplexity_run(tmp_path, name, made_up_nlls(seed)).path) for seed, name in enumerate(("one", "two"))]
-    report = tmp_path / "report.html"
-    command = ["compare", *runs, "--labels", "one,two", "--resamples", "100", "--html", str(report)]
+    command = ["compare", *runs, "--labels", "one,two", "--resamples", "100", "--html", str(tmp_path / "report.html")]
     assert main([*command, "--tasks", *folders, "--task-metric", "acc"]) == 0
     assert "two, %" in capsys.readouterr().out
-    text = report.read_text()
+    text = (tmp_path / "report.html").read_text()
     assert text.count("a|task 7: one is right, two is not (target 0). Question 7\\nAnswer:") == 1
-    assert "Questions that two answers otherwise than one" in text

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 from run_files import kld_run, made_up_kld, made_up_nlls, made_up_reference, perplexity_run
 
 from scoremode.comparison import compare, summary
-from scoremode.comparison.report import write_report
-from scoremode.comparison.tables import as_csv, as_markdown, as_text
+from scoremode.comparison.tables import as_csv, as_text
 from scoremode.wire.protocol import ComputedBy
 from scoremode.wire.references import NoiseFloor
 
@@ -41,17 +39,11 @@ def interval(figure):
 def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
     text = as_text(comparison)
     lines = text.splitlines()
-    assert lines[:5] == [
-        "3,000 tokens of text, sha256 e4fcc6171e2a.",
-        "30 windows: sliding, context length 128, stride 100; not comparable with published figures (no --preset).",
-        f"scoremode 9.9.9, vLLM 0.32.0; {comparison.base.finished[:10]}.",
-        "± takes tokens as independent. [95 % interval] does not:",
-        f"500 resamples, {comparison.blocks}, seed 0.",
-    ]
+    assert lines[0] == "3,000 tokens of text, sha256 e4fcc6171e2a."
+    assert lines[4] == f"500 resamples, {comparison.blocks}, seed 0."
     assert max(len(line) for line in lines if not line.endswith(".")) <= 120
-    _, int8, int4 = comparison.runs
+    int4 = comparison.runs[2]
     assert f"{interval(int4.perplexity)}  {interval(comparison.pairs[1].ppl_ratio)}" in text
-    assert f"{int8.kld.value:.6f} ± {int8.kld.stderr:.6f}" in text
     tail = [f"{int4.kld_median:.6f}", *(f"{value:.4f}" for value in np.percentile(int4.run.kld, [95, 99, 99.9, 100]))]
     assert ["int4", *tail, f"{100 * np.sqrt((int4.run.delta_p**2).mean()):.3f}"] in [row.split()[:7] for row in lines]
     assert f"{100 * int4.same_top_p.value:.3f} ± {100 * int4.same_top_p.stderr:.3f} [" in text, "a percentage"
@@ -68,18 +60,13 @@ def test_csv_has_every_figure_in_full(comparison):
     int4, pair = comparison.runs[2], comparison.pairs[1]
     for key, figure, verdict in (
         (("int4", "", "perplexity"), int4.perplexity, ""),
-        (("int4", "", "bits_per_byte"), int4.bits_per_byte, ""),
         (("int4", "base", "ppl_ratio"), pair.ppl_ratio, "worse"),
         (("int4", "int8", "kld_difference"), comparison.pairs[2].kld_difference, "worse"),
     ):
         row = found[key]
         values = [float(row[name]) for name in ("value", "stderr", "low", "high")]
         assert values == [figure.value, figure.stderr, figure.low, figure.high]
-        assert (row["quantization"], row["dtype"], row["verdict"]) == ("awq", "float32", verdict)
-        assert (row["path"], row["finished"]) == (str(int4.run.path), int4.run.finished)
-        assert row["versions"] == "scoremode 9.9.9, vLLM 0.32.0"
-    assert found["base", "", "nll"]["corpus_sha256"] == comparison.base.text_identity
-    assert found["int4", "", "weight_bytes"]["value"] == "1500000000"
+        assert (row["quantization"], row["path"], row["verdict"]) == ("awq", str(int4.run.path), verdict)
     assert ("base", "", "kld") not in found
 
 
@@ -99,13 +86,13 @@ def test_the_summary_ranks_runs_in_sentences(comparison):
 def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
     floor = NoiseFloor(mean=0.005, p99=1, max=1, num_scored=3000, created=1)
     reference = made_up_reference(noise_floor=0.001, lane_noise_floors={"decode": floor})
-    contexts, position = np.full(30, 1, np.int32), np.tile(np.arange(100), 30)
+    position = np.tile(np.arange(100), 30)
     of_model = {"reference": reference, "server": {"fingerprint": "of another"}}
     runs = [
         replace(
             kld_run(tmp_path, lane, made_up_nlls(2), made_up_kld(1, 0.01) + drift * position, **of_model),
             lane=lane,
-            window_contexts=contexts,
+            window_contexts=np.full(30, 1, np.int32),
         )
         for lane, drift in (("prefill", 0), ("decode", 1e-3))
     ]
@@ -114,54 +101,16 @@ def test_lanes_are_told_apart_compared_and_each_has_its_floor(tmp_path):
     assert decode.kld_over_noise_floor == pytest.approx((0.01 + 99e-3 / 2) / 0.005, rel=0.1)
     found = "\n".join(summary(compare(runs, num_resamples=100)))
     assert "decode and prefill by KL divergence: decode differs from prefill: +0.04950 nats in the mean" in found
-    assert "lane: prefill (prefill), decode (decode)" in found
-    assert "float32, decode lane" in as_text(compare(runs, num_resamples=100))
 
 
-def test_where_nothing_can_be_shown_the_summary_has_no_ranking(tmp_path):
-    found = compare([perplexity_run(tmp_path, str(n), made_up_nlls(n)) for n in range(3)])
-    assert summary(found) == ["No difference by perplexity is shown between any two runs."]
-    nlls = [made_up_nlls(n, [64]) for n in range(2)]
-    nlls[0][0] = math.inf
-    short = compare([kld_run(tmp_path, str(n), nlls[n], np.ones(64), window_sizes=[64]) for n in range(2)])
-    assert summary(short)[-1].startswith("Without an interval (the text is too short, or a value is infinite)")
-    text = as_text(short)
-    assert ("too short" in text, " inf  " in text, text.count("[")) == (True, True, 1)
-
-
-COMPUTED = {
-    "other GPUs": (
-        {"one": (A100, {}), "two": (H200, {}), "three": (A100, {}), "old": (None, {})},
-        "device: NVIDIA A100 (one, three, reference base), NVIDIA H200 (two); "
-        "attention: FLASH_ATTN 2 (one, three, reference base), FLASH_ATTN 3 (two).",
-    ),
-    "not known": ({"one": (A100, {}), "old": (None, {})}, None),
-    "replicas": ({"one": (A100, {}), "eight": (A100, {"num_devices": 8, "data_parallel_size": 8})}, None),
-    "dtypes": ({"a": (None, {}), "b": (None, {"dtype": "bfloat16"})}, "dtype: float32 (a), bfloat16 (b)."),
-    "one quantization": ({"base": (A100, {}), "q": (A100, {"quantization": "awq", "kernels": ["Marlin"]})}, None),
-    "its kernels": (
-        {each: (A100, {"quantization": "awq", "kernels": [each]}) for each in ("Marlin", "Machete")},
-        "kernels: Marlin (Marlin), Machete (Machete).",
-    ),
-}
-
-
-@pytest.mark.parametrize(("runs", "expected"), COMPUTED.values(), ids=COMPUTED)
-def test_what_computed_runs_differently_is_named(tmp_path, runs, expected):
-    loaded = []
-    for label, (by, changes) in runs.items():
-        server = {**changes, "computed_by": by and {**by.model_dump(), **changes}}
-        if label == "two":
-            reference = made_up_reference(computed_by=A100)
-            loaded.append(kld_run(tmp_path, label, made_up_nlls(1), np.ones(3000), reference=reference, server=server))
-        else:
-            loaded.append(perplexity_run(tmp_path, label, made_up_nlls(1), server=server))
-    comparison = compare(loaded, num_resamples=50)
-    lines = [line for line in as_text(comparison).splitlines() if line.startswith(NOT_ALIKE)]
-    assert lines == ([f"{NOT_ALIKE}, which may be a part of the differences. {expected}"] if expected else [])
-    assert (NOT_ALIKE in as_markdown(comparison)) == bool(expected)
-    if "two" in runs:
-        write_report(comparison, tmp_path / "report.html")
-        html = (tmp_path / "report.html").read_text()
-        assert NOT_ALIKE in html
-        assert "device NVIDIA H200; number of devices 8; model runner v2; attention FLASH_ATTN 3; kernels" in html
+def test_what_computed_runs_differently_is_named(tmp_path):
+    servers = {"one": (A100, {}), "two": (H200, {}), "old": (None, {}), "int4": (A100, {"quantization": "awq"})}
+    runs = []
+    for label, (by, changes) in servers.items():
+        server = {**changes, "computed_by": by and by.model_copy(update={"kernels": [label]} if changes else {})}
+        runs.append(perplexity_run(tmp_path, label, made_up_nlls(1), server=server))
+    [line] = [line for line in as_text(compare(runs, num_resamples=50)).splitlines() if line.startswith(NOT_ALIKE)]
+    assert line == (
+        f"{NOT_ALIKE}, which may be a part of the differences. device: NVIDIA A100 (one, int4), NVIDIA H200 (two); "
+        "attention: FLASH_ATTN 2 (one, int4), FLASH_ATTN 3 (two)."
+    ), "kernels are another quantization's"

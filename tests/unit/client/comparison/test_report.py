@@ -13,9 +13,8 @@ from made_up_runs import MODELS, write_runs
 from run_files import kld_run, made_up_nlls, perplexity_run
 
 from scoremode.comparison import Figure, compare, load_runs
-from scoremode.comparison.plot_style import DARK, LIGHT
 from scoremode.comparison.report import write_report
-from scoremode.comparison.report_tables import effects, pair_matrices, plain, run_table, with_errors
+from scoremode.comparison.report_tables import pair_matrices, with_errors
 
 NUM_TOKENS = 5000
 
@@ -62,13 +61,12 @@ def unpacked(packed):
     return np.where(values == 65535, np.inf, scaled) if packed["type"] == "uint16" else scaled
 
 
-@pytest.mark.parametrize("max_bytes", [30_000_000, 215_000])
-def test_top_tokens_are_those_where_runs_diverge_most(runs, report, max_bytes):
-    data = data_of(report(runs, max_bytes=max_bytes))
+def test_top_tokens_are_those_where_runs_diverge_most(runs, report):
+    data = data_of(report(runs, max_bytes=215_000))
     kept = np.flatnonzero(np.repeat(*(unpacked(data["passages"][name]) for name in ("kept", "size"))))
     order = np.argsort(-sum(run.kld / run.kld.mean() for run in runs))
     num_shown = len(unpacked(data["series"][0]["shown_at"]))
-    assert 20 < num_shown < 100 if max_bytes < 1_000_000 else num_shown == NUM_TOKENS
+    assert 20 < num_shown < 100
     shown = np.sort(order[np.isin(order, kept)][:num_shown])
     for run, series in zip(runs, data["series"], strict=False):
         assert kept[unpacked(series["shown_at"])].tolist() == shown.tolist()
@@ -90,13 +88,11 @@ def test_infinite_values_stay_infinite_and_equal_ones_equal(runs, report):
 def test_without_a_reference_there_is_no_divergence_and_never_a_folder_of_this_machine(tmp_path, report):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-    names = ("one/base", "one/a", "two/b")
-    runs = [perplexity_run(tmp_path / name[:3], name[4:], made_up_nlls(seed)) for seed, name in enumerate(names)]
+    runs = [perplexity_run(tmp_path / name, name, made_up_nlls(1)) for name in ("one", "two")]
     text = report(runs, has_plots=True)
-    assert "<title>base, a, b</title>" in text
-    assert "<code>ppl-client compare one/base.json one/a.json two/b.json " in text
+    assert "<code>ppl-client compare one/one.json two/two.json " in text
     assert str(tmp_path) not in text
-    assert [series["kld"] for series in data_of(text)["series"]] == [None] * 3
+    assert [series["kld"] for series in data_of(text)["series"]] == [None] * 2
     published = re.compile("<textarea.*</textarea>", re.DOTALL)
     assert "KL" not in published.sub("", text).split("<main>")[1].split("<noscript>")[0]
 
@@ -138,18 +134,6 @@ def test_the_policy_allows_only_what_the_report_contains(text):
     assert policy == f"{sources}; base-uri 'none'; form-action 'none'"
 
 
-def test_plots_in_the_page_have_its_colors_and_own_ids(text):
-    """A color that is not a variable would stay as it is in the other scheme."""
-    for block, theme in zip(re.findall(r":root \{(.*?)\}", text, re.DOTALL), (LIGHT, DARK), strict=True):
-        of_plots = [theme.paper, theme.ink, theme.quiet, theme.grid, *theme.runs]
-        assert re.findall(r"--plot-[\w-]+: (#[0-9a-f]{6})", block) == of_plots
-    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
-        assert re.findall(r"#[0-9a-f]{6}\b", svg) == []
-        assert "var(--plot-ink)" in svg
-    ids = re.findall(r'\sid="([^"]*)"', text)
-    assert len(ids) == len(set(ids)), "each has its own"
-
-
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
     """A base, a run that is clearly worse, and one that is as good."""
@@ -164,13 +148,6 @@ def comparison(tmp_path_factory):
     )
 
 
-def test_effects_are_of_each_run_against_the_base(comparison):
-    (_, (ppl, kld, same_top, size)), (label, alike) = effects(comparison)
-    assert re.fullmatch(r"\+34\.98\d* % \[34\.98\d*, 34\.9\d*\] PPL", ppl.text)
-    assert (ppl.mark, kld.text, same_top.text, size.text) == ("worse", "KLD 0.100", "75.0% same top", "50% of the size")
-    assert (label, [part.mark for part in alike]) == ("alike", ["", "", ""])
-
-
 def test_each_pair_is_in_the_matrix_both_ways_round(comparison):
     by_ratio, by_kld = pair_matrices(comparison)
     assert by_ratio.labels == ["base", "worse", "alike"]
@@ -181,9 +158,6 @@ def test_each_pair_is_in_the_matrix_both_ways_round(comparison):
     assert inverse.value == pytest.approx(1 / pair.value)
     low, high = (float(end) for end in re.search(r"\[(.*), (.*)\]", inverse.tip).groups())
     assert (low, high) == (pytest.approx(1 / pair.high, rel=1e-3), pytest.approx(1 / pair.low, rel=1e-3))
-    assert inverse.tip.startswith("base is better than worse by perplexity: 0.74")
-    assert by_ratio.rows[2][0].tip.startswith("No difference is shown between alike and base by perplexity: ")
-    assert by_kld.rows[1][0].tip.startswith("worse is worse than base by mean KL divergence: +0.1")
     assert by_kld.rows[0][1].value == -by_kld.rows[1][0].value
 
 
@@ -193,22 +167,9 @@ def test_each_pair_is_in_the_matrix_both_ways_round(comparison):
         (Figure(0.0037, 6.39e-05, 0.0035, 0.0039), "0.003700", ("± 0.000064", "[0.003500, 0.003900]")),
         (Figure(20.4267, 0.114, 20.23, 20.6442), "20.43", ("± 0.11", "[20.23, 20.64]")),
         (Figure(1234.5, 56.7, None, None), "1,234", ("± 57",)),
-        (Figure(0.5, None, None, None), "0.500", ()),
         (Figure(1.1e-12, 2e-13, -1e-12, 2e-12), "0", ()),
     ],
 )
 def test_a_figure_has_the_digits_that_its_error_leaves(figure, text, errors):
     cell = with_errors(figure)
     assert (cell.text, cell.errors) == (text, errors)
-
-
-def test_no_column_has_powers_of_ten(comparison):
-    columns, rows = run_table(comparison)
-    assert columns[:3] == ["run", "GiB", "bits per weight"]
-    texts = [text for row in rows for cell in row[1:] for text in (cell.text, *cell.errors)]
-    assert [text for text in texts if "e" in text] == []
-    assert plain(6.94e-7).text == "0.00000069"
-    figures = [Figure(29.0, error, None, None) for error in (0.99, 1.3, 1.2)]
-    runs = [replace(run, perplexity=figure) for run, figure in zip(comparison.runs, figures, strict=True)]
-    rows = run_table(replace(comparison, runs=runs))[1]
-    assert [row[3].errors[0] for row in rows] == ["± 0.99", "± 1.30", "± 1.20"]

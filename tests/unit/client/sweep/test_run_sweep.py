@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import fake_server
-import psutil
 import pytest
-from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
-from safetensors.numpy import load_file
+from fake_server import ALLOWED, BOS, FakeServer, logprob, serve
 
 from scoremode.cli import main
 from scoremode.sweep import SweepPlan, SweepResult, run_sweep
@@ -89,34 +87,13 @@ async def test_measured_runs_are_kept_until_the_first_model_is_another(swept: Pa
     assert (await sweep(swept, another, NEAR)).measured == ["base", "near"]
 
 
-@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "incomplete"])
-async def test_a_missing_or_incomplete_reference_is_recorded(swept: Path, is_missing: bool):
+async def test_an_incomplete_reference_is_recorded(swept: Path):
     (kept,) = (swept / "runs" / "references").iterdir()
-    if is_missing:
-        shutil.rmtree(kept)
-    else:
-        (kept / "manifest.json").write_text('{"result": null}')
+    (kept / "manifest.json").write_text('{"result": null}')
     assert (await sweep(swept, BASE, NEAR)).measured == [], "no model needs it"
     assert (await sweep(swept, BASE, NEAR, FAR)).measured == ["base", "far"]
     assert record(swept, "far")["kind"] == "kld"
     assert kept.is_dir()
-
-
-async def test_failures_are_named_and_the_others_are_measured(tmp_path: Path):
-    foreign, absent = {"name": "foreign", "model": "foreign"}, {"name": "absent", "model": "m", "command": ["absent"]}
-    result = await sweep(tmp_path, BASE, foreign, absent, NEAR)
-    assert list(result.runs) == ["base", "near"]
-    assert list(result.failures) == ["foreign", "absent"]
-    assert "the tokenizers differ" in result.failures["foreign"]
-    assert "command 'absent' not found" in result.failures["absent"]
-    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [command for command in commands if str(tmp_path) in command], "no server is left"
-
-
-async def test_a_server_that_is_never_ready_fails(tmp_path: Path):
-    silent = {"name": "silent", "model": "m", "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
-    result = await sweep(tmp_path, silent, start_timeout=1)
-    assert "not ready after 1 s" in result.failures["silent"]
 
 
 async def test_without_the_first_model_the_others_get_perplexity(tmp_path: Path):
@@ -127,26 +104,19 @@ async def test_without_the_first_model_the_others_get_perplexity(tmp_path: Path)
     assert record(tmp_path, "near")["kind"] == "kld"
 
 
-@pytest.mark.parametrize("loss", ["first model fails", "reference is lost"])
-async def test_a_run_with_divergence_is_not_replaced_by_perplexity(tmp_path: Path, loss: str):
+async def test_a_run_with_divergence_is_not_replaced_by_perplexity(tmp_path: Path):
     base = FakeServer()
     with serve(base) as base_url, serve(FakeServer(base.references, noise=0.2)) as near_url:
         first, near = {"name": "base", "url": base_url}, {"name": "near", "url": near_url}
         await sweep(tmp_path, first, near)
         before = record(tmp_path, "near")
-        if loss == "reference is lost":
-            base.references.clear()
-        else:
-            first = {**BASE, "command": ["no-such-command"]}
-        result = await sweep(tmp_path, first, near)
-    assert [*result.runs, *result.failures] == (["base", "near"] if loss == "reference is lost" else ["near", "base"])
+        base.references.clear()
+        await sweep(tmp_path, first, near)
     assert before["kind"] == "kld"
     assert record(tmp_path, "near") == before
 
 
-@pytest.mark.parametrize("flags", [[], ["--flag", "1"]], ids=["the same", "other flags"])
-async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Path, flags: list[str]):
-    """With other flags, a server tells the same of its model."""
+async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Path):
     allowed = tmp_path / "allowed"
     allowed.write_text("4")
     near = {**NEAR, "env": {ALLOWED: str(allowed)}}
@@ -155,19 +125,12 @@ async def test_the_next_sweep_resumes_the_same_model_after_a_death(tmp_path: Pat
     num_done = len((tmp_path / "runs" / "near.json.journal").read_text().splitlines()) - 1
     assert 0 < num_done <= 4
     allowed.unlink()
-    assert (await sweep(tmp_path, BASE, {**near, "serve": flags})).measured == ["near"]
+    assert (await sweep(tmp_path, BASE, near)).measured == ["near"]
     # A server writes the requests that it gets to its log.
     log = (tmp_path / "runs" / "logs" / "near.log").read_text()
-    assert log.count("POST /v1/kld") == NUM_WINDOWS - (0 if flags else num_done)
+    assert log.count("POST /v1/kld") == NUM_WINDOWS - num_done
     assert record(tmp_path, "near")["statistics"]["num_windows"] == NUM_WINDOWS
     assert not list((tmp_path / "runs").glob("*.begun")), "nor a journal"
-
-
-async def test_without_a_common_reference_a_warning_names_the_model(tmp_path: Path, caplog):
-    with serve(FakeServer()) as url:
-        assert (await sweep(tmp_path, {"name": "base", "url": url}, NEAR)).measured == ["base", "near"]
-    assert kinds(tmp_path) == {"base": "perplexity", "near": "perplexity"}
-    assert "near: its server has no reference of the first model: perplexity alone is measured" in caplog.text
 
 
 # What it writes into a pipe shows how long it runs.
@@ -197,8 +160,6 @@ def test_a_sweep_ends_with_a_comparison_and_the_log_of_each_failure(tmp_path: Pa
         assert [name in printed.out for name in ("base", "near", "broken")] == [True, True, False]
         *lines, last = printed.err.splitlines()
         assert f"ppl-client: model 1 of 3, base: served at {base_url}" in lines
-        assert f"ppl-client: model 2 of 3, near: served at {near_url}" in lines
-        assert "\nppl-client: model 3 of 3, broken: loading `" in printed.err
         reason = f"status 1 (log {runs}/logs/broken.log): ValueError: no \\x1b[31m memory for the cache"
         assert last == f"ppl-client: broken failed: the server ended with {reason}"
         assert list((runs / "plots").glob("*.svg"))
@@ -228,30 +189,3 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)
-
-
-def test_local_models_are_looked_for_before_any_is_served(tmp_path: Path, capsys):
-    (tmp_path / "checkpoints" / "int8").mkdir(parents=True)
-    models = [{"name": each, "model": f"./checkpoints/{each}", "command": ["false"]} for each in ("int8", "int4")]
-    assert main(["sweep", write_plan(tmp_path, *models)]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"int4: there is no {tmp_path}/checkpoints/int4")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, monkeypatch):
-    event = StoredReference.event
-
-    def with_ranks(self, index):
-        logprobs = [-each for each in self.nlls([index])]
-        return {**event(self, index), "logprobs": logprobs, "ranks": [7 + index] * len(logprobs)}
-
-    monkeypatch.setattr(StoredReference, "event", with_ranks)
-    server = FakeServer()
-    with serve(server) as url:
-        assert main(["sweep", write_plan(tmp_path, {"name": "base", "url": url}, compare=NO_FILES), "--quiet"]) == 0
-    assert server.score_requests == []
-    [stored] = server.references.values()
-    arrays, nlls = load_file(tmp_path / "runs" / "base.safetensors"), stored.nlls(range(len(stored.windows)))
-    assert (-arrays["logprobs"]).tolist() == nlls
-    assert arrays["ranks"].tolist() == [7 + index for index in range(len(stored.windows)) for _ in range(7)]
