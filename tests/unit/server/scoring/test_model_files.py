@@ -278,12 +278,12 @@ def test_only_files_that_are_loaded_count(sized: Path):
     assert size_of(sized, "hf") == size_of(sized, "safetensors") == 30
 
 
-def test_of_other_formats_only_gguf_has_a_known_size(sized: Path):
+def test_other_formats_have_sizes_too_and_dummy_weights_none(sized: Path):
     assert size_of(sized, "dummy") is None
     for file in sized.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
     (sized / "model.gguf").write_bytes(bytes(12))
-    assert (size_of(sized), size_of(sized / "model.gguf")) == (None, 12)
+    assert (size_of(sized), size_of(sized / "model.gguf")) == (30, 12)
 
 
 def test_a_name_on_the_hub_has_the_size_of_its_cached_files(sized: Path, tmp_path_factory: pytest.TempPathFactory):
