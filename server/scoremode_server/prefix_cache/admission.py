@@ -6,7 +6,7 @@ HTTP requests take turns, one sequence each, and some space is reserved for thos
 import asyncio
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -50,12 +50,6 @@ class Gate:
         self.is_open = True
         self.admission.admit_waiting()
 
-    def count(self, num_running: int) -> None:
-        """Sequences go in, or with a negative number out."""
-        self.num_running += num_running
-        if not self.num_running:
-            self.on_idle()
-
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -95,7 +89,7 @@ class Admission:
         """The sum of all sequences' seconds in the engine, of queues that decode, and the time until which it goes."""
         self.abort = abort
         self._show = show
-        self._waiting: OrderedDict[RequestQueue, deque[_Waiting]] = OrderedDict()
+        self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
         self._queues: set[RequestQueue] = set()
         self._not_accepted: set[asyncio.Task[Any]] = set()
         """Tasks that read and tokenize requests."""
@@ -201,14 +195,12 @@ class Admission:
 
     def admit_waiting(self) -> None:
         """Let in as many sequences as the engine has space for."""
-        while queue := self._next(
-            queue for queue, line in self._waiting.items() if any(each.may_enter for each in line)
-        ):
-            line = self._waiting.pop(queue)
-            first = next(each for each in line if each.may_enter)
+        while first := self._next():
+            line = self._waiting.pop(first.queue)
             line.remove(first)
             if line:
-                self._waiting[queue] = line
+                # After all other requests.
+                self._waiting[first.queue] = line
             if not first.admitted.done():
                 first.is_inside = True
                 self._count(first, 1)
@@ -237,15 +229,16 @@ class Admission:
         self.refuse(None, stopping)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
-    def _next(self, queues: "Iterable[RequestQueue]") -> "RequestQueue | None":
-        """The first of these for which the engine has space. The last sequence and the reserved tokens are for requests
+    def _next(self) -> _Waiting | None:
+        """The next sequence for which the engine has space. The last sequence and the reserved tokens are for requests
         with at most one sequence there, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
         free_tokens = self.size.tokens - self._num_computing
         if num_free <= 0 or free_tokens <= 0:
             return None
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
-        return next((queue for queue in queues if not is_reserved or queue.num_running <= 1), None)
+        queues = (queue for queue in self._waiting if not is_reserved or queue.num_running <= 1)
+        return next((each for queue in queues for each in self._waiting[queue] if each.may_enter), None)
 
     def _count(self, sequence: _Waiting, num_running: int) -> None:
         """A sequence goes in, or with -1 out."""
@@ -255,7 +248,9 @@ class Admission:
         if sequence.decodes:
             self._count_decoding(sequence.queue, num_running)
         if sequence.gate is not None:
-            sequence.gate.count(num_running)
+            sequence.gate.num_running += num_running
+            if not sequence.gate.num_running:
+                sequence.gate.on_idle()
         self.show()
 
     def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:

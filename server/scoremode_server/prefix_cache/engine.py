@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -122,9 +123,8 @@ class ScoringEngine:
             block_hashes = []
         elif (of_rows := request.spec.identity) is not None:
             block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt, of_rows))
-        cached = CachedRequest(
-            self._engine, self._store, self._in_flight, salted, block_hashes, self._num_computed(computed)
-        )
+        num_computed = self._num_computed(computed)
+        cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes, num_computed)
         run = await cached.run()
         rows = run.rows[request.first_row :]
         self._metrics.hits.inc(cached.num_hits)
@@ -132,23 +132,16 @@ class ScoringEngine:
         self._metrics.joined.inc(cached.joined)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
+        if not cached.is_current:
+            # Of an earlier generation: they may belong to JSON of other weights.
+            block_hashes = []
         num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
-        return EngineResult(
-            rows,
-            cached.num_cached_tokens,
-            run.output,
-            # Hashes of an earlier generation may belong to JSON of other weights.
-            block_hashes if cached.is_current else (),
-            num_cached_blocks if cached.is_current else 0,
-        )
+        return EngineResult(rows, cached.num_cached_tokens, run.output, block_hashes, num_cached_blocks)
 
     def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
         """Tokens of the first blocks whose keys and values other requests have computed or compute. From now on this
         request computes those of the rest."""
-        num_blocks = next(
-            (index for index, block_hash in enumerate(block_hashes) if block_hash not in self._computed),
-            len(block_hashes),
-        )
+        num_blocks = len(list(takewhile(self._computed.__contains__, block_hashes)))
         self._computed.update(dict.fromkeys(block_hashes[num_blocks:]))
         while len(self._computed) > MAX_COMPUTED:
             self._computed.popitem(last=False)
@@ -162,10 +155,10 @@ class ScoringEngine:
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""
+        if not request.owner:
+            return salt
         # Short, because some of vLLM's connectors use it in file names.
-        return (
-            blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest() if request.owner else salt
-        )
+        return blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest()
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:

@@ -51,8 +51,6 @@ class RowsRequest:
     use_cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
-    may_evict: bool = True
-    """Whether other rows may be evicted to store its rows."""
     owner: str = ""
     """Owners share no rows, keys and values."""
     queue: RequestQueue | None = None

@@ -38,8 +38,6 @@ class ScoreSettings:
     temperature: float = 1.0
     use_cache: bool = True
     cache_salt: str | None = None
-    may_evict: bool = True
-    """Whether other rows may be evicted to store these."""
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`."""
@@ -72,10 +70,6 @@ class ScoredSequence:
     @property
     def num_candidates(self) -> int:
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
-
-    @property
-    def has_own_candidates(self) -> bool:
-        return self.candidates is not None and self.candidates.ndim > 1
 
     def spec(self, settings: ScoreSettings, block_size: int) -> RowSpec:
         """The rows that the engine's workers compute. Rows before `first` are left out, unless they are in a block with
@@ -144,8 +138,6 @@ class Scorer:
             use_cache=use_cache,
             # Keys and values that no other request may read have a salt of their own.
             cache_salt=settings.cache_salt if use_cache else random_uuid(),
-            # Only the same request again could use rows with these candidates.
-            may_evict=settings.may_evict and not sequence.has_own_candidates,
             owner=settings.owner,
             options=settings.options,
             queue=settings.queue,
