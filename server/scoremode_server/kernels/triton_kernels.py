@@ -35,28 +35,14 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
         out: of these rows.
     """
     require_rows(logits)
+    into = out.tokens, out.logits, out.tokens.stride(0)
     rows = len(targets)
-    _take_targets[(triton.cdiv(rows, TARGET_ROWS),)](
-        out.tokens,
-        out.logits,
-        out.tokens.stride(0),
-        logits,
-        logits.stride(0),
-        targets,
-        first,
-        columns,
-        rows,
-        BLOCK=TARGET_ROWS,
-    )
+    grid = (triton.cdiv(rows, TARGET_ROWS),)
+    _take_targets[grid](*into, logits, logits.stride(0), targets, first, columns, rows, BLOCK=TARGET_ROWS)
 
 
 def reduce_rows(
-    logits: torch.Tensor,
-    first: int,
-    columns: int,
-    out: ReducedRows,
-    temperature: float = 1.0,
-    tiling: Tiling = TILING,
+    logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0, tiling: Tiling = TILING
 ) -> None:
     """Write all else: what `ReducedRows` says of these columns, with -1 for a token where there are fewer than k.
 
@@ -64,38 +50,15 @@ def reduce_rows(
     many entries reach the target. k entries that are the top k lie in the k lanes with the highest maxima. Everything
     is computed in float32, into which the logits' own dtypes convert exactly. A NaN in a row makes its sum NaN.
 
-    Args:
-        logits: as for `take_targets`.
-        first: token of the first column.
-        columns: that count; those after them are padding.
-        out: of these rows, with the logits of the targets.
-        temperature: of the sums.
-        tiling: for measurements.
+    Arguments are as for `take_targets`; `out` has the logits of the targets. The temperature is that of the sums; the
+    tiling is for measurements.
     """
     require_rows(logits)
     rows, num_top = len(logits), out.num_top
     maxima = logits.new_empty((rows, tiling.lanes), dtype=torch.float32) if num_top > 1 else out.maxima
-    _reduce_rows[(rows,)](
-        out.tokens,
-        out.logits,
-        out.tokens.stride(0),
-        out.maxima,
-        out.sums,
-        out.ranks,
-        maxima,
-        logits,
-        logits.stride(0),
-        first,
-        columns,
-        1 / temperature,
-        LANES=tiling.lanes,
-        WIDTH=tiling.width,
-        STAGES=tiling.num_stages,
-        BEST=num_top == 1,
-        MAXIMA=num_top > 1,
-        SCALED=temperature != 1.0,
-        num_warps=tiling.num_warps,
-    )
+    into = out.tokens, out.logits, out.tokens.stride(0), out.maxima, out.sums, out.ranks, maxima
+    variant = {"BEST": num_top == 1, "MAXIMA": num_top > 1, "SCALED": temperature != 1.0}
+    _reduce_rows[(rows,)](*into, logits, logits.stride(0), first, columns, 1 / temperature, **_shape(tiling), **variant)
     if num_top > 1:
         _top_of_lanes(logits, first, columns, maxima, out, tiling)
 
@@ -104,6 +67,11 @@ def require_rows(logits: torch.Tensor) -> None:
     """Raises ValueError where neighbouring columns are not next to each other in memory."""
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be rows of neighbouring entries: {tuple(logits.shape)}, {logits.stride()}")
+
+
+def _shape(tiling: Tiling) -> dict[str, int]:
+    sizes = {"LANES": tiling.lanes, "WIDTH": tiling.width, "STAGES": tiling.num_stages}
+    return {**sizes, "num_warps": tiling.num_warps}
 
 
 def _top_of_lanes(
@@ -116,24 +84,11 @@ def _top_of_lanes(
     candidates = maxima.new_empty((rows, num_top * entries))
     block = triton.next_power_of_2(num_top)
     shape = {"LANES": tiling.lanes, "WIDTH": tiling.width, "BLOCK": block}
-    _candidates[(rows, entries // tiling.width)](
-        candidates, lanes, logits, logits.stride(0), columns, num_top, entries, **shape
-    )
+    grid = rows, entries // tiling.width
+    _candidates[grid](candidates, lanes, logits, logits.stride(0), columns, num_top, entries, **shape)
     places = torch.topk(candidates, num_top, dim=-1).indices
-    _pick[(rows,)](
-        out.tokens,
-        out.logits,
-        out.tokens.stride(0),
-        places,
-        lanes,
-        logits,
-        logits.stride(0),
-        first,
-        columns,
-        num_top,
-        entries,
-        **shape,
-    )
+    into = out.tokens, out.logits, out.tokens.stride(0)
+    _pick[(rows,)](*into, places, lanes, logits, logits.stride(0), first, columns, num_top, entries, **shape)
 
 
 @triton.jit
@@ -313,24 +268,10 @@ def sum_divergences(
     require_rows(logits)
     require_rows(reference_logits)
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
-    _sum_divergences[(len(logits),)](
-        sums,
-        reference_logits,
-        reference_logits.stride(0),
-        reference.maxima,
-        (1 / reference.sums).float(),
-        logits,
-        logits.stride(0),
-        served.maxima,
-        (1 / served.sums).float(),
-        # An error of it, as one of the sums, cancels to the first order.
-        log_sum_ratios.float(),
-        columns,
-        LANES=tiling.lanes,
-        WIDTH=tiling.width,
-        STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
-    )
+    p = reference_logits, reference_logits.stride(0), reference.maxima, (1 / reference.sums).float()
+    q = logits, logits.stride(0), served.maxima, (1 / served.sums).float()
+    # An error of the ratios, as one of the sums, cancels to the first order.
+    _sum_divergences[(len(logits),)](sums, *p, *q, log_sum_ratios.float(), columns, **_shape(tiling))
     return sums
 
 
