@@ -37,8 +37,8 @@ SHAPES = [(49152, 576), (128256, 2048), (128256, 4096), (262144, 2048)]
 ROWS = [512, 1024, 2048]
 TOPS = [0, 1, 20]
 TILINGS = [
-    *(Tiling(1024, 8, 8, 1), Tiling(1024, 8, 4, 1), Tiling(512, 8, 4, 1), Tiling(2048, 8, 8, 1)),
-    *(Tiling(2048, 8, 16, 1), Tiling(1024, 16, 8, 1), Tiling(1024, 8, 8, 3), Tiling(512, 8, 4, 3)),
+    *(Tiling(1024, 8, 8), Tiling(1024, 8, 4), Tiling(512, 8, 4), Tiling(2048, 8, 8)),
+    *(Tiling(2048, 8, 16), Tiling(1024, 16, 8)),
 ]
 STEP_ROWS, STEP_CHUNK = 8192, 1024
 CHECKED_ROWS = 16

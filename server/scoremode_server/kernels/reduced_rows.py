@@ -37,7 +37,7 @@ class ReducedRows:
     def empty(cls, rows: int, num_top: int, device: torch.device) -> "ReducedRows":
         tokens = torch.empty((rows, 1 + num_top), dtype=torch.int32, device=device)
         logits, maxima = torch.empty_like(tokens, dtype=torch.float32), tokens.new_empty(rows, dtype=torch.float32)
-        return cls(tokens, logits, maxima, sums=maxima.new_empty(rows, dtype=torch.float64), ranks=tokens.new_empty(rows))
+        return cls(tokens, logits, maxima, tokens.new_empty(rows, dtype=torch.float64), tokens.new_empty(rows))
 
     @classmethod
     def join(cls, parts: "Sequence[ReducedRows]") -> "ReducedRows":

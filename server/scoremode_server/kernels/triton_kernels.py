@@ -32,7 +32,6 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
         targets: [rows] int32 or int64 tokens.
         first: token of the first column.
         columns: that count; those after them are padding.
-        out: of these rows.
     """
     require_rows(logits)
     into = out.tokens, out.logits, out.tokens.stride(0)
@@ -64,14 +63,12 @@ def reduce_rows(
 
 
 def require_rows(logits: torch.Tensor) -> None:
-    """Raises ValueError where neighbouring columns are not next to each other in memory."""
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be rows of neighbouring entries: {tuple(logits.shape)}, {logits.stride()}")
 
 
 def _shape(tiling: Tiling) -> dict[str, int]:
-    sizes = {"LANES": tiling.lanes, "WIDTH": tiling.width, "STAGES": tiling.num_stages}
-    return {**sizes, "num_warps": tiling.num_warps}
+    return {"LANES": tiling.lanes, "WIDTH": tiling.width, "num_warps": tiling.num_warps}
 
 
 def _top_of_lanes(
@@ -120,7 +117,6 @@ def _reduce_rows(
     scale,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     BEST: tl.constexpr,
     MAXIMA: tl.constexpr,
     SCALED: tl.constexpr,
@@ -137,7 +133,7 @@ def _reduce_rows(
     origins = tl.zeros([LANES], tl.int32)
     whole = columns // tile * tile
     # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
-    for origin in tl.range(0, whole, tile, num_stages=STAGES):
+    for origin in tl.range(0, whole, tile, num_stages=1):
         seen = tl.load(start + origin + entries).to(tl.float32)
         maxima, sums, counts, origins = _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED)
     padding = 0
@@ -193,18 +189,9 @@ def _finite(maximum):
 
 @triton.jit
 def _candidates(
-    out,
-    lanes,
-    logits,
-    stride,
-    columns,
-    num_top,
-    lane_entries,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out, lanes, logits, stride, columns, num_top, entries, LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy one tile's entries of the chosen lanes: out [rows, num_top, lane_entries]."""
+    """Copy one tile's entries of the chosen lanes: out [rows, num_top, entries of a lane]."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     slot = tl.arange(0, BLOCK)
@@ -214,7 +201,7 @@ def _candidates(
     held = (slot < num_top)[:, None] & (column < columns)
     logit = tl.load(logits + row * stride + column, mask=held, other=float("-inf")).to(tl.float32)
     logit = tl.where(held, tl.maximum(logit, LOWEST), float("-inf"))
-    place = (row * num_top + slot[:, None]) * lane_entries + tile * WIDTH + width
+    place = (row * num_top + slot[:, None]) * entries + tile * WIDTH + width
     tl.store(out + place, logit, mask=(slot < num_top)[:, None])
 
 
@@ -290,7 +277,6 @@ def _sum_divergences(
     columns,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     p_start = p_logits + row * p_stride
@@ -302,13 +288,13 @@ def _sum_divergences(
     log_sum_ratio = tl.load(log_sum_ratios + row)
     forward, backward, distance = _add_up(
         *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
-        *(LANES, WIDTH, STAGES, False),
+        *(LANES, WIDTH, False),
     )
     # Not true of NaN either.
     if not (forward + backward < float("inf")):
         forward, backward, distance = _add_up(
             *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
-            *(LANES, WIDTH, STAGES, True),
+            *(LANES, WIDTH, True),
         )
     tl.store(out + row * 3, forward)
     tl.store(out + row * 3 + 1, backward)
@@ -327,7 +313,6 @@ def _add_up(
     columns,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     INFINITE: tl.constexpr,
 ):
     """The three sums over a row. With entries of -inf they are right if `INFINITE`, and else NaN or infinite."""
@@ -338,7 +323,7 @@ def _add_up(
     distances = tl.zeros([LANES], tl.float32)
     whole = columns // tile * tile
     # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
-    for origin in tl.range(0, whole, tile, num_stages=STAGES):
+    for origin in tl.range(0, whole, tile, num_stages=1):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)
         terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio, INFINITE)

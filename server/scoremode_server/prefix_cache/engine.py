@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 
 from scoremode_server.metrics import Metrics
@@ -28,8 +27,6 @@ from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import HASH_BYTES, BlockHasher, RowStore
 from scoremode_server.rows import Columns, Rows, read_columns
 from scoremode_server.vllm_patches.engine_client import may_go_unnoticed, within_changes
-
-logger = init_logger(f"vllm.{__name__}")
 
 MAX_COMPUTED = 2**16
 """Blocks of which the engine client remembers that they were computed, in some 13 MiB."""
@@ -62,6 +59,7 @@ class ScoringEngine:
 
     def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics, size: EngineSize) -> None:
         self.admission = Admission(size, engine.abort, metrics.show_load)
+        self.block_size = store.block_size
         self._engine = engine
         self._store = store
         self._metrics = metrics
@@ -71,10 +69,6 @@ class ScoringEngine:
         self._computed: OrderedDict[bytes, None] = OrderedDict()
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
-
-    @property
-    def block_size(self) -> int:
-        return self._store.block_size
 
     async def rows(self, request: RowsRequest) -> EngineResult:
         """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted."""
@@ -96,7 +90,7 @@ class ScoringEngine:
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
         """The tokens [n] int32 of a request that can use the cache."""
-        if not (request.use_cache and self._store.enabled and len(request.token_ids) > self._store.block_size):
+        if not (request.use_cache and self._store.enabled and len(request.token_ids) > self.block_size):
             return None
         try:
             return np.frombuffer(array("i", request.token_ids), np.int32)
@@ -118,7 +112,7 @@ class ScoringEngine:
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
         # Keys and values do not depend on what is wanted of the rows.
         computed = block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
-        if request.first_row // self._store.block_size == len(computed):
+        if request.first_row // self.block_size == len(computed):
             # No whole block has rows that are needed.
             block_hashes = []
         elif (of_rows := request.spec.identity) is not None:
@@ -135,7 +129,7 @@ class ScoringEngine:
         if not cached.is_current:
             # Of an earlier generation: they may belong to JSON of other weights.
             block_hashes = []
-        num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
+        num_cached_blocks = min(len(block_hashes), -(-run.first // self.block_size))
         return EngineResult(rows, cached.num_cached_tokens, run.output, block_hashes, num_cached_blocks)
 
     def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
@@ -145,7 +139,7 @@ class ScoringEngine:
         self._computed.update(dict.fromkeys(block_hashes[num_blocks:]))
         while len(self._computed) > MAX_COMPUTED:
             self._computed.popitem(last=False)
-        return num_blocks * self._store.block_size
+        return num_blocks * self.block_size
 
     def _identity(self, request: RowsRequest, salt: str, of_rows: tuple[Any, ...] | None = None) -> str:
         """Everything except the tokens that keys and values depend on, or with a `RowSpec.identity`, rows."""
@@ -166,8 +160,5 @@ def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
     change without notice. Hits in vLLM's prefix cache end at multiples of its block size.
     """
     settings = config.cache_config
-    block_size = settings.prefix_match_unit or settings.block_size
-    if max_bytes and may_go_unnoticed(config):
-        logger.warning("No logprobs are cached: VLLM_SERVER_DEV_MODE with several API servers")
-        max_bytes = 0
-    return RowStore(block_size, max_bytes if settings.enable_prefix_caching else 0)
+    is_on = settings.enable_prefix_caching and not may_go_unnoticed(config)
+    return RowStore(settings.prefix_match_unit or settings.block_size, max_bytes if is_on else 0)

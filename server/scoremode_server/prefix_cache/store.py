@@ -17,7 +17,6 @@ import numpy as np
 from scoremode_server.rows import Rows
 
 HASH_BYTES = 16
-"""Of a block hash."""
 
 ENTRY_BYTES = 384
 """Bytes of a block in addition to its rows, measured as growth of resident memory with CPython 3.11: up to 383."""

@@ -1,12 +1,12 @@
-"""Connections that the HTTP server ends, and those that last longer for another reason."""
+"""Connections that the HTTP server ends."""
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, WebSocket
+from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from uvicorn import Config
 from vllm.entrypoints.launchers.launcher import NoSignalServer
@@ -14,7 +14,6 @@ from vllm.entrypoints.launchers.launcher import NoSignalServer
 from scoremode_server.vllm_patches import shutdown
 
 HEADER = b"GET %s HTTP/1.1\r\nHost: server\r\n"
-UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: %s==\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -51,62 +50,3 @@ async def test_a_client_that_reads_nothing_does_not_keep_the_server_from_ending(
     serving.server.should_exit = True
     await asyncio.wait_for(serving.ended, 60)
     writer.close()
-
-
-@pytest.mark.parametrize("http", ["httptools", "h11"])
-async def test_a_header_must_be_there_in_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch, http: str):
-    app, all_closed, begun = FastAPI(), asyncio.Event(), asyncio.Event()
-
-    @app.get("/now")
-    async def now() -> int:
-        return 1
-
-    @app.get("/later")
-    async def later() -> int:
-        begun.set()
-        await all_closed.wait()
-        return 2
-
-    @app.websocket("/socket")
-    async def talk(websocket: WebSocket) -> None:
-        await websocket.accept()
-        await all_closed.wait()
-        await websocket.send_text("3")
-
-    timers: list[tuple[asyncio.TimerHandle, Callable[[], None]]] = []
-    loop = asyncio.get_running_loop()
-    call_later = loop.call_later
-
-    def recorded(seconds: float, callback: Any, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
-        timer = call_later(seconds, callback, *arguments, **options)
-        if seconds == shutdown.HEADER_SECONDS:
-            timers.append((timer, callback))
-        return timer
-
-    monkeypatch.setattr(shutdown, "HEADER_SECONDS", 12_345)
-    monkeypatch.setattr(loop, "call_later", recorded)
-    serving = Serving(app, http=http)
-    lasting = await serving.connect(HEADER % b"/later", b"\r\n")
-    talking = await serving.connect(HEADER % b"/socket", UPGRADE % (b"a" * 22), b"\r\n")
-    silent, half = await serving.connect(), await serving.connect(HEADER % b"/now")
-    second = await serving.connect(HEADER % b"/now", b"\r\n")
-    async with asyncio.timeout(60):
-        await begun.wait()
-        assert (await talking[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
-        assert (await second[0].readuntil(b"\r\n\r\n1")).startswith(b"HTTP/1.1 200")
-        second[1].write(HEADER % b"/now")
-        while len(timers) < 6:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        end = [callback for timer, callback in timers if not timer.cancelled()]
-        assert len(end) == 3
-        for close in end:
-            close()
-        for reader, _ in (silent, half, second):
-            assert await reader.read() == b""
-        all_closed.set()
-        assert (await lasting[0].readuntil(b"\r\n\r\n2")).startswith(b"HTTP/1.1 200")
-        assert await talking[0].readexactly(3) == b"\x81\x013"
-        serving.server.should_exit = True
-        for _, writer in (lasting, talking, silent, half, second):
-            writer.close()
-        await serving.ended
