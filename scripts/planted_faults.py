@@ -99,10 +99,10 @@ SERVER_FAULTS = {
         ("start += piece.rows.stop - piece.rows.start", "start += piece.num_wanted"),
     ],
     "prefix_cache/store.py < prefix_cache/test_store.py": [
-        ("self._root(identity) + data[: token_ids.itemsize]", "self._root(identity)"),
+        ("digest_size=HASH_BYTES).digest() + first", "digest_size=HASH_BYTES).digest()"),
         ("len(data) - step + 1, step", "len(data) - step, step"),
         ("in reversed(block_hashes):\n            block = self", "in block_hashes:\n            block = self"),
-        ("-= 0 if old is None else len(old) + ENTRY_BYTES", "-= 0 if old is None else len(old)"),
+        ("-= len(block) + ENTRY_BYTES if block else 0", "-= len(block)"),
         ("if generation != self.generation or not self.enabled:", "if not self.enabled:"),
     ],
     "prefix_cache/engine.py < prefix_cache scoring/test_scorer.py": [
@@ -110,14 +110,14 @@ SERVER_FAULTS = {
         ('f"{request.owner}.{salt}"', 'f"scoremode.{salt}"'),
     ],
     "prefix_cache/request.py < prefix_cache": [
-        ("num_left_out = -(-run.first // self", "num_left_out = (run.first // self"),
+        ("num_left_out = -(-run.first // size)", "num_left_out = run.first // size"),
         ("if other is not None and other.num_columns >= self.num_columns:", "if other is not None:"),
     ],
     "prefix_cache/admission.py < prefix_cache/test_admission.py prefix_cache": [
         ("queue.add(-queue.num_sequences, -queue.num_tokens)", "queue.add(-queue.num_sequences, 0)"),
-        ("self._waiting[queue] = line", "self._waiting[queue] = line; self._waiting.move_to_end(queue, last=False)"),
+        ("self._waiting[first.queue] = line", "self._waiting = {first.queue: line, **self._waiting}"),
     ],
-    "prefix_cache/run.py < prefix_cache": [("request.num_fed - num_known", "request.num_fed")],
+    "prefix_cache/run.py < prefix_cache": [("num_fed - num_known", "num_fed")],
     "kernels/torch_kernels.py < kernels/test_fused_logprobs.py kernels/test_kl_divergence.py": [
         ("torch.ge(values", "torch.gt(values"),
         ("(column < columns)", "(column < logits.shape[1])"),
@@ -134,10 +134,7 @@ SERVER_FAULTS = {
         ('if not (forward + backward < float("inf")):', 'if forward + backward == float("inf"):'),
     ],
     "rows.py < test_rows.py prefix_cache": [("np.flatnonzero(~trusted)[-1]", "np.flatnonzero(~trusted)[0]")],
-    "vllm_patches/runners.py < vllm_patches/test_runners.py": [
-        ("position != rows.end", "False"),
-        ("    unknown[1].fill_(math.nan)\n", ""),
-    ],
+    "vllm_patches/runners.py < vllm_patches/test_runners.py": [("position != rows.end", "False")],
     "vllm_patches/output_processor.py < vllm_patches/test_engine_client.py completions": [
         ("if not text or text.endswith(INCOMPLETE):", "if not text:")
     ],

@@ -54,7 +54,6 @@ class Rows:
         return len(self.table)
 
     def __getitem__(self, rows: slice) -> "Rows":
-        """A view."""
         return Rows(self.table[rows])
 
     @property
@@ -83,20 +82,15 @@ class Rows:
 
 
 class PromptLogprobs:
-    """A prompt's logprobs in arrays, as they arrive from the engine when the prompt is complete, in vLLM's tensors of
-    token ids, logprobs and ranks on the CPU: `RequestOutput.prompt_logprobs` of scoring requests.
-    """
+    """`RequestOutput.prompt_logprobs` of scoring requests: token ids, logprobs and ranks in arrays, made of vLLM's
+    tensors on the CPU when the prompt is complete."""
 
     def __init__(self, tensors: Sequence[Any] = ()) -> None:
         self.columns = [tensor.numpy() for tensor in tensors[:3]]
 
 
 def read_columns(logprobs: Any, num_columns: int) -> Columns:
-    """The columns of arrays, or of vLLM's flat logprobs.
-
-    Raises:
-        EngineOutputError: there are none.
-    """
+    """The columns of arrays, or of vLLM's flat logprobs; EngineOutputError if there are none."""
     if isinstance(logprobs, PromptLogprobs) and logprobs.columns:
         token_ids, values, ranks = logprobs.columns
         return token_ids, values, ranks
@@ -115,14 +109,8 @@ def read_columns(logprobs: Any, num_columns: int) -> Columns:
 def read_rows(
     token_ids: Sequence[int] | np.ndarray, num_columns: int, columns: Columns, first: int = 0
 ) -> tuple[Rows, int]:
-    """Check the rows that the engine computed. Valid are those after the last one that is NaN or of another token; none
-    if there are more or fewer than expected.
-
-    Args:
-        token_ids: [n], the targets after the first token.
-        num_columns: expected.
-        columns: of the rows from `first` on, which were computed.
-        first: how many of the first rows were not computed.
+    """Check the `columns` of the rows from `first` on, which the engine computed for tokens [n]. Valid are those after
+    the last one that is NaN or of another token; none if there are more or fewer than expected.
 
     Returns:
         Rows of the tokens after the first, [n - 1], and how many of the first rows are not valid.
@@ -138,11 +126,7 @@ def read_rows(
 
 
 def check_finished(output: RequestOutput) -> None:
-    """Check that the engine finished a request.
-
-    Raises:
-        UnfinishedError: the engine ended it early.
-    """
+    """Raise UnfinishedError if the engine ended a request early."""
     reason = output.outputs[0].finish_reason
     if reason in ("abort", "error"):
         raise UnfinishedError(reason)

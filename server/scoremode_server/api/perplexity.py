@@ -50,7 +50,6 @@ async def create_perplexity(request: PerplexityRequest, raw_request: Request) ->
             request_id=engine_id(request_id),
             queue=queue,
             cache_salt=request.cache_salt,
-            may_evict=False,
             owner=state.owner(raw_request.headers),
             options=options,
             **lane,

@@ -1,11 +1,9 @@
 """Prompt logprobs from one pass over the logits, in chunks of rows.
 
-vLLM's V2 runner reads a row of logits twice for its logprob, once for its rank, and several times for the top k. Here
-one kernel reads it once and leaves a few numbers; what follows is small and done for all rows together.
+One kernel reads a row of logits once and leaves a few numbers; what follows is small and done for all rows together.
 
-Under tensor parallelism every rank of vLLM's gathers the rows of all others first. Here a rank keeps to its own part of
-the vocabulary. It has to know the targets' logits, to count what is as high, so these are exchanged for each chunk, and
-the few numbers of all rows at the end.
+Under tensor parallelism a rank keeps to its own part of the vocabulary. It has to know the targets' logits, to count
+what is as high, so these are exchanged for each chunk, and the few numbers of all rows at the end.
 """
 
 import math
@@ -42,10 +40,8 @@ def compute(
     num_top: int,
     limit: int,
     shard: Shard | None = None,
-    *,
     candidates: torch.Tensor | None = None,
     temperature: float = 1.0,
-    gives_logits: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Score the target of every row, of which there is at least one.
 
@@ -59,7 +55,6 @@ def compute(
             same time, with the same rows, `num_top` and `limit`.
         candidates: [rows, m] int32, more tokens of the vocabulary that are to be scored in each row.
         temperature: T of the distribution, the softmax of logits / T. Ranks do not depend on it.
-        gives_logits: return logits in the place of logprobs; not with candidates.
 
     Returns:
         Tokens [rows, 1 + m + num_top] int32: the target, the candidates, the top tokens; their logprobs in nats,
@@ -86,7 +81,7 @@ def compute(
         del logits
     if shard:
         reduced = gather_rows(shard.group, reduced, temperature)
-    logprobs = reduced.logits if gives_logits else reduced.logprobs(temperature)
+    logprobs = reduced.logprobs(temperature)
     if candidates is None:
         return reduced.tokens, logprobs, reduced.ranks
     taken = torch.cat(chosen)

@@ -10,8 +10,8 @@ where p = exp(z - m) / s, and log(p/q) is the difference of both sides' z - m le
 negative, so that nothing cancels between terms, and two equal rows give exactly 0. The acceptance, which is the sum of
 min(p, q), is 1 less half the sum of |p - q|.
 
-Under tensor parallelism each rank keeps to its own part of the vocabulary, of both sides. For each chunk ranks exchange
-the logits of the targets and the reduced rows, of both sides together, and at the end the sums of all rows.
+Under tensor parallelism ranks exchange for each chunk the logits of the targets and the reduced rows, of both sides
+together, and at the end the sums of all rows.
 """
 
 from collections.abc import Callable

@@ -35,15 +35,9 @@ class ReducedRows:
 
     @classmethod
     def empty(cls, rows: int, num_top: int, device: torch.device) -> "ReducedRows":
-        numbers = {"dtype": torch.float32, "device": device}
-        integers = {"dtype": torch.int32, "device": device}
-        return cls(
-            tokens=torch.empty((rows, 1 + num_top), **integers),
-            logits=torch.empty((rows, 1 + num_top), **numbers),
-            maxima=torch.empty(rows, **numbers),
-            sums=torch.empty(rows, dtype=torch.float64, device=device),
-            ranks=torch.empty(rows, **integers),
-        )
+        tokens = torch.empty((rows, 1 + num_top), dtype=torch.int32, device=device)
+        logits, maxima = torch.empty_like(tokens, dtype=torch.float32), tokens.new_empty(rows, dtype=torch.float32)
+        return cls(tokens, logits, maxima, tokens.new_empty(rows, dtype=torch.float64), tokens.new_empty(rows))
 
     @classmethod
     def join(cls, parts: "Sequence[ReducedRows]") -> "ReducedRows":
@@ -117,7 +111,26 @@ def highest(group: Any, logits: torch.Tensor) -> torch.Tensor:
 
 def gather_rows(group: Any, rows: ReducedRows, temperature: float = 1.0) -> ReducedRows:
     """The rows [rows, ...] of each rank, as those of the whole vocabulary."""
-    return _merge([_from_words(part) for part in _gathered(group, _to_words(rows))], temperature)
+    parts = rows.tokens, rows.logits, rows.maxima[:, None], rows.sums[:, None], rows.ranks[:, None]
+    words = [part.view(torch.float32) for part in parts]
+    # The bits of all in one.
+    gathered = _gathered(group, torch.cat(words, 1)).split([each.shape[1] for each in words], 2)
+    tokens, logits, maxima, sums, ranks = (
+        each.contiguous().view(part.dtype) for each, part in zip(gathered, parts, strict=True)
+    )
+    maximum = maxima.amax(0)
+    # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
+    scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
+    top_tokens, top_logits = (each[:, :, 1:].transpose(0, 1).flatten(1) for each in (tokens, logits))
+    # Tokens of probability 0 come before those that a part with fewer than k does not have.
+    order = top_logits.clamp(min=LOWEST).masked_fill_(top_tokens < 0, -math.inf).topk(rows.num_top).indices
+    return ReducedRows(
+        tokens=torch.cat((tokens[0, :, :1], top_tokens.gather(1, order)), 1),
+        logits=torch.cat((logits[0, :, :1], top_logits.gather(1, order)), 1),
+        maxima=maximum[:, 0],
+        sums=(sums * scales).sum(0)[:, 0],
+        ranks=ranks.sum(0, dtype=torch.int32)[:, 0],
+    )
 
 
 def add_up(group: Any, sums: torch.Tensor) -> torch.Tensor:
@@ -129,39 +142,3 @@ def _gathered(group: Any, tensor: torch.Tensor) -> torch.Tensor:
     """[ranks, ...]"""
     gathered: torch.Tensor = group.all_gather(tensor, 0).view(group.world_size, *tensor.shape)
     return gathered
-
-
-def _to_words(rows: ReducedRows) -> torch.Tensor:
-    """[rows, 6 + 2k] float32, the bits of all."""
-    numbers = torch.cat((rows.logits, rows.maxima[:, None]), 1)
-    sums = rows.sums[:, None].view(torch.int32)
-    return torch.cat((rows.tokens, rows.ranks[:, None], numbers.view(torch.int32), sums), 1).view(torch.float32)
-
-
-def _from_words(words: torch.Tensor) -> ReducedRows:
-    """The reverse of `_to_words`, as views but for the sums."""
-    num_columns = (words.shape[1] - 4) // 2
-    integers, numbers = words.view(torch.int32), words[:, num_columns + 1 : -2]
-    sums = words[:, -2:].contiguous().view(torch.float64)[:, 0]
-    return ReducedRows(
-        integers[:, :num_columns], numbers[:, :num_columns], numbers[:, -1], sums, integers[:, num_columns]
-    )
-
-
-def _merge(shards: list[ReducedRows], temperature: float = 1.0) -> ReducedRows:
-    """Rows of a vocabulary from those of its parts, which all have the targets' logits."""
-    maxima = torch.stack([shard.maxima for shard in shards])
-    maximum = maxima.amax(0)
-    # A part without a column, or with nothing but -inf, has -inf and a sum of 0.
-    scales = torch.exp((maxima.double() - maximum.masked_fill(maximum == -math.inf, 0.0)).div_(temperature))
-    tokens = torch.cat([shard.tokens[:, 1:] for shard in shards], 1)
-    logits = torch.cat([shard.logits[:, 1:] for shard in shards], 1)
-    # Tokens of probability 0 come before those that a part with fewer than k does not have.
-    order = logits.clamp(min=LOWEST).masked_fill_(tokens < 0, -math.inf).topk(shards[0].num_top).indices
-    return ReducedRows(
-        tokens=torch.cat((shards[0].tokens[:, :1], tokens.gather(1, order)), 1),
-        logits=torch.cat((shards[0].logits[:, :1], logits.gather(1, order)), 1),
-        maxima=maximum,
-        sums=(torch.stack([shard.sums for shard in shards]) * scales).sum(0),
-        ranks=torch.stack([shard.ranks for shard in shards]).sum(0, dtype=torch.int32),
-    )

@@ -64,11 +64,9 @@ def sum_divergences(
     """Add up these columns' shares of the divergences of two distributions, p the reference's and q the served model's.
 
     Args:
-        logits: [rows, at least `columns`], of a floating dtype.
-        reference_logits: likewise.
+        logits: [rows, at least `columns`], as `reference_logits`, of a floating dtype.
         columns: that count; those after them are padding.
-        served: maxima and sums over the whole vocabulary.
-        reference: likewise.
+        served: maxima and sums over the whole vocabulary, as `reference`.
         log_sum_ratios: [rows] float64, the logarithm of the reference's sum less that of the served model's; where it
             is not finite, what is returned means nothing.
 

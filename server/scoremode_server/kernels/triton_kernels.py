@@ -32,31 +32,16 @@ def take_targets(logits: torch.Tensor, targets: torch.Tensor, first: int, column
         targets: [rows] int32 or int64 tokens.
         first: token of the first column.
         columns: that count; those after them are padding.
-        out: of these rows.
     """
     require_rows(logits)
+    into = out.tokens, out.logits, out.tokens.stride(0)
     rows = len(targets)
-    _take_targets[(triton.cdiv(rows, TARGET_ROWS),)](
-        out.tokens,
-        out.logits,
-        out.tokens.stride(0),
-        logits,
-        logits.stride(0),
-        targets,
-        first,
-        columns,
-        rows,
-        BLOCK=TARGET_ROWS,
-    )
+    grid = (triton.cdiv(rows, TARGET_ROWS),)
+    _take_targets[grid](*into, logits, logits.stride(0), targets, first, columns, rows, BLOCK=TARGET_ROWS)
 
 
 def reduce_rows(
-    logits: torch.Tensor,
-    first: int,
-    columns: int,
-    out: ReducedRows,
-    temperature: float = 1.0,
-    tiling: Tiling = TILING,
+    logits: torch.Tensor, first: int, columns: int, out: ReducedRows, temperature: float = 1.0, tiling: Tiling = TILING
 ) -> None:
     """Write all else: what `ReducedRows` says of these columns, with -1 for a token where there are fewer than k.
 
@@ -64,46 +49,26 @@ def reduce_rows(
     many entries reach the target. k entries that are the top k lie in the k lanes with the highest maxima. Everything
     is computed in float32, into which the logits' own dtypes convert exactly. A NaN in a row makes its sum NaN.
 
-    Args:
-        logits: as for `take_targets`.
-        first: token of the first column.
-        columns: that count; those after them are padding.
-        out: of these rows, with the logits of the targets.
-        temperature: of the sums.
-        tiling: for measurements.
+    Arguments are as for `take_targets`; `out` has the logits of the targets. The temperature is that of the sums; the
+    tiling is for measurements.
     """
     require_rows(logits)
     rows, num_top = len(logits), out.num_top
     maxima = logits.new_empty((rows, tiling.lanes), dtype=torch.float32) if num_top > 1 else out.maxima
-    _reduce_rows[(rows,)](
-        out.tokens,
-        out.logits,
-        out.tokens.stride(0),
-        out.maxima,
-        out.sums,
-        out.ranks,
-        maxima,
-        logits,
-        logits.stride(0),
-        first,
-        columns,
-        1 / temperature,
-        LANES=tiling.lanes,
-        WIDTH=tiling.width,
-        STAGES=tiling.num_stages,
-        BEST=num_top == 1,
-        MAXIMA=num_top > 1,
-        SCALED=temperature != 1.0,
-        num_warps=tiling.num_warps,
-    )
+    into = out.tokens, out.logits, out.tokens.stride(0), out.maxima, out.sums, out.ranks, maxima
+    variant = {"BEST": num_top == 1, "MAXIMA": num_top > 1, "SCALED": temperature != 1.0}
+    _reduce_rows[(rows,)](*into, logits, logits.stride(0), first, columns, 1 / temperature, **_shape(tiling), **variant)
     if num_top > 1:
         _top_of_lanes(logits, first, columns, maxima, out, tiling)
 
 
 def require_rows(logits: torch.Tensor) -> None:
-    """Raises ValueError where neighbouring columns are not next to each other in memory."""
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be rows of neighbouring entries: {tuple(logits.shape)}, {logits.stride()}")
+
+
+def _shape(tiling: Tiling) -> dict[str, int]:
+    return {"LANES": tiling.lanes, "WIDTH": tiling.width, "num_warps": tiling.num_warps}
 
 
 def _top_of_lanes(
@@ -116,24 +81,11 @@ def _top_of_lanes(
     candidates = maxima.new_empty((rows, num_top * entries))
     block = triton.next_power_of_2(num_top)
     shape = {"LANES": tiling.lanes, "WIDTH": tiling.width, "BLOCK": block}
-    _candidates[(rows, entries // tiling.width)](
-        candidates, lanes, logits, logits.stride(0), columns, num_top, entries, **shape
-    )
+    grid = rows, entries // tiling.width
+    _candidates[grid](candidates, lanes, logits, logits.stride(0), columns, num_top, entries, **shape)
     places = torch.topk(candidates, num_top, dim=-1).indices
-    _pick[(rows,)](
-        out.tokens,
-        out.logits,
-        out.tokens.stride(0),
-        places,
-        lanes,
-        logits,
-        logits.stride(0),
-        first,
-        columns,
-        num_top,
-        entries,
-        **shape,
-    )
+    into = out.tokens, out.logits, out.tokens.stride(0)
+    _pick[(rows,)](*into, places, lanes, logits, logits.stride(0), first, columns, num_top, entries, **shape)
 
 
 @triton.jit
@@ -165,7 +117,6 @@ def _reduce_rows(
     scale,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     BEST: tl.constexpr,
     MAXIMA: tl.constexpr,
     SCALED: tl.constexpr,
@@ -182,7 +133,7 @@ def _reduce_rows(
     origins = tl.zeros([LANES], tl.int32)
     whole = columns // tile * tile
     # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
-    for origin in tl.range(0, whole, tile, num_stages=STAGES):
+    for origin in tl.range(0, whole, tile, num_stages=1):
         seen = tl.load(start + origin + entries).to(tl.float32)
         maxima, sums, counts, origins = _fold(seen, origin, target, maxima, sums, counts, origins, scale, SCALED)
     padding = 0
@@ -238,18 +189,9 @@ def _finite(maximum):
 
 @triton.jit
 def _candidates(
-    out,
-    lanes,
-    logits,
-    stride,
-    columns,
-    num_top,
-    lane_entries,
-    LANES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out, lanes, logits, stride, columns, num_top, entries, LANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Copy one tile's entries of the chosen lanes: out [rows, num_top, lane_entries]."""
+    """Copy one tile's entries of the chosen lanes: out [rows, num_top, entries of a lane]."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     slot = tl.arange(0, BLOCK)
@@ -259,7 +201,7 @@ def _candidates(
     held = (slot < num_top)[:, None] & (column < columns)
     logit = tl.load(logits + row * stride + column, mask=held, other=float("-inf")).to(tl.float32)
     logit = tl.where(held, tl.maximum(logit, LOWEST), float("-inf"))
-    place = (row * num_top + slot[:, None]) * lane_entries + tile * WIDTH + width
+    place = (row * num_top + slot[:, None]) * entries + tile * WIDTH + width
     tl.store(out + place, logit, mask=(slot < num_top)[:, None])
 
 
@@ -313,24 +255,10 @@ def sum_divergences(
     require_rows(logits)
     require_rows(reference_logits)
     sums = logits.new_empty((len(logits), 3), dtype=torch.float32)
-    _sum_divergences[(len(logits),)](
-        sums,
-        reference_logits,
-        reference_logits.stride(0),
-        reference.maxima,
-        (1 / reference.sums).float(),
-        logits,
-        logits.stride(0),
-        served.maxima,
-        (1 / served.sums).float(),
-        # An error of it, as one of the sums, cancels to the first order.
-        log_sum_ratios.float(),
-        columns,
-        LANES=tiling.lanes,
-        WIDTH=tiling.width,
-        STAGES=tiling.num_stages,
-        num_warps=tiling.num_warps,
-    )
+    p = reference_logits, reference_logits.stride(0), reference.maxima, (1 / reference.sums).float()
+    q = logits, logits.stride(0), served.maxima, (1 / served.sums).float()
+    # An error of the ratios, as one of the sums, cancels to the first order.
+    _sum_divergences[(len(logits),)](sums, *p, *q, log_sum_ratios.float(), columns, **_shape(tiling))
     return sums
 
 
@@ -349,7 +277,6 @@ def _sum_divergences(
     columns,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     p_start = p_logits + row * p_stride
@@ -361,13 +288,13 @@ def _sum_divergences(
     log_sum_ratio = tl.load(log_sum_ratios + row)
     forward, backward, distance = _add_up(
         *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
-        *(LANES, WIDTH, STAGES, False),
+        *(LANES, WIDTH, False),
     )
     # Not true of NaN either.
     if not (forward + backward < float("inf")):
         forward, backward, distance = _add_up(
             *(p_start, p_maximum, p_scale, q_start, q_maximum, q_scale, log_sum_ratio, columns),
-            *(LANES, WIDTH, STAGES, True),
+            *(LANES, WIDTH, True),
         )
     tl.store(out + row * 3, forward)
     tl.store(out + row * 3 + 1, backward)
@@ -386,7 +313,6 @@ def _add_up(
     columns,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
     INFINITE: tl.constexpr,
 ):
     """The three sums over a row. With entries of -inf they are right if `INFINITE`, and else NaN or infinite."""
@@ -397,7 +323,7 @@ def _add_up(
     distances = tl.zeros([LANES], tl.float32)
     whole = columns // tile * tile
     # Whole tiles need no mask, which would keep loads narrow wherever the vocabulary is not a multiple of 16.
-    for origin in tl.range(0, whole, tile, num_stages=STAGES):
+    for origin in tl.range(0, whole, tile, num_stages=1):
         p_seen = tl.load(p_start + origin + entries).to(tl.float32)
         q_seen = tl.load(q_start + origin + entries).to(tl.float32)
         terms = _terms(p_seen - p_maximum, q_seen - q_maximum, p_scale, q_scale, log_sum_ratio, INFINITE)

@@ -33,16 +33,14 @@ class Tiling:
     lanes: int
     width: int
     num_warps: int
-    num_stages: int
-    """Tiles that are being loaded at a time."""
 
     def lane_entries(self, columns: int) -> int:
         """Entries of a row that a lane takes, those past the row's end among them."""
         return max(1, -(-columns // (self.lanes * self.width))) * self.width
 
 
-TILING = Tiling(lanes=1024, width=8, num_warps=8, num_stages=1)
-PAIR_TILING = Tiling(lanes=512, width=8, num_warps=8, num_stages=1)
+TILING = Tiling(lanes=1024, width=8, num_warps=8)
+PAIR_TILING = Tiling(lanes=512, width=8, num_warps=8)
 """Of kernels that read two rows: as many entries at a time."""
 
 
@@ -71,11 +69,11 @@ def row_bytes_fused(shape: LogitsShape, num_top: int, copies: int | None, sharde
 def row_bytes_compared(
     shape: LogitsShape, reference_logit_bytes: int, num_top: int, copies: int | None, sharded: bool = False
 ) -> int:
-    """Peak working memory per row of `kl_divergence.compare`, as `row_bytes_fused` has it for the served model. Two
-    peaks: the served model's projection, and both sides' logits. On a CPU add `block_bytes`, once for all rows."""
+    """Peak working memory per row of `kl_divergence.compare`, as `row_bytes_fused` has it for the served model. On a
+    CPU add `block_bytes`, once for all rows."""
     num_top = max(1, num_top)
-    ranks = shape.tensor_parallel_size if sharded else 1
-    both_bytes = (shape.logit_bytes + reference_logit_bytes) / ranks
+    both_bytes = (shape.logit_bytes + reference_logit_bytes) / (shape.tensor_parallel_size if sharded else 1)
+    # Two peaks: the served model's projection, and both sides' logits.
     entry_bytes = max(_entry_bytes(shape, copies, sharded), both_bytes)
     # Results of both sides; one is reduced after the other.
     return _row_bytes(shape, entry_bytes, 2 * (num_top + 1), num_top)

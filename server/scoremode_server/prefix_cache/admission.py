@@ -6,7 +6,7 @@ HTTP requests take turns, one sequence each, and some space is reserved for thos
 import asyncio
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -50,12 +50,6 @@ class Gate:
         self.is_open = True
         self.admission.admit_waiting()
 
-    def count(self, num_running: int) -> None:
-        """Sequences go in, or with a negative number out."""
-        self.num_running += num_running
-        if not self.num_running:
-            self.on_idle()
-
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -66,22 +60,11 @@ class _Waiting:
     decodes: bool
     is_inside: bool = False
 
-    @property
-    def may_enter(self) -> bool:
-        # A cancelled or refused one is only removed.
-        return self.gate is None or self.gate.is_open or self.admitted.done()
-
 
 class Admission:
     """Lets sequences into the engine in turns, and calls `show` with the number of sequences and of running ones
-    whenever these change.
-
-    Attributes:
-        num_sequences: accepted, and without an answer yet.
-        num_tokens: of these sequences.
-        num_running: those of them that are in the engine.
-        is_stopped: requests end without an answer, because the server stops.
-    """
+    whenever these change. Counts sequences that were accepted and have no answer yet, their tokens, and those of them
+    that are in the engine. Once `is_stopped`, requests end without an answer."""
 
     def __init__(
         self, size: EngineSize, abort: Callable[[list[str]], Awaitable[None]], show: Callable[[int, int], None]
@@ -95,7 +78,7 @@ class Admission:
         """The sum of all sequences' seconds in the engine, of queues that decode, and the time until which it goes."""
         self.abort = abort
         self._show = show
-        self._waiting: OrderedDict[RequestQueue, deque[_Waiting]] = OrderedDict()
+        self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
         self._queues: set[RequestQueue] = set()
         self._not_accepted: set[asyncio.Task[Any]] = set()
         """Tasks that read and tokenize requests."""
@@ -112,17 +95,11 @@ class Admission:
         most = self.size.max_scoring_tokens
         if self._is_draining:
             raise stopping()
+        limit = f"this server's limit of {most} tokens (--max-scoring-tokens)"
         if num_tokens > most:
-            raise TooLargeError(
-                f"the request has {num_tokens} tokens to score, and this server takes at most {most} at once "
-                "(--max-scoring-tokens)",
-                "prompt",
-            )
+            raise TooLargeError(f"the request's {num_tokens} tokens to score exceed {limit}", "prompt")
         if self.num_tokens and self.num_tokens + max(num_tokens, 1) > most:
-            raise BusyError(
-                f"{self.num_tokens} of this server's {most} tokens are taken (--max-scoring-tokens): try again later",
-                None,
-            )
+            raise BusyError(f"{self.num_tokens} of {limit} are taken: try again later", None)
 
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
@@ -140,11 +117,11 @@ class Admission:
             async with asyncio.timeout(self.size.request_timeout) as limit:
                 yield queue
         except TimeoutError:
-            if not limit.expired():
-                # A file system's, say.
-                raise
-            message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
-            raise OverdueError(message, None) from None
+            # Else it is another one, such as a file system's.
+            if limit.expired():
+                message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
+                raise OverdueError(message, None) from None
+            raise
         finally:
             self._queues.remove(queue)
             if queue.num_sequences:
@@ -170,13 +147,7 @@ class Admission:
 
     @asynccontextmanager
     async def inside(
-        self,
-        queue: "RequestQueue",
-        request_id: str,
-        num_tokens: int,
-        gate: Gate | None = None,
-        *,
-        decodes: bool = False,
+        self, queue: "RequestQueue", request_id: str, num_tokens: int, gate: Gate | None, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
         """Wait until a sequence, of which `num_tokens` must be computed, may enter the engine and its gate is open. It
         is in the engine inside this; it `decodes` in another lane than prefill."""
@@ -201,14 +172,12 @@ class Admission:
 
     def admit_waiting(self) -> None:
         """Let in as many sequences as the engine has space for."""
-        while queue := self._next(
-            queue for queue, line in self._waiting.items() if any(each.may_enter for each in line)
-        ):
-            line = self._waiting.pop(queue)
-            first = next(each for each in line if each.may_enter)
+        while first := self._next():
+            line = self._waiting.pop(first.queue)
             line.remove(first)
             if line:
-                self._waiting[queue] = line
+                # After all other requests.
+                self._waiting[first.queue] = line
             if not first.admitted.done():
                 first.is_inside = True
                 self._count(first, 1)
@@ -237,15 +206,18 @@ class Admission:
         self.refuse(None, stopping)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
-    def _next(self, queues: "Iterable[RequestQueue]") -> "RequestQueue | None":
-        """The first of these for which the engine has space. The last sequence and the reserved tokens are for requests
+    def _next(self) -> _Waiting | None:
+        """The next sequence for which the engine has space. The last sequence and the reserved tokens are for requests
         with at most one sequence there, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
         free_tokens = self.size.tokens - self._num_computing
         if num_free <= 0 or free_tokens <= 0:
             return None
         is_reserved = num_free == 1 or free_tokens <= self.size.reserved_tokens
-        return next((queue for queue in queues if not is_reserved or queue.num_running <= 1), None)
+        queues = (queue for queue in self._waiting if not is_reserved or queue.num_running <= 1)
+        lines = (each for queue in queues for each in self._waiting[queue])
+        # A cancelled or refused one is only removed.
+        return next((each for each in lines if each.admitted.done() or each.gate is None or each.gate.is_open), None)
 
     def _count(self, sequence: _Waiting, num_running: int) -> None:
         """A sequence goes in, or with -1 out."""
@@ -255,7 +227,9 @@ class Admission:
         if sequence.decodes:
             self._count_decoding(sequence.queue, num_running)
         if sequence.gate is not None:
-            sequence.gate.count(num_running)
+            sequence.gate.num_running += num_running
+            if not sequence.gate.num_running:
+                sequence.gate.on_idle()
         self.show()
 
     def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:
@@ -271,32 +245,29 @@ Accept = Callable[[str, int, int], AbstractAsyncContextManager["RequestQueue"]]
 
 
 class RequestQueue:
-    """The sequences of one HTTP request.
-
-    Attributes:
-        running: ids of those in the engine.
-        num_running: how many are in the engine, or may enter.
-        num_sequences: those without an answer yet; they have `num_tokens` tokens.
-        accepted: when the request was accepted, by `time.monotonic()`.
-        entered: when its first sequence entered the engine.
-        num_scored: those with an answer; they have `num_scored_tokens` tokens, `num_cached_tokens` of them cached.
-        decoding: when its first sequence that decodes entered the engine, and when one last entered or left: the time,
-            and the seconds in the engine of all sequences that decode, of other requests too.
-    """
+    """The sequences of one HTTP request. Times are of `time.monotonic()`."""
 
     def __init__(self, admission: Admission) -> None:
-        self.running: set[str] = set()
-        self.num_sequences = self.num_tokens = self.num_running = 0
         self.admission = admission
         self.accepted = time.monotonic()
         self.entered: float | None = None
+        """When its first sequence entered the engine."""
+        self.running: set[str] = set()
+        """Ids of the sequences in the engine."""
+        self.num_running = 0
+        """How many are in the engine, or may enter."""
+        self.num_sequences = self.num_tokens = 0
+        """Without an answer yet."""
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
+        """With an answer."""
         self.decoding: tuple[tuple[float, float], ...] = ()
+        """When its first sequence that decodes entered the engine, and when one last entered or left: the time, and the
+        seconds in the engine of all sequences that decode, of other requests too."""
 
     @property
     def mean_batch(self) -> float | None:
-        """The mean number of sequences of this process, outside the prefill lane, that were in the engine while this
-        request had some there; at most as many as it runs at once. None if there was none."""
+        """The mean number of this process's sequences outside the prefill lane that the engine had while it had some of
+        this request; at most as many as it runs at once. None if there was none."""
         if not self.decoding or self.decoding[0][0] == self.decoding[1][0]:
             return None
         (began, before), (ended, after) = self.decoding
@@ -318,12 +289,9 @@ class RequestQueue:
         self.add(-1, -num_tokens)
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1) -> AsyncGenerator[T, None]:
-        """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at
-        once, and if sequences count as they begin, of `loads` times `size.tokens`.
-
-        A failure, or a reader that stops, cancels the others, and aborts those in the engine in one call: vLLM rebuilds
-        its queue for each call.
-        """
+        """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at once, and
+        if sequences count as they begin, of `loads` times `size.tokens`. A failure, or a reader that stops, cancels the
+        others, and aborts those in the engine in one call: vLLM rebuilds its queue for each."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.
             for coroutine in coroutines:

@@ -12,12 +12,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.logger import init_logger
 from vllm.outputs import RequestOutput
 
 from scoremode_server.metrics import Metrics
@@ -27,8 +27,6 @@ from scoremode_server.prefix_cache.run import RowsRequest, in_engine, run_engine
 from scoremode_server.prefix_cache.store import HASH_BYTES, BlockHasher, RowStore
 from scoremode_server.rows import Columns, Rows, read_columns
 from scoremode_server.vllm_patches.engine_client import may_go_unnoticed, within_changes
-
-logger = init_logger(f"vllm.{__name__}")
 
 MAX_COMPUTED = 2**16
 """Blocks of which the engine client remembers that they were computed, in some 13 MiB."""
@@ -61,6 +59,7 @@ class ScoringEngine:
 
     def __init__(self, engine: EngineClient, store: RowStore, metrics: Metrics, size: EngineSize) -> None:
         self.admission = Admission(size, engine.abort, metrics.show_load)
+        self.block_size = store.block_size
         self._engine = engine
         self._store = store
         self._metrics = metrics
@@ -70,10 +69,6 @@ class ScoringEngine:
         self._computed: OrderedDict[bytes, None] = OrderedDict()
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
-
-    @property
-    def block_size(self) -> int:
-        return self._store.block_size
 
     async def rows(self, request: RowsRequest) -> EngineResult:
         """Every row that a request needs. If the caller is cancelled, the engine's requests are aborted."""
@@ -95,7 +90,7 @@ class ScoringEngine:
 
     def _cacheable(self, request: RowsRequest) -> np.ndarray | None:
         """The tokens [n] int32 of a request that can use the cache."""
-        if not (request.use_cache and self._store.enabled and len(request.token_ids) > self._store.block_size):
+        if not (request.use_cache and self._store.enabled and len(request.token_ids) > self.block_size):
             return None
         try:
             return np.frombuffer(array("i", request.token_ids), np.int32)
@@ -117,14 +112,13 @@ class ScoringEngine:
         salted = replace(request, token_ids=token_ids, prompt={**request.prompt, "cache_salt": engine_salt})
         # Keys and values do not depend on what is wanted of the rows.
         computed = block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt))
-        if request.first_row // self._store.block_size == len(computed):
+        if request.first_row // self.block_size == len(computed):
             # No whole block has rows that are needed.
             block_hashes = []
         elif (of_rows := request.spec.identity) is not None:
             block_hashes = self._hasher.hashes(token_ids, self._identity(request, salt, of_rows))
-        cached = CachedRequest(
-            self._engine, self._store, self._in_flight, salted, block_hashes, self._num_computed(computed)
-        )
+        num_computed = self._num_computed(computed)
+        cached = CachedRequest(self._engine, self._store, self._in_flight, salted, block_hashes, num_computed)
         run = await cached.run()
         rows = run.rows[request.first_row :]
         self._metrics.hits.inc(cached.num_hits)
@@ -132,27 +126,20 @@ class ScoringEngine:
         self._metrics.joined.inc(cached.joined)
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
-        num_cached_blocks = min(len(block_hashes), -(-run.first // self._store.block_size))
-        return EngineResult(
-            rows,
-            cached.num_cached_tokens,
-            run.output,
-            # Hashes of an earlier generation may belong to JSON of other weights.
-            block_hashes if cached.is_current else (),
-            num_cached_blocks if cached.is_current else 0,
-        )
+        if not cached.is_current:
+            # Of an earlier generation: they may belong to JSON of other weights.
+            block_hashes = []
+        num_cached_blocks = min(len(block_hashes), -(-run.first // self.block_size))
+        return EngineResult(rows, cached.num_cached_tokens, run.output, block_hashes, num_cached_blocks)
 
     def _num_computed(self, block_hashes: Sequence[bytes]) -> int:
         """Tokens of the first blocks whose keys and values other requests have computed or compute. From now on this
         request computes those of the rest."""
-        num_blocks = next(
-            (index for index, block_hash in enumerate(block_hashes) if block_hash not in self._computed),
-            len(block_hashes),
-        )
+        num_blocks = len(list(takewhile(self._computed.__contains__, block_hashes)))
         self._computed.update(dict.fromkeys(block_hashes[num_blocks:]))
         while len(self._computed) > MAX_COMPUTED:
             self._computed.popitem(last=False)
-        return num_blocks * self._store.block_size
+        return num_blocks * self.block_size
 
     def _identity(self, request: RowsRequest, salt: str, of_rows: tuple[Any, ...] | None = None) -> str:
         """Everything except the tokens that keys and values depend on, or with a `RowSpec.identity`, rows."""
@@ -162,10 +149,10 @@ class ScoringEngine:
 
     def _salt(self, request: RowsRequest) -> str:
         salt = request.prompt.get("cache_salt") or ""
+        if not request.owner:
+            return salt
         # Short, because some of vLLM's connectors use it in file names.
-        return (
-            blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest() if request.owner else salt
-        )
+        return blake2b(f"{request.owner}.{salt}".encode(), digest_size=HASH_BYTES).hexdigest()
 
 
 def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
@@ -173,8 +160,5 @@ def make_store(config: VllmConfig, max_bytes: int) -> RowStore:
     change without notice. Hits in vLLM's prefix cache end at multiples of its block size.
     """
     settings = config.cache_config
-    block_size = settings.prefix_match_unit or settings.block_size
-    if max_bytes and may_go_unnoticed(config):
-        logger.warning("No logprobs are cached: VLLM_SERVER_DEV_MODE with several API servers")
-        max_bytes = 0
-    return RowStore(block_size, max_bytes if settings.enable_prefix_caching else 0)
+    is_on = settings.enable_prefix_caching and not may_go_unnoticed(config)
+    return RowStore(settings.prefix_match_unit or settings.block_size, max_bytes if is_on else 0)

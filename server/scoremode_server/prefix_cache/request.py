@@ -27,24 +27,20 @@ class CachedRequest:
     block_hashes: Sequence[bytes]
     num_computed: int
     """Tokens at the start that are probably in the prefix cache."""
-    blocks: Mapping[bytes, bytes] = field(default_factory=dict)
-    """After the release, the blocks that it found or computed; none if it failed."""
-    released: asyncio.Event = field(default_factory=asyncio.Event)
     num_cached_tokens: int = 0
     """Tokens that were not computed for the answer."""
     joined: bool = False
     """Whether it waited for the rows of another request."""
     num_evicted: int = 0
     """Blocks that were evicted for its own."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its blocks are in the store, or it failed."""
     _num_found: int = 0
     _found: dict[bytes, bytes] = field(default_factory=dict)
-    _last_block: dict[bytes, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._generation = self.store.generation
         self.num_columns = self.request.spec.num_columns
-        # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
-        self._needed_hashes = self.block_hashes[self.request.first_row // self.store.block_size :]
 
     @property
     def num_hits(self) -> int:
@@ -58,21 +54,32 @@ class CachedRequest:
 
     async def run(self) -> EnginePass:
         """A pass with every row that the request needs."""
+        size = self.store.block_size
+        # The engine may leave out blocks whose rows are not needed, so no request may wait for them.
+        registered = self.block_hashes[self.request.first_row // size :]
         self._found = self.store.get(self.block_hashes, self.num_columns)
-        earlier = self._register()
+        earlier = self._register(registered)
         try:
             run = await self._complete_run(earlier)
-            self._fill(run)
-            self._store_blocks(run)
+            if needed := self._needed(run):
+                start = needed.start * size
+                found = self.store.join([self._found[self.block_hashes[block]] for block in needed], self.num_columns)
+                run.rows.table[start : run.first] = found.table[: run.first - start]
+            num_left_out = -(-run.first // size)
+            self._store(self.block_hashes[num_left_out:], run, num_left_out * size)
             return run
         finally:
-            self._release()
+            # Others wait for this request, whether it succeeded or not.
+            for block_hash in registered:
+                if self.in_flight.get(block_hash) is self:
+                    del self.in_flight[block_hash]
+            self.released.set()
 
-    def _register(self) -> dict[bytes, "CachedRequest"]:
+    def _register(self, block_hashes: Sequence[bytes]) -> dict[bytes, "CachedRequest"]:
         """Register for the blocks that were not found and that no other request computes with as many columns. Returns
         the requests that compute the others."""
         earlier = {}
-        for block_hash in self._needed_hashes:
+        for block_hash in block_hashes:
             if block_hash in self._found:
                 continue
             other = self.in_flight.get(block_hash)
@@ -82,35 +89,23 @@ class CachedRequest:
                 self.in_flight[block_hash] = self
         return earlier
 
-    def _release(self) -> None:
-        """Wake the requests that wait for this one, whether it succeeded or not."""
-        for block_hash in self._needed_hashes:
-            if self.in_flight.get(block_hash) is self:
-                del self.in_flight[block_hash]
-        self.released.set()
-
     async def _complete_run(self, earlier: Mapping[bytes, "CachedRequest"]) -> EnginePass:
         """A pass whose missing rows are all found. The engine starts before this waits for other requests."""
         # If the first block is not found, a hit helps only if its rows are not needed.
         reads = self.request.first_row >= self.store.block_size or (
             (first_hash := self.block_hashes[0]) in self._found or first_hash in earlier
         )
-        run = await self._run(reads_prefix_cache=reads, num_known=self.num_computed if reads else 0)
+        num_known = self.num_computed if reads else 0
+        run = await run_engine(self.engine, self.request, reads_prefix_cache=reads, num_known=num_known)
+        self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         missing = self._missing(run)
         if missing and self.is_current:
-            missing = await self._collect(run, missing, earlier)
+            missing = await self._find(run, earlier)
         if run.first == 0 or (self.is_current and not missing):
             return run
-        self._found, self._last_block = {}, {}
-        run = await self._run(reads_prefix_cache=False, suffix="-whole")
+        self._num_found = self.num_cached_tokens = 0
+        run = await run_engine(self.engine, self.request, suffix="-whole")
         run.check(self.request.first_row)
-        return run
-
-    async def _run(self, *, reads_prefix_cache: bool, num_known: int = 0, suffix: str = "") -> EnginePass:
-        run = await run_engine(
-            self.engine, self.request, reads_prefix_cache=reads_prefix_cache, num_known=num_known, suffix=suffix
-        )
-        self._num_found, self.num_cached_tokens = run.first, run.num_cached_tokens
         return run
 
     def _needed(self, run: EnginePass) -> range:
@@ -123,23 +118,17 @@ class CachedRequest:
         hashes = self.block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 
-    async def _collect(
-        self, run: EnginePass, missing: list[int], earlier: Mapping[bytes, "CachedRequest"]
-    ) -> list[int]:
-        """Find the blocks that a pass left out: in earlier requests, in the store, and by a short pass. Returns the
-        blocks that are still missing."""
-        for block in missing:
-            other = earlier.get(self.block_hashes[block]) if block < len(self.block_hashes) else None
-            if other is not None and self.block_hashes[block] not in self._found:
-                self.joined = True
-                await other.released.wait()
-                self._found |= {each: other.blocks[each] for each in self.block_hashes if each in other.blocks}
-        if missing := self._missing(run):
-            self._found |= self.store.get(self.block_hashes, self.num_columns)
-            missing = self._missing(run)
-        only_the_last = missing and missing == list(self._needed(run)[-1:]) and missing[-1] < len(self.block_hashes)
-        if only_the_last and self.request.spec.identity is None:
-            await self._run_last_block(missing[-1])
+    async def _find(self, run: EnginePass, earlier: Mapping[bytes, "CachedRequest"]) -> list[int]:
+        """Find the blocks that a pass left out: in the store, once earlier requests have stored theirs, and by a short
+        pass. Returns the blocks that are still missing."""
+        needed = self._needed(run)
+        for other in {earlier[each] for each in self.block_hashes[needed.start : needed.stop] if each in earlier}:
+            self.joined = True
+            await other.released.wait()
+        self._found |= self.store.get(self.block_hashes, self.num_columns)
+        missing, last = self._missing(run), needed[-1]
+        if missing == [last] and last < len(self.block_hashes) and self.request.spec.identity is None:
+            await self._run_last_block(last)
             missing = self._missing(run)
         return missing
 
@@ -162,23 +151,12 @@ class CachedRequest:
         )
         run = await run_engine(self.engine, short, reads_prefix_cache=True, num_known=start, suffix="-last-block")
         if run.first <= start:
-            self._last_block = self.store.split([self.block_hashes[block]], run.rows[start:])
-            self._found |= self._last_block
+            self._found |= self._store([self.block_hashes[block]], run, start)
             self._num_found = min(self._num_found, run.first)
             self.num_cached_tokens = min(self.num_cached_tokens, run.num_cached_tokens)
 
-    def _fill(self, run: EnginePass) -> None:
-        needed = self._needed(run)
-        if needed:
-            blocks = [self._found[self.block_hashes[block]] for block in needed]
-            start = needed.start * self.store.block_size
-            found = self.store.join(blocks, self.num_columns)
-            run.rows.table[start : run.first] = found.table[: run.first - start]
-
-    def _store_blocks(self, run: EnginePass) -> None:
-        """Store the blocks that were computed, and give them to the requests that wait."""
-        num_left_out = -(-run.first // self.store.block_size)
-        rows = run.rows[num_left_out * self.store.block_size :]
-        new = self._last_block | self.store.split(self.block_hashes[num_left_out:], rows)
-        self.num_evicted = self.store.put(self._generation, self.block_hashes, new, may_evict=self.request.may_evict)
-        self.blocks = self._found | new
+    def _store(self, block_hashes: Sequence[bytes], run: EnginePass, first_row: int) -> dict[bytes, bytes]:
+        """Store the blocks that a pass computed from a row on."""
+        computed = self.store.split(block_hashes, run.rows[first_row:])
+        self.num_evicted += self.store.put(self._generation, self.block_hashes, computed)
+        return computed

@@ -47,12 +47,10 @@ class RowsRequest:
     """vLLM's engine input."""
     params: ScoringParams
     first: int = 1
-    """The position from which rows are needed; the first token has none."""
+    """The position from which rows are needed."""
     use_cache: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
-    may_evict: bool = True
-    """Whether other rows may be evicted to store its rows."""
     owner: str = ""
     """Owners share no rows, keys and values."""
     queue: RequestQueue | None = None
@@ -104,10 +102,6 @@ class RowsRequest:
         )
 
     @property
-    def num_fed(self) -> int:
-        return len(self.token_ids) - (self.spec.last_token is not None)
-
-    @property
     def first_row(self) -> int:
         return self.first - 1
 
@@ -117,15 +111,12 @@ class EnginePass:
     """What the engine computed for a sequence of n tokens."""
 
     output: RequestOutput
+    num_cached_tokens: int
+    """Tokens that the engine took from its prefix cache."""
     rows: Rows
     """Of the tokens after the first, [n - 1]; rows before `first` are unset."""
     first: int
     """How many of the first rows the engine did not compute."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that the engine took from its prefix cache."""
-        return self.output.num_cached_tokens or 0
 
     def check(self, first_row: int) -> None:
         """Check that no row from `first_row` on is missing."""
@@ -136,9 +127,10 @@ class EnginePass:
 async def run_engine(engine: EngineClient, request: RowsRequest, **how: Any) -> EnginePass:
     """Compute the rows of a request, as `in_engine` says."""
     output = await in_engine(engine, request, **how)
-    num_columns, first = request.spec.num_columns, max(output.num_cached_tokens or 0, request.spec.first - 1)
+    num_columns, num_cached = request.spec.num_columns, output.num_cached_tokens or 0
     columns = read_columns(output.prompt_logprobs, num_columns)
-    return EnginePass(output, *read_rows(request.token_ids, num_columns, columns, first))
+    first = max(num_cached, request.spec.first - 1)
+    return EnginePass(output, num_cached, *read_rows(request.token_ids, num_columns, columns, first))
 
 
 async def in_engine(
@@ -158,14 +150,14 @@ async def in_engine(
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id, queue, output = request.request_id + suffix, request.queue, None
+    num_fed = len(request.token_ids) - (request.spec.last_token is not None)
     # Of a step, where it has a chunk in each.
-    num_tokens = request.spec.chunk or request.num_fed - num_known
+    num_tokens = request.spec.chunk or num_fed - num_known
+    inside: Any = nullcontext()
+    if queue is not None:
+        inside = queue.admission.inside(queue, request_id, num_tokens, request.gate, decodes=bool(request.spec.chunk))
     try:
-        async with (
-            nullcontext()
-            if queue is None
-            else queue.admission.inside(queue, request_id, num_tokens, request.gate, decodes=bool(request.spec.chunk))
-        ):
+        async with inside:
             with exempt_from_queue_bounds():
                 async for part in engine.generate(request.prompt, params, request_id, **request.options):
                     output = part

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -18,7 +17,6 @@ import numpy as np
 from scoremode_server.rows import Rows
 
 HASH_BYTES = 16
-"""Of a block hash."""
 
 ENTRY_BYTES = 384
 """Bytes of a block in addition to its rows, measured as growth of resident memory with CPython 3.11: up to 383."""
@@ -60,52 +58,27 @@ class RowStore:
                 found[block_hash] = block
         return found
 
-    def put(
-        self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes], *, may_evict: bool = True
-    ) -> int:
+    def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
         """Store the computed blocks of a sequence, unless they are of an earlier generation. All stored blocks of the
-        sequence become the most recently used, as in `get`. Returns how many blocks were evicted.
-
-        Blocks that may not evict others, those of long texts, are stored only if they fit, and are evicted first.
-        """
+        sequence become the most recently used, as in `get`. Returns how many blocks were evicted."""
         if generation != self.generation or not self.enabled:
             return 0
-        if not may_evict:
-            self._fill_up(blocks)
-            return 0
-        num_evicted = 0
         for block_hash in reversed(block_hashes):
-            block, kept = blocks.get(block_hash), self._blocks.get(block_hash)
-            if kept is not None and (block is None or len(block) < len(kept)):
-                self._blocks.move_to_end(block_hash)
-            elif block is not None:
-                num_evicted += self._replace(block_hash, block)
-        return num_evicted
-
-    def _fill_up(self, blocks: Mapping[bytes, bytes]) -> None:
-        for block_hash, block in blocks.items():
-            cost = len(block) + ENTRY_BYTES
-            if block_hash not in self._blocks and self.num_bytes + cost <= self.max_bytes:
+            stored = self._pop(block_hash)
+            if block := max(blocks.get(block_hash, b""), stored, key=len):
                 self._blocks[block_hash] = block
-                self._blocks.move_to_end(block_hash, last=False)
-                self.num_bytes += cost
-
-    def _replace(self, block_hash: bytes, block: bytes) -> int:
-        """Store a block in place of the one under its hash. Returns how many were evicted for it, itself if it does not
-        fit."""
-        old = self._blocks.pop(block_hash, None)
-        self.num_bytes -= 0 if old is None else len(old) + ENTRY_BYTES
-        cost = len(block) + ENTRY_BYTES
-        if cost > self.max_bytes:
-            return 1
+                self.num_bytes += len(block) + ENTRY_BYTES
         num_evicted = 0
-        while self.num_bytes + cost > self.max_bytes:
-            _, evicted = self._blocks.popitem(last=False)
-            self.num_bytes -= len(evicted) + ENTRY_BYTES
+        while self.num_bytes > self.max_bytes:
+            self._pop(next(iter(self._blocks)))
             num_evicted += 1
-        self._blocks[block_hash] = block
-        self.num_bytes += cost
         return num_evicted
+
+    def _pop(self, block_hash: bytes) -> bytes:
+        """A block that is stored no longer; empty if it was not."""
+        block = self._blocks.pop(block_hash, b"")
+        self.num_bytes -= len(block) + ENTRY_BYTES if block else 0
+        return block
 
     def clear(self) -> None:
         """Drop all rows and start a new generation."""
@@ -132,12 +105,12 @@ class RowStore:
 
     def join(self, blocks: Sequence[bytes], num_columns: int) -> Rows:
         """The rows of blocks, which have at least this many columns."""
-        num_bytes = self._block_bytes(num_columns)
-        fitting = [block if len(block) == num_bytes else self._narrowed(block, num_columns) for block in blocks]
-        return Rows.from_bytes(b"".join(fitting), num_columns)
+        return Rows.from_bytes(b"".join(self._narrowed(block, num_columns) for block in blocks), num_columns)
 
     def _narrowed(self, block: bytes, num_columns: int) -> bytes:
         stored = (len(block) // _WORD_BYTES // self.block_size) // 2
+        if stored == num_columns:
+            return block
         return Rows.from_bytes(block, stored).first_columns(num_columns).table.tobytes()
 
     def _block_bytes(self, num_columns: int) -> int:
@@ -152,7 +125,6 @@ class BlockHasher:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self._secret = secrets.token_bytes(HASH_BYTES)
-        self._root = lru_cache(maxsize=256)(self._hash_identity)
 
     def hashes(self, token_ids: np.ndarray, identity: str) -> list[bytes]:
         """A hash per whole block of tokens [n] int32 after the first token: of all tokens up to the block's end, and of
@@ -160,12 +132,10 @@ class BlockHasher:
         data = token_ids.tobytes()
         step = self.block_size * token_ids.itemsize
         # The first token has no row, but all rows depend on it.
-        parent = self._root(identity) + data[: token_ids.itemsize]
+        first = data[: token_ids.itemsize]
+        parent = blake2b(identity.encode(), key=self._secret, digest_size=HASH_BYTES).digest() + first
         hashes = []
         for start in range(token_ids.itemsize, len(data) - step + 1, step):
             parent = blake2b(data[start : start + step], key=parent, digest_size=HASH_BYTES).digest()
             hashes.append(parent)
         return hashes
-
-    def _hash_identity(self, identity: str) -> bytes:
-        return blake2b(identity.encode(), key=self._secret, digest_size=HASH_BYTES).digest()

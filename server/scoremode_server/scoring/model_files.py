@@ -45,12 +45,9 @@ _CONFIG_FILES = (
     *("hf_quant_config.json", "quant_config.json", "quantize_config.json", "quantization_config.json"),
 )
 """Configurations of models, adapters and quantizations that vLLM reads."""
-_SAFETENSORS = {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "bitsandbytes"}
-"""By `--load-format`, the formats that read `*.safetensors`."""
-_OTHER_WEIGHTS = {"pt": ["*.pt"], "npcache": ["*.bin"]}
-"""By `--load-format`, the files that replace safetensors."""
-_ANY_WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"]
-"""Of all other formats: the first pattern that has files."""
+_WEIGHTS = ["*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.tensors"]
+"""Of a model the first pattern that has files, except by the following values of `--load-format`."""
+_OTHER_WEIGHTS = {"mistral": ["consolidated*.safetensors"], "pt": ["*.pt"], "npcache": ["*.bin"], "dummy": []}
 _NOT_NEEDED = {"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
 """Files of training that vLLM does not load."""
 
@@ -91,12 +88,9 @@ async def with_adapter(fingerprint: str, lora: Any) -> str:
 
 
 def weight_bytes(model: ModelConfig, load: LoadConfig) -> int | None:
-    """Bytes of the files that vLLM loads: safetensors, or one GGUF file; None for other formats and remote storage."""
-    path = Path(model.model)
-    if path.is_file():
-        return path.stat().st_size if path.suffix == ".gguf" else None
+    """Bytes of the files that vLLM loads; None if they are not in a folder or a file."""
     folder = _folder(model.model, model.revision, load.download_dir)
-    return sum(file.stat().st_size for file in _safetensors_files(folder, str(load.load_format))) or None
+    return sum(file.stat().st_size for file in _weight_files(Path(model.model), folder, str(load.load_format))) or None
 
 
 def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
@@ -107,15 +101,13 @@ def num_parameters(config: Any, trust_remote_code: bool) -> int | None:
         # A quantized checkpoint has the weights of the model that it was made from.
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        architecture = (config.architectures or ["no architecture"])[0]
-        make: Any = getattr(transformers, architecture, None)
+        architecture = config.architectures[0]
+        is_trusted = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
         with torch.device("meta"):
-            if make is not None:
-                model = make(config)
-            elif trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+            if is_trusted and not hasattr(transformers, architecture):
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
             else:
-                raise ValueError(f"transformers has no {architecture}")
+                model = getattr(transformers, architecture)(config)
         return sum(int(parameter.numel()) for parameter in model.parameters())
     # Transformers may raise anything, and a server must start without this number.
     except Exception as error:
@@ -131,7 +123,7 @@ def digest_of(files: Sequence[Path]) -> str:
 
 def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path | None) -> str:
     dummy = load.load_format == "dummy"
-    weights = [] if dummy else _weight_files(Path(model.model), folder, str(load.load_format))
+    weights = _weight_files(Path(model.model), folder, str(load.load_format))
     configs = _config_files(Path(model.hf_config_path) if model.hf_config_path else folder)
     overrides: Any = model.hf_overrides
     # A function is known by its name.
@@ -149,14 +141,10 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, dtype: str, folder: Path 
 
 
 def _adapter_digest(path: str) -> str:
-    """A digest of an adapter's files in a folder or in the hub's cache, or of its path if they cannot be read."""
+    """A digest of an adapter's files in a folder or in the hub's cache, or of its path if there are none."""
     folder = _folder(path, None, None)
-    try:
-        files = [] if folder is None else [*_config_files(folder), *sorted(folder.glob("adapter_model.*"))]
-        return digest_of(files) if files else _digest(path)
-    except OSError as error:
-        logger.warning("The fingerprint of the adapter %s does not see its weights: %s", path, error)
-        return _digest(path)
+    files = [] if folder is None else [*_config_files(folder), *sorted(folder.glob("adapter_model.*"))]
+    return digest_of(files) if files else _digest(path)
 
 
 def _folder(name: str, revision: str | None, cache: str | None) -> Path | None:
@@ -178,29 +166,16 @@ def _weight_files(path: Path, folder: Path | None, load_format: str) -> list[Pat
         return sorted(path.parent.glob(f"{escape(parts[1])}-*{parts[2]}")) if parts else [path]
     if folder is None:
         return []
-    if files := _safetensors_files(folder, load_format):
-        return files
-    for pattern in _OTHER_WEIGHTS.get(load_format, _ANY_WEIGHTS):
-        if files := sorted(file for file in folder.glob(pattern) if file.name not in _NOT_NEEDED):
-            return files
-    return []
-
-
-def _safetensors_files(folder: Path | None, load_format: str) -> list[Path]:
-    """The files that vLLM loads, by name; empty if it loads other formats."""
-    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    of_mistral = [file for file in files if file.name.startswith("consolidated")]
     # By default vLLM reads these if a repository has its weights twice.
-    if load_format == "mistral" or (load_format == "auto" and of_mistral):
-        files, index_name = of_mistral, "consolidated.safetensors.index.json"
-    elif load_format in _SAFETENSORS:
-        index_name = "model.safetensors.index.json"
-    else:
-        return []
-    if not files or not (index := files[0].with_name(index_name)).is_file():
-        return files
-    named = set(json.loads(index.read_text())["weight_map"].values())
-    return [file for file in files if file.name in named]
+    if load_format == "auto" and any(folder.glob("consolidated*.safetensors")):
+        load_format = "mistral"
+    found = (sorted(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS.get(load_format, _WEIGHTS))
+    files = next(filter(None, found), [])
+    index = folder / f"{'consolidated' if load_format == 'mistral' else 'model'}.safetensors.index.json"
+    if index.is_file() and files and files[0].suffix == ".safetensors":
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        return [file for file in files if file.name in named]
+    return [file for file in files if file.name not in _NOT_NEEDED]
 
 
 def _config_files(folder: Path | None) -> list[Path]:
@@ -223,7 +198,9 @@ def _file_digest(path: Path) -> bytes:
         if size <= WHOLE_BYTES:
             digest.update(file.read())
             return digest.digest()
-        header = _header(descriptor, size)
+        # A safetensors file begins with the length of its header; other formats have most likely a large number there.
+        header_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        header = os.pread(descriptor, 8 + header_bytes if header_bytes <= _MAX_HEADER_BYTES else WHOLE_BYTES, 0)
         digest.update(header)
         num_blocks = max(MIN_BLOCKS, size // MAX_SPACING)
         # The first and the last block of the file are among them.
@@ -231,13 +208,6 @@ def _file_digest(path: Path) -> bytes:
         for position in sorted({*evenly_spaced, *_of_tensors(header)}):
             digest.update(os.pread(descriptor, BLOCK_BYTES, position))
     return digest.digest()
-
-
-def _header(descriptor: int, size: int) -> bytes:
-    """The header of a safetensors file with the eight bytes of its length; of other formats the beginning."""
-    num_bytes = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    is_possible = num_bytes <= min(_MAX_HEADER_BYTES, size - 8)
-    return os.pread(descriptor, 8 + num_bytes if is_possible else WHOLE_BYTES, 0)
 
 
 def _of_tensors(header: bytes) -> Iterator[int]:

@@ -38,11 +38,9 @@ class ScoreSettings:
     temperature: float = 1.0
     use_cache: bool = True
     cache_salt: str | None = None
-    may_evict: bool = True
-    """Whether other rows may be evicted to store these."""
     owner: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's `generate`."""
+    """As of `RowsRequest`."""
     chunk: int = 0
     """Tokens a step, outside the prefill lane."""
     context: int | None = None
@@ -73,10 +71,6 @@ class ScoredSequence:
     def num_candidates(self) -> int:
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
-    @property
-    def has_own_candidates(self) -> bool:
-        return self.candidates is not None and self.candidates.ndim > 1
-
     def spec(self, settings: ScoreSettings, block_size: int) -> RowSpec:
         """The rows that the engine's workers compute. Rows before `first` are left out, unless they are in a block with
         it that can be stored."""
@@ -98,10 +92,8 @@ class ScoredSequence:
 
 
 class Turns:
-    """Lets a few tasks continue at once, first come, first served, and new requests be read before the next ones.
-
-    The engine finishes many requests in one step, and would wait while all of them are answered.
-    """
+    """Lets a few tasks continue at once, first come, first served, and new requests be read before the next ones. The
+    engine finishes many requests in one step, and would wait while all of them are answered."""
 
     def __init__(self, at_once: int = ANSWERS_AT_ONCE) -> None:
         self._places = asyncio.Semaphore(at_once)
@@ -129,23 +121,21 @@ class Scorer:
         )
 
     async def _score(self, index: int, sequence: ScoredSequence, settings: ScoreSettings) -> ScoredRows:
-        token_ids, spec = sequence.token_ids, sequence.spec(settings, self.engine.block_size)
-        # Lanes share no keys, values and rows, not even with themselves.
-        use_cache = settings.use_cache and not settings.chunk
-        if len(token_ids) == 1:
+        spec = sequence.spec(settings, self.engine.block_size)
+        if len(sequence.token_ids) == 1:
             settings.queue.done(1, 0)
             await self.turns.wait()
             return ScoredRows(Rows.empty(0, spec.num_columns), 0)
+        # Lanes share no keys, values and rows, not even with themselves.
+        use_cache = settings.use_cache and not settings.chunk
         request = RowsRequest.score(
-            token_ids,
+            sequence.token_ids,
             spec,
             request_id=f"{settings.request_id}-{index}",
             first=max(1, sequence.first),
             use_cache=use_cache,
             # Keys and values that no other request may read have a salt of their own.
             cache_salt=settings.cache_salt if use_cache else random_uuid(),
-            # Only the same request again could use rows with these candidates.
-            may_evict=settings.may_evict and not sequence.has_own_candidates,
             owner=settings.owner,
             options=settings.options,
             queue=settings.queue,
@@ -174,31 +164,19 @@ class Lanes:
     def settings(self, request: LaneFields) -> dict[str, Any]:
         """The `ScoreSettings` of a request's lane."""
         if request.lane not in self.chunks:
-            needed = "speculative decoding" if "decode" in self.chunks else "another model runner, model or scheduler"
-            raise RequestError(
-                f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}, which needs {needed}", "lane"
-            )
+            raise RequestError(f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}", "lane")
         if request.context is not None and request.lane == "prefill":
             raise RequestError("context: the prefill lane has none; set lane to decode or verify", "context")
         return {"chunk": self.chunks[request.lane], "context": request.context}
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuse an engine whose settings change what logprobs are.
-
-    Raises:
-        ValueError: a setting does.
-    """
+    """Raise ValueError if a setting of an engine changes what logprobs are."""
     mode = config.model_config.logprobs_mode
     if mode != "raw_logprobs":
-        raise ValueError(
-            f"scoring needs --logprobs-mode raw_logprobs, got {mode}: logprobs of tokens that requests sample or force "
-            "would be of another distribution than those of prompts"
-        )
+        raise ValueError(f"scoring needs --logprobs-mode raw_logprobs, got {mode}: sampled tokens' would be others")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
     if config.lora_config is not None and current_platform.is_cpu():
-        raise ValueError(
-            "scoring on a CPU needs a server without --enable-lora: vLLM's CPU kernels compute requests that have no "
-            "adapter with that of their neighbors, and prompt logprobs end the engine"
-        )
+        # vLLM's CPU kernels compute requests without an adapter with that of others, and fail at prompt logprobs.
+        raise ValueError("scoring on a CPU needs a server without --enable-lora")

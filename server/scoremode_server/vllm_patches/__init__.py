@@ -1,6 +1,3 @@
-"""Everything that depends on vLLM's private parts; `private.toml` is the record of which these are. `versions` decides
-whether the installed vLLM is one that Scoremode runs on, and `install` puts the patches in place.
-
-Everything above may import from here; nothing here imports it. `scripts/check_vllm.py` imports `versions`, which needs
-no vLLM.
+"""Everything that depends on vLLM's private parts, of which `private.toml` is the record. `versions` decides whether
+Scoremode runs on the installed vLLM, and `install` puts the patches in place. Packages above import from here.
 """

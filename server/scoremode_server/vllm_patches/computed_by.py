@@ -1,10 +1,9 @@
 """What computes a server's numbers besides the weights: asked of the first worker, and read of vLLM's configuration.
 
-Readers of a run see it, and nothing depends on it: fields that this vLLM does not have are None.
+Readers of a run see it, and nothing depends on it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,50 +25,41 @@ _KERNELS = "vllm.model_executor.kernels."
 
 async def what_computes(client: EngineClient) -> ComputedBy:
     """What computes at an engine, all replicas together."""
-    config: Any = client.vllm_config
+    config = client.vllm_config
     parallel, drafts = config.parallel_config, config.speculative_config
-    found = _known(
-        num_devices=lambda: parallel.world_size * parallel.data_parallel_size,
-        tensor_parallel_size=lambda: parallel.tensor_parallel_size,
-        pipeline_parallel_size=lambda: parallel.pipeline_parallel_size,
-        data_parallel_size=lambda: parallel.data_parallel_size,
-        expert_parallel=lambda: parallel.enable_expert_parallel,
-        speculative_method=lambda: "none" if drafts is None else drafts.method,
-    )
+    described: dict[str, Any] = {}
     try:
-        for described in filter(None, await call_workers(client, "scoremode_computed_by")):
-            found = {**described, **found}
+        described = next(filter(None, await call_workers(client, "scoremode_computed_by")), {})
     # Such as of workers without our patches: a server without this knowledge is as good.
     except Exception as error:
         logger.warning("What computes is not known: %s", error)
-    return ComputedBy(**found)
+    return ComputedBy(
+        num_devices=parallel.world_size * parallel.data_parallel_size,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        speculative_method="none" if drafts is None else drafts.method,
+        **described,
+    )
 
 
 def describe_worker(wrapper: Any) -> dict[str, Any] | None:
     """A method of vLLM's worker wrappers: fields of `ComputedBy`, and None on all ranks but the first."""
     worker = wrapper.worker
-    if getattr(worker, "rank", 0) != 0:
+    if worker.rank != 0:
         return None
-    runner: Any = getattr(worker, "model_runner", None)
+    runner = worker.model_runner
     modules = [each.__module__ for each in type(runner).__mro__]
-    return _known(
-        model_runner=lambda: next((version for module, version in _RUNNERS.items() if module in modules), None),
-        attention_backends=lambda: sorted(set(_attention_backends(runner.model))),
-        kernels=lambda: sorted(set(_kernels(runner.model))),
-        kv_cache_dtype=lambda: _kv_cache_dtype(runner),
-        device=lambda: current_platform.get_device_name(),
-        batch_invariant=lambda: bool(envs.VLLM_BATCH_INVARIANT),
-    )
-
-
-def _known(**fields: Callable[[], Any]) -> dict[str, Any]:
-    """Those that can be read."""
-    found = {}
-    for name, read in fields.items():
-        # What a version of vLLM without an attribute raises is without end.
-        with suppress(Exception):
-            found[name] = read()
-    return found
+    dtype = runner.cache_config.cache_dtype
+    return {
+        "model_runner": next((version for module, version in _RUNNERS.items() if module in modules), None),
+        "attention_backends": sorted(set(_attention_backends(runner.model))),
+        "kernels": sorted(set(_kernels(runner.model))),
+        "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch.") if dtype == "auto" else str(dtype),
+        "device": current_platform.get_device_name(),
+        "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+    }
 
 
 def _attention_backends(model: torch.nn.Module) -> Iterator[str]:
@@ -103,8 +93,3 @@ def _parts_of(owner: Any) -> Iterator[Any]:
 def _name(part: Any) -> str:
     function = getattr(part, "func", part)
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _kv_cache_dtype(runner: Any) -> str:
-    dtype = runner.cache_config.cache_dtype
-    return str(runner.kv_cache_dtype).removeprefix("torch.") if dtype == "auto" else str(dtype)

@@ -16,17 +16,8 @@ from vllm.engine.protocol import EngineClient
 from scoremode_server.vllm_patches.output_processor import is_scoring
 
 CHANGES = (
-    "reset_prefix_cache",
-    "sleep",
-    "wake_up",
-    "release_kv_cache_memory",
-    "add_lora",
-    "remove_lora",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "update_weight_version",
-    "collective_rpc",
+    *("reset_prefix_cache", "sleep", "wake_up", "release_kv_cache_memory", "add_lora", "remove_lora"),
+    *("start_weight_update", "update_weights", "finish_weight_update", "update_weight_version", "collective_rpc"),
 )
 """The engine client's methods after which rows may be wrong, or are not wanted any more.
 
@@ -40,10 +31,7 @@ def within_changes(
     engine: EngineClient, change: Callable[[], AbstractContextManager[None]], after: Callable[[], None]
 ) -> None:
     """Run every one of `CHANGES` on this client inside a context of `change`, and call `after` when it is over.
-
-    Raises:
-        RuntimeError: the engine has no such method, so that changes may go unnoticed.
-    """
+    RuntimeError if the engine has no such method, so that changes may go unnoticed."""
 
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -64,11 +52,8 @@ def within_changes(
 
 
 def may_go_unnoticed(config: VllmConfig) -> bool:
-    """Whether a change may reach another API server process than this one.
-
-    Requests that change weights reach one of several only. They are routes of vLLM's development mode, except for
-    loading adapters, which vLLM refuses where there are several.
-    """
+    """Whether a change may reach another API server process than this one. The routes for it are of vLLM's development
+    mode, except for loading adapters, which vLLM refuses where there are several processes."""
     return bool(envs.VLLM_SERVER_DEV_MODE and config.parallel_config._api_process_count > 1)
 
 
@@ -86,11 +71,8 @@ def exempt_from_queue_bounds() -> Iterator[None]:
 
 
 def bound_generation_alone(engine: Any) -> None:
-    """Let an engine client's bounds count neither scoring requests nor their tokens.
-
-    The bound of requests is one for all API servers: each makes its own number known to the others whenever it changes.
-    So scoring requests are left out where each counts.
-    """
+    """Let an engine client's bounds count neither scoring requests nor their tokens. API servers add up what each of
+    them counts, so scoring requests are left out there."""
     check_admission, processor = engine.check_admission, engine.output_processor
 
     def check_generation(n: int = 1, request_id: str | None = None) -> None:

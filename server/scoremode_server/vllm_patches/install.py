@@ -12,14 +12,12 @@ from scoremode_server.vllm_patches import output_processor, scheduler
 from scoremode_server.vllm_patches.computed_by import describe_worker
 
 SECONDS_FOR_MANIFESTS = 10
-"""In which the manifests of a folder of references are read while a worker starts."""
+"""In which all manifests of references are read while a worker starts."""
 
 
 def install() -> None:
-    """Patch the vLLM of this process; once is enough, and more does no harm.
-
-    The model runners are patched when a worker of this process has its device. API servers load plugins too, and have
-    no use for model runners; and some are not importable before the platform is set up.
+    """Patch the vLLM of this process; once is enough, and more does no harm. The model runners are patched when a
+    worker of this process has its device: some are not importable before.
 
     Raises:
         ValueError: a setting of memory is not a number of bytes.
@@ -45,8 +43,7 @@ def install() -> None:
 
 
 def room_for_heads(num_bytes: int | None, model: Any) -> int:
-    """Bytes for LM heads of references: what is set, or one that is as large as the largest in the folder and at least
-    as the served model's."""
+    """Bytes for LM heads of references: what is set, or those of the largest in the folder or the served model's."""
     root = reference_directory()
     if root is None or num_bytes is not None:
         return num_bytes or 0
@@ -73,12 +70,8 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
 
 
 def refuse_adapters_of_heads() -> None:
-    """Refuse LoRA adapters with weights for the LM head when they are loaded.
-
-    vLLM keeps one adapter for each sequence of a step whose logits are sampled from, and takes them by row. Prompt
-    logprobs have other rows. An adapter without weights for the LM head adds nothing to logits, whatever its row; one
-    that has some would add them to the rows of other requests.
-    """
+    """Refuse LoRA adapters with weights for the LM head when they are loaded. vLLM takes a row's adapter by its number
+    among the sampled rows, and rows of prompt logprobs have other numbers: they would get those of other requests."""
     from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 
     set_lora = LogitsProcessorWithLoRA.set_lora

@@ -1,8 +1,7 @@
 """What a model's `compute_logits` does, found out by calling it: how much memory it takes, and what part is local.
 
-Most models hand hidden states to vLLM's `LogitsProcessor` and return its result. Some change that once more: they
-mask tokens, scale, cap. Nothing is assumed of these, and their logits are gathered from all ranks as in vLLM. Types do
-not tell the two kinds apart, so a trial call does.
+Most models hand hidden states to vLLM's `LogitsProcessor` and return its result. Some change that once more: nothing is
+assumed of these, and their logits are gathered from all ranks as in vLLM. Types do not tell the two kinds apart.
 """
 
 import inspect
@@ -30,6 +29,8 @@ class LogitsSource:
     processor: Any
     lm_head: Any
     bias: Any
+    hidden_states: torch.Tensor
+    output: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +47,6 @@ class LMHead:
     """Of the vocabulary, where each rank of a group keeps to its own."""
     source: LogitsSource | None
     """Where its logits are one projection that vLLM's `LogitsProcessor` scales and caps, and nothing else."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call(LogitsSource):
-    """With its input, its output, and a copy of that as it was when it returned."""
-
-    hidden_states: torch.Tensor
-    output: torch.Tensor
-    before: torch.Tensor
 
 
 def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, group: Any) -> LMHead:
@@ -75,29 +67,26 @@ def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, gro
         # What a rank computes by itself must be the very columns that it gets from all.
         gathered = call.output[:, shard.first : shard.first + shard.columns]
         is_local = torch.equal(project(example)[:, : shard.columns], gathered)
-    if group.world_size > 1:
-        if agreed(group, [is_local])[0]:
-            logger.info("Prompt logprobs of each of %d ranks keep to its part of the vocabulary", group.world_size)
-        else:
-            logger.warning(
-                "Prompt logprobs gather the whole vocabulary on each rank: the module that computes logits is not known"
-            )
-            project, shard = logits_fn, None
+    if group.world_size > 1 and not agreed(group, [is_local])[0]:
+        logger.warning("Prompt logprobs gather the vocabulary on each rank: what computes logits is not known")
+        project, shard = logits_fn, None
     # Some models scale hidden states before they project them.
     source = call if call is not None and torch.equal(call.hidden_states, example) else None
     return LMHead(logits_fn, project, copies, shard, source)
 
 
-def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> _Call | None:
+def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSource | None:
     """The one call of a `LogitsProcessor` whose output a model returns untouched, or None."""
     signature = inspect.signature(LogitsProcessor.forward)
-    calls = []
+    calls, outputs = [], []
 
     def record(processor: Any, arguments: tuple[Any, ...], options: dict[str, Any], output: torch.Tensor) -> None:
         named = signature.bind(processor, *arguments, **options).arguments
         if not named.get("skip_gather") and not processor.logits_as_input:
             bias = named.get("embedding_bias")
-            calls.append(_Call(processor, named["lm_head"], bias, named["hidden_states"], output, output.clone()))
+            calls.append(LogitsSource(processor, named["lm_head"], bias, named["hidden_states"], output))
+            # As they are when it returns.
+            outputs.append(output.clone())
 
     model = getattr(logits_fn, "__self__", None)
     if not isinstance(model, torch.nn.Module):
@@ -111,11 +100,11 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> _Call | 
         for hook in hooks:
             hook.remove()
     # Where a logit is NaN, a change could not be seen.
-    untouched = len(calls) == 1 and logits is calls[0].output and torch.equal(logits, calls[0].before)
+    untouched = len(calls) == 1 and logits is calls[0].output and torch.equal(logits, outputs[0])
     return calls[0] if untouched and bool(logits.isfinite().all()) else None
 
 
-def _shard(call: _Call, group: Any) -> Shard | None:
+def _shard(call: LogitsSource, group: Any) -> Shard | None:
     """The columns of the gathered logits that this rank computes: those of all ranks side by side, cut off after the
     vocabulary."""
     lm_head = call.lm_head

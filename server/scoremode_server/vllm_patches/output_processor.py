@@ -1,12 +1,7 @@
-"""Prompt logprobs kept as the arrays in which they arrive from the engine.
+"""Prompt logprobs kept as the arrays in which they arrive from the engine, for requests made with `ScoringParams`.
 
-vLLM turns them into Python objects token by token, as dictionaries or as flat lists, on the API server's one event
-loop; at 100,000 tokens a second that is most of its work. There is no extension point before that step, so this is a
-patch of two methods of vLLM's `LogprobsProcessor`: requests made with `ScoringParams` keep arrays, and their prompts'
-tokens have no text. All others take vLLM's own way.
-
-A third patch is for the one token that such a request may generate: vLLM decodes the whole prompt to find the text that
-the token adds, and here only the prompt's end.
+vLLM turns them into Python objects token by token, on the API server's one event loop; at 100,000 tokens a second that
+is most of its work. And it decodes the whole prompt to find the text that a generated token adds; here only its end.
 """
 
 from collections.abc import Sequence
@@ -77,10 +72,8 @@ def patch() -> None:
 
 
 def _with_end_of_prompt(tokenizer: TokenizerLike, request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request with the end of its prompt only, if what follows has the same text after it as after all.
-
-    Where a prompt ends within a character, vLLM's detokenizer gives the whole prompt as the next token's text.
-    """
+    """The request with the end of its prompt only, if what follows has the same text after it as after all. Where a
+    prompt ends within a character, vLLM's detokenizer gives the whole prompt as the next token's text."""
     if request.prompt_token_ids is None or len(request.prompt_token_ids) <= DECODED_TOKENS:
         return request
     end = request.prompt_token_ids[-DECODED_TOKENS:]

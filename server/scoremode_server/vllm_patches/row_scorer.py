@@ -5,7 +5,6 @@ tensor-parallel group form the same groups and chunks in the same order: these f
 from nothing that one rank alone knows.
 """
 
-import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,26 +13,16 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
-from scoremode_server.kernels import fused_logprobs, kl_divergence, llama_cpp
+from scoremode_server.kernels import fused_logprobs, kl_divergence, llama_cpp, working_memory
 from scoremode_server.kernels.reduced_rows import JoinedRows, agreed
-from scoremode_server.kernels.working_memory import (
-    MAX_TOP,
-    RESERVED_TOP,
-    RESULT_BYTES,
-    LogitsShape,
-    block_bytes,
-    row_bytes_compared,
-    row_bytes_fused,
-    rows_per_chunk,
-)
+from scoremode_server.kernels.working_memory import MAX_TOP, RESERVED_TOP, LogitsShape
 from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
 COMPARISON_BUDGETS = 4
-"""On a GPU a comparison, which holds both sides' logits, may use so many times the budget, because larger chunks are
-faster: 2,048 rows take 6 % less time than 512 on an H200 and a model of 1B."""
+"""On a GPU a comparison may use so many times the budget: 2,048 rows take 6 % less time than 512 (1B, H200)."""
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Tokens and logprobs [rows, columns], ranks [rows]."""
@@ -41,17 +30,14 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What a step computed of a prompt."""
+    """What a step computed of a prompt of `num_fed` tokens: those from `position` on, whose hidden states are in the
+    step's from `row` on. Of `num_tokens`, those after the prompt are placeholders for drafts, which are ignored."""
 
     request_id: str
     position: int
-    """Of its first token in the prompt."""
     row: int
-    """Of its first hidden state among those of the step."""
     num_tokens: int
-    """Scheduled tokens; any after the prompt are placeholders for drafts, which are ignored."""
     num_fed: int
-    """Tokens of the whole prompt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,24 +52,16 @@ class RequestRows:
     """The position after the last computed one."""
     parts: list[LogprobsTensors] = field(default_factory=list)
 
-    def finish(self) -> LogprobsTensors | None:
-        """Finish the window, if there is one, and return all computed rows."""
-        if isinstance(self.window, RecordedWindow):
-            self.window.finish()
-        return LogprobsTensors.cat(self.parts) if self.parts else None
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Rows of a request in a step."""
+    """Rows of a request, from its row `first` on, that are `rows` of the step's hidden states. A target have
+    `num_wanted` of them: all, or all but the last."""
 
     request: RequestRows
     first: int
-    """Index of the first row among the request's."""
     rows: slice
-    """Where they are in the step's hidden states."""
     num_wanted: int
-    """Rows with a target: all, or all but the last."""
 
     @property
     def compared(self) -> ComparedWindow | None:
@@ -109,13 +87,12 @@ class _Piece:
 
 @dataclass(slots=True)
 class RowScorer:
-    """Scores the rows of all requests of a model runner, step by step, within `budget_bytes` of working memory.
-    `logprobs_mode` and `group`, of the tensor-parallel ranks, are vLLM's; `windows` are those of references, if any."""
+    """Scores the rows of all requests of a model runner, step by step, within `budget_bytes` of working memory."""
 
     budget_bytes: int
     shape: LogitsShape
-    logprobs_mode: str
     group: Any
+    """vLLM's, of the tensor-parallel ranks."""
     windows: ReferenceWindows | None = None
     requests: dict[str, RequestRows] = field(default_factory=dict)
     """Those that were begun, and are not complete."""
@@ -165,8 +142,14 @@ class RowScorer:
             targets.scatter_(0, last[0], last[1])
         for group in self._groups(pieces, head):
             self._compute(group, hidden_states, targets, head)
-        results = {request_id: self.requests.pop(request_id).finish() for request_id in ended}
-        return {request_id: rows for request_id, rows in results.items() if rows is not None}
+        results = {}
+        for request_id in ended:
+            request = self.requests.pop(request_id)
+            if isinstance(request.window, RecordedWindow):
+                request.window.finish()
+            if request.parts:
+                results[request_id] = LogprobsTensors.cat(request.parts)
+        return results
 
     def reserve(self, runner: Any, hidden_states: torch.Tensor) -> None:
         """Compute the largest chunks, and allocate the memory for references' heads, while vLLM profiles."""
@@ -174,11 +157,14 @@ class RowScorer:
         # Without top tokens a chunk has more rows, with them more bytes per row: either may need more memory.
         for num_top in (0, RESERVED_TOP):
             rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
-            targets, states = _zeros(rows, hidden_states)
+            # Zeros, because a dummy run may leave NaN in its hidden states.
+            states = hidden_states.new_zeros((rows, hidden_states.shape[-1]))
+            targets = states.new_zeros(rows, dtype=torch.int64)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
         if self.windows is not None:
             self.windows.allocate_heads(runner.vllm_config, hidden_states.device)
-            targets, states = _zeros(runner.max_num_tokens, hidden_states)
+            states = hidden_states.new_zeros((runner.max_num_tokens, hidden_states.shape[-1]))
+            targets = states.new_zeros(runner.max_num_tokens, dtype=torch.int64)
             reference = ReferenceHead(head.project, self.shape.logit_bytes)
             self._compared(targets, states, states, head, reference, RESERVED_TOP)
 
@@ -242,24 +228,17 @@ class RowScorer:
             # A rank would give the others its whole part of the vocabulary.
             head = replace(head, project=head.whole, shard=None)
         tables = [(piece, table) for piece in group if (table := piece.request.candidates) is not None]
+        candidates = torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None
+        limit = self._chunk_rows(head, num_top, spec.num_candidates)
         return fused_logprobs.compute(
-            targets,
-            states,
-            head.project,
-            num_top,
-            self._chunk_rows(head, num_top, spec.num_candidates),
-            head.shard,
-            candidates=torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None,
-            temperature=spec.temperature,
-            # Prompt tokens are not sampled, so that processed and raw are the same.
-            gives_logits=not self.logprobs_mode.endswith("_logprobs"),
+            targets, states, head.project, num_top, limit, head.shard, candidates, spec.temperature
         )
 
     def _compared(
         self,
         targets: torch.Tensor,
         states: JoinedRows | torch.Tensor,
-        reference_states: JoinedRows | torch.Tensor,
+        recorded: JoinedRows | torch.Tensor,
         head: LMHead,
         reference: ReferenceHead,
         num_top: int,
@@ -267,18 +246,13 @@ class RowScorer:
         """Columns of tokens [2 (1 + k) + 1]: the served model's target and top k, the reference's, the reference's rank
         of the target. Of logprobs [2 (1 + k) + 3]: in that order, then KL(reference||served), KL(served||reference),
         acceptance. Ranks: the served model's."""
-        row_bytes = row_bytes_compared(
-            self.shape, reference.logit_bytes, num_top, head.copies, sharded=head.shard is not None
+        is_sharded = head.shard is not None
+        row_bytes = working_memory.row_bytes_compared(
+            self.shape, reference.logit_bytes, num_top, head.copies, is_sharded
         )
+        limit = self._rows_within(row_bytes, 1 if self.group.device.type == "cpu" else COMPARISON_BUDGETS)
         found = kl_divergence.compare(
-            targets,
-            head.project,
-            states,
-            reference.logits_fn,
-            reference_states,
-            num_top,
-            self._rows_within(row_bytes, 1 if self.group.device.type == "cpu" else COMPARISON_BUDGETS),
-            head.shard,
+            targets, head.project, states, reference.logits_fn, recorded, num_top, limit, head.shard
         )
         served, other = found.served, found.reference
         divergences = torch.stack((found.kld, found.reverse_kld, found.acceptance), 1)
@@ -288,13 +262,13 @@ class RowScorer:
             served.ranks,
         )
 
-    def _exported(self, num_rows: int, reference_states: JoinedRows, reference: ReferenceHead) -> Columns:
+    def _exported(self, num_rows: int, recorded: JoinedRows, reference: ReferenceHead) -> Columns:
         """Rows of llama.cpp's base file in the place of tokens, on the host; logprobs and ranks of 0. Every rank has
         whole rows."""
         row_bytes = self.shape.vocab_size * (reference.logit_bytes + llama_cpp.LOGIT_BYTES)
         step, chunks = self._rows_within(row_bytes), []
         for start in range(0, num_rows, step):
-            logits = reference.logits_fn(reference_states[start : min(start + step, num_rows)])
+            logits = reference.logits_fn(recorded[start : min(start + step, num_rows)])
             # At once, because many rows do not fit the GPU.
             chunks.append(llama_cpp.quantized(logits).cpu())
             del logits
@@ -302,17 +276,12 @@ class RowScorer:
         return rows, torch.zeros(num_rows, 1), torch.zeros(num_rows, dtype=torch.int32)
 
     def _chunk_rows(self, head: LMHead, num_top: int, num_candidates: int) -> int:
-        row_bytes = row_bytes_fused(self.shape, num_top, head.copies, head.shard is not None)
-        return self._rows_within(row_bytes + RESULT_BYTES * num_candidates, in_blocks=num_top > MAX_TOP)
+        row_bytes = working_memory.row_bytes_fused(self.shape, num_top, head.copies, head.shard is not None)
+        return self._rows_within(row_bytes + working_memory.RESULT_BYTES * num_candidates, in_blocks=num_top > MAX_TOP)
 
     def _rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
-        of_blocks = block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
-        return rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
-
-
-def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets and hidden states: a dummy run may leave NaN in its own."""
-    return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))
+        of_blocks = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
+        return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
 
 
 def _reference_states(piece: _Piece) -> torch.Tensor:
@@ -326,6 +295,6 @@ def _not_compared(piece: _Piece, device: torch.device) -> LogprobsTensors:
     num_rows, num_columns = piece.num_wanted, 2 * (1 + max(1, piece.request.spec.num_top))
     return LogprobsTensors(
         torch.full((num_rows, num_columns + 1), -1, dtype=torch.int32, device=device),
-        torch.full((num_rows, num_columns + 3), math.nan, device=device),
+        torch.full((num_rows, num_columns + 3), torch.nan, device=device),
         torch.zeros(num_rows, dtype=torch.int32, device=device),
     )

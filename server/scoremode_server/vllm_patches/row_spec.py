@@ -1,12 +1,12 @@
 """What a scoring request wants of its rows, as it reaches the engine's workers in `SamplingParams.extra_args`, which no
 client can send."""
 
-from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Self, cast
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 
 ROWS = "scoremode_rows"
@@ -55,20 +55,16 @@ class RowSpec:
     @classmethod
     def read(cls, params: Any) -> "RowSpec | None":
         """What parameters want: a scoring request's, or vLLM's own prompt logprobs; None if they want no rows."""
-        marked: Mapping[str, Any] | None = ((params and params.extra_args) or {}).get(ROWS)
+        marked = ((params and params.extra_args) or {}).get(ROWS)
         if marked is not None:
-            window = marked.get("window")
-            return cls(**{**marked, "window": WindowMark(**window)} if window else marked)
+            return msgspec.convert(marked, cls)
         if params is None or params.prompt_logprobs is None:
             return None
         return cls(num_top=params.prompt_logprobs)
 
     def as_extra_args(self) -> dict[str, Any]:
-        """For `SamplingParams`; fields that have their default are left out."""
-        marked = {name: each for name, default in _DEFAULTS.items() if (each := getattr(self, name)) != default}
-        if self.window is not None:
-            marked["window"] = asdict(self.window)
-        return {ROWS: marked}
+        """For `SamplingParams`."""
+        return {ROWS: msgspec.to_builtins(self, builtin_types=(bytes,))}
 
     @property
     def num_columns(self) -> int:
@@ -88,9 +84,6 @@ class RowSpec:
         digest = blake2b(self.candidates, digest_size=16).hexdigest()
         # The rows that candidates of their own belong to depend on where these begin.
         return self.temperature, self.num_candidates, digest, self.first if self.has_own_candidates else None
-
-
-_DEFAULTS = {each.name: each.default for each in fields(RowSpec)}
 
 
 class ScoringParams(SamplingParams):

@@ -1,10 +1,9 @@
 """vLLM's V1 and V2 model runners, patched: their prompt logprobs are those of a `RowScorer`.
 
-The V1 runner projects all rows that a step has of a prompt at once, [tokens, vocabulary] in float32. That is not in the
-memory that vLLM profiles, and a server that has given the rest to its KV cache dies of it. There is no extension point.
+The V1 runner projects all of a step's rows at once, [tokens, vocabulary] in float32. That is not in the memory that
+vLLM profiles, and a server that has given the rest to its KV cache dies of it.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +22,16 @@ from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused
 from scoremode_server.vllm_patches.lm_head import LogitsFunction
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
-from scoremode_server.vllm_patches.row_spec import ROWS, RowSpec
+from scoremode_server.vllm_patches.row_spec import RowSpec
 
 
 def patch_v1(budget_bytes: int, windows: ReferenceWindows | None) -> None:
     """Patch the V1 model runner."""
 
     def scorer_of(runner: Any) -> RowScorer:
-        if "_scoremode_scorer" not in runner.__dict__:
-            runner._scoremode_scorer = _make_scorer(runner, budget_bytes, windows)
-        scorer: RowScorer = runner._scoremode_scorer
+        scorer: RowScorer | None = getattr(runner, "_scoremode_scorer", None)
+        if scorer is None:
+            scorer = runner._scoremode_scorer = _make_scorer(runner, budget_bytes, windows)
         return scorer
 
     def get_prompt_logprobs_dict(
@@ -105,22 +104,12 @@ def prompt_logprobs(
     for part in parts:
         if part.position + part.num_tokens >= part.num_fed:
             del runner.num_prompt_logprobs[part.request_id]
-            rows = found.get(part.request_id)
-            if rows is not None:
-                is_ours = ROWS in (runner.requests[part.request_id].sampling_params.extra_args or ())
-                num_cached = 0 if is_ours else part.num_fed - 1 - len(rows.logprobs)
-                complete[part.request_id] = (_after_nan(rows, num_cached) if num_cached else rows).to_cpu_nonblocking()
+            if part.request_id in found:
+                complete[part.request_id] = found[part.request_id].to_cpu_nonblocking()
     if complete:
         # Copies to the host do not block.
         runner._sync_device()
     return complete
-
-
-def _after_nan(rows: LogprobsTensors, num_cached: int) -> LogprobsTensors:
-    """Rows after those of positions from the prefix cache: vLLM's own V1 runner returns them, with anything in them."""
-    unknown = [each.new_full((num_cached, *each.shape[1:]), 0) for each in rows[:3]]
-    unknown[1].fill_(math.nan)
-    return LogprobsTensors.cat([LogprobsTensors(*unknown), rows])
 
 
 def patch_v2(budget_bytes: int, windows: ReferenceWindows | None) -> None:
@@ -196,8 +185,7 @@ def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], No
     """Let `reserve(runner, hidden states of the sampled rows)` run after the sampler's dummy run.
 
     vLLM makes that run while it profiles, on the last pipeline rank and for models that generate, and holds the hidden
-    states of a full batch meanwhile, as it does in a real step. The V1 runner repeats it after capturing CUDA graphs,
-    so that its allocator already owns the memory.
+    states of a full batch. The V1 runner repeats it after capturing CUDA graphs: its allocator already has the memory.
     """
     dummy_sampler_run = runner_class._dummy_sampler_run
 
@@ -212,7 +200,10 @@ def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], No
 
 
 def _make_scorer(runner: Any, budget_bytes: int, windows: ReferenceWindows | None) -> RowScorer:
-    return RowScorer(budget_bytes, _logits_shape(runner), runner.model_config.logprobs_mode, get_tp_group(), windows)
+    # Prompt tokens are not sampled, so that processed and raw logprobs are the same.
+    if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
+        raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")
+    return RowScorer(budget_bytes, _logits_shape(runner), get_tp_group(), windows)
 
 
 def _logits_shape(runner: Any) -> LogitsShape:

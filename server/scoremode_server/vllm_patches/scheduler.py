@@ -1,8 +1,7 @@
 """Lanes: vLLM's scheduler gives a request as many tokens a step as its `RowSpec` says.
 
-vLLM has no decode phase. Attention, linear layers and CUDA graphs choose their kernels by the number of sequences and
-of tokens in a step, so a given text that is fed one token a step is computed by the kernels that generate. There is no
-extension point. docs/decode.md lists what else vLLM's runners and backends look at.
+vLLM chooses kernels by the number of sequences and of tokens in a step, so a given text that is fed one token a step is
+computed by the kernels that generate. docs/decode.md lists what else vLLM's runners and backends look at.
 """
 
 from typing import Any
@@ -18,8 +17,7 @@ def patch() -> None:
     reserve = Scheduler._reserve_prefill_lookahead
 
     def reserve_within_lane(self: Any, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        num_tokens = reserve(self, request, num_computed_tokens, num_new_tokens)
-        return within_lane(request, num_computed_tokens, num_tokens)
+        return within_lane(request, num_computed_tokens, reserve(self, request, num_computed_tokens, num_new_tokens))
 
     Scheduler._reserve_prefill_lookahead = reserve_within_lane
 
@@ -29,9 +27,9 @@ def within_lane(request: Any, num_computed_tokens: int, num_new_tokens: int) -> 
     params = request.sampling_params
     spec = ((params and params.extra_args) or {}).get(ROWS)
     # Tokens after the prompt are drafts, all of which vLLM needs.
-    if not spec or "chunk" not in spec or num_computed_tokens + num_new_tokens > request.num_prompt_tokens:
+    if not spec or not spec["chunk"] or num_computed_tokens + num_new_tokens > request.num_prompt_tokens:
         return num_new_tokens
-    most: int = max(spec.get("context", 1) - num_computed_tokens, spec["chunk"])
+    most: int = max(spec["context"] - num_computed_tokens, spec["chunk"])
     return min(num_new_tokens, most)
 
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 SUPPORTED = ">=0.32,<0.34"
 SUPPORTED_SERIES = ("0.32.", "0.33.")
-RUST_FRONTEND_VARIABLE = "VLLM_USE_RUST_FRONTEND"
 HASHES_FILE = Path(__file__).with_name("manifest.json")
 PRIVATE_FILE = Path(__file__).with_name("private.toml")
 
@@ -45,16 +44,12 @@ def require_supported() -> None:
     one in the supported range, if all that is private has the same source text as in one that the manifest knows.
 
     Raises:
-        RuntimeError: it is not; the message says what changed. Or the API server is that in Rust, without plugins.
+        RuntimeError: it is not, or the API server is that in Rust.
     """
     import vllm
 
-    if os.environ.get(RUST_FRONTEND_VARIABLE, "0") != "0":
-        raise RuntimeError(
-            f"{RUST_FRONTEND_VARIABLE}={os.environ[RUST_FRONTEND_VARIABLE]}: vLLM's API server in Rust has none of "
-            f"Scoremode's routes. Unset {RUST_FRONTEND_VARIABLE}"
-        )
-
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise RuntimeError("unset VLLM_USE_RUST_FRONTEND: vLLM's API server in Rust has none of Scoremode's routes")
     hashes = recorded_hashes()
     # Builds for one platform differ in the local part only: 0.32.0+cpu.
     version = str(vllm.__version__).partition("+")[0]
@@ -65,20 +60,13 @@ def require_supported() -> None:
         raise RuntimeError(f"{refusal}. Install one of these: pip install 'vllm{SUPPORTED}'")
     sources = Sources(Path(vllm.__file__).parents[1])
     found = {key: digest(sources.segment(key)) for key in PRIVATE}
-    differences = {
-        known: [
-            f"{key} ({'gone' if now is None else 'changed'})" for key, now in found.items() if recorded.get(key) != now
-        ]
-        for known, recorded in hashes.items()
-    }
-    closest, changes = min(differences.items(), key=lambda difference: len(difference[1]))
-    if changes:
-        raise RuntimeError(f"{refusal}, which differs from {closest} in what Scoremode patches: {', '.join(changes)}")
+    differences = ([key for key in found if found[key] != recorded.get(key)] for recorded in hashes.values())
+    # From the most similar version.
+    if changes := min(differences, key=len):
+        raise RuntimeError(f"{refusal}, which differs from these in what Scoremode patches: {', '.join(changes)}")
 
 
 class Module(NamedTuple):
-    """A module's text, and what it is parsed into."""
-
     text: str
     tree: ast.Module
 
@@ -101,7 +89,7 @@ class Sources:
             return None
         if name.endswith(".*"):
             owners = _definitions(found.tree, *name.split(".")[:-1])
-            return "\n".join(line for owner in owners for line in _interface(owner)) or None
+            return "\n".join(_interface(owner) for owner in owners if isinstance(owner, ast.ClassDef)) or None
         return "\n".join(as_written(found.text, node) for node in _definitions(found.tree, *name.split("."))) or None
 
 
@@ -116,8 +104,7 @@ def as_written(text: str, node: ast.stmt) -> str:
     # Lines as the parser counts them: `splitlines` knows more line ends.
     lines = text.split("\n")[first.lineno - 1 : node.end_lineno]
     # Not `textwrap.dedent`: lines of a string may be indented less than the statement.
-    indentation = lines[0][: node.col_offset]
-    return "\n".join(line.removeprefix(indentation) for line in lines)
+    return "\n".join(line.removeprefix(" " * node.col_offset) for line in lines)
 
 
 def _parse(root: Traversable, path: str) -> Module | None:
@@ -135,11 +122,10 @@ def _definitions(scope: ast.AST, name: str, *inner: str) -> list[ast.stmt]:
     return [node for owner in found if isinstance(owner, ast.ClassDef) for node in _definitions(owner, *inner)]
 
 
-def _interface(owner: ast.stmt) -> Iterator[str]:
+def _interface(owner: ast.ClassDef) -> str:
     """The bases of a class, and its public names."""
-    if isinstance(owner, ast.ClassDef):
-        yield f"{owner.name}({', '.join(map(ast.unparse, owner.bases))})"
-        yield from sorted({name for name, _ in _defined_names(owner) if not name.startswith("_")})
+    names = sorted({name for name, _ in _defined_names(owner) if not name.startswith("_")})
+    return "\n".join([f"{owner.name}({', '.join(map(ast.unparse, owner.bases))})", *names])
 
 
 def _defined_names(scope: ast.AST) -> Iterator[tuple[str, ast.stmt]]:

@@ -185,7 +185,7 @@ async def test_more_tokens_than_may_wait_now_or_ever_are_refused():
     with pytest.raises(TooLargeError, match="--max-scoring-tokens"):
         await engine.request(["a"], num_tokens=101)
     first = await engine.begin(["b"], num_tokens=80)
-    with pytest.raises(BusyError, match="100 tokens are taken"):
+    with pytest.raises(BusyError, match=r"100 tokens \(--max-scoring-tokens\) are taken"):
         await engine.request(["c"], num_tokens=21)
     second = asyncio.create_task(engine.request(["d"], num_tokens=20))
     await engine.step()

@@ -142,15 +142,20 @@ def test_a_quantized_copy_has_as_many_weights_and_tied_ones_count_once(tmp_path:
     assert num_elements(llama) < num_elements(copy), "the copy's file has scales next to the weights"
 
 
-def test_only_files_that_are_loaded_count(tmp_path: Path):
+@pytest.fixture
+def sized(tmp_path: Path) -> Path:
+    """A model's folder with two files of 10 and 20 bytes that an index names, and no other weights."""
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    others = ["of-another-run.safetensors", "consolidated.safetensors"]
-    for name, size in zip([*names, *others], (10, 20, 5, 99), strict=True):
+    for name, size in zip(names, (10, 20), strict=True):
         (tmp_path / name).write_bytes(bytes(size))
     index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    config, formats = SimpleNamespace(model=str(tmp_path), revision=None), ("auto", "mistral", "safetensors", "dummy")
-    assert [weight_bytes(config, LoadConfig(load_format=each)) for each in formats] == [99, 99, 30, None]
+    return tmp_path
+
+
+def size_of(folder: Path, load_format: str = "auto") -> int | None:
+    config = SimpleNamespace(model=str(folder), revision=None)
+    return weight_bytes(config, LoadConfig(load_format=load_format))
 
 
 def test_code_of_a_repository_is_not_run_unless_it_is_trusted(tmp_path: Path):
@@ -162,3 +167,31 @@ def test_code_of_a_repository_is_not_run_unless_it_is_trusted(tmp_path: Path):
     assert not ran.exists()
     assert num_parameters(config, True) is None, "the code has no such class, and the config no other"
     assert ran.exists()
+
+
+def test_only_files_that_are_loaded_count(sized: Path):
+    (sized / "of-another-run.safetensors").write_bytes(bytes(5))
+    (sized / "original").mkdir()
+    (sized / "original" / "model.safetensors").write_bytes(bytes(7))
+    assert size_of(sized) == 30
+    (sized / "consolidated.safetensors").write_bytes(bytes(99))
+    assert size_of(sized, "auto") == size_of(sized, "mistral") == 99
+    assert size_of(sized, "hf") == size_of(sized, "safetensors") == 30
+
+
+def test_other_formats_have_sizes_too_and_dummy_weights_none(sized: Path):
+    assert size_of(sized, "dummy") is None
+    for file in sized.glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    (sized / "model.gguf").write_bytes(bytes(12))
+    assert (size_of(sized), size_of(sized / "model.gguf")) == (30, 12)
+
+
+def test_a_name_on_the_hub_has_the_size_of_its_cached_files(sized: Path, tmp_path_factory: pytest.TempPathFactory):
+    cache = tmp_path_factory.mktemp("cache")
+    repository, revision = cache / "models--an--example", "a" * 40
+    shutil.copytree(sized, repository / "snapshots" / revision)
+    load = LoadConfig(download_dir=str(cache))
+    assert weight_bytes(SimpleNamespace(model="an/example", revision=revision), load) == 30
+    assert weight_bytes(SimpleNamespace(model="an/example", revision="b" * 40), load) is None
+    assert weight_bytes(SimpleNamespace(model="s3://bucket/model", revision=None), load) is None
