@@ -40,8 +40,6 @@ class Gate:
     """Lets sequences into the engine while it is open."""
 
     admission: "Admission"
-    on_idle: Callable[[], None]
-    """Called when the last sequence has left."""
     is_open: bool = False
     num_running: int = 0
     """Sequences that it let in, and that have not left."""
@@ -49,12 +47,6 @@ class Gate:
     def open(self) -> None:
         self.is_open = True
         self.admission.admit_waiting()
-
-    def count(self, num_running: int) -> None:
-        """Sequences go in, or with a negative number out."""
-        self.num_running += num_running
-        if not self.num_running:
-            self.on_idle()
 
 
 @dataclass(slots=True, eq=False)
@@ -255,7 +247,7 @@ class Admission:
         if sequence.decodes:
             self._count_decoding(sequence.queue, num_running)
         if sequence.gate is not None:
-            sequence.gate.count(num_running)
+            sequence.gate.num_running += num_running
         self.show()
 
     def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:

@@ -27,7 +27,7 @@ from scoremode_server.scoring.comparer import MarkedWindow
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.text_windows import TextWindows
-from scoremode_server.scoring.worker_files import WorkerFiles
+from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFiles
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
 # vLLM prints what loggers below its own write.
@@ -151,12 +151,13 @@ class Recorder:
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window or the LM head."""
         try:
-            failure = await self.files.written(ticket, SECONDS_TO_WRITE)
+            async with asyncio.timeout(SECONDS_TO_WRITE):
+                await self.files.done(ticket)
         except TimeoutError:
             failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
             raise self.references.unwritable(reference.name, failure) from None
-        if failure is not None:
-            raise await self._worker_failed(reference, failure)
+        except UnreadableFileError as error:
+            raise await self._worker_failed(reference, str(error)) from None
 
     async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
         """The error for a file that a worker could not write, or of a reference that was deleted."""

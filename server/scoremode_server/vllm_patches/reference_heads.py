@@ -21,11 +21,12 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from scoremode_server.references.directory import StoredReference
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadDtype, HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.lm_head import LogitsFunction, LogitsSource
+from scoremode_server.vllm_patches.row_spec import WindowMark
 
 GATHERED_ROWS = 8192
 """Rows of the vocabulary that ranks send each other at a time."""
@@ -38,9 +39,6 @@ PADDING_BYTES = 64 * 32_768 * 4
 
 ALIGNMENT = 256
 """Of heads in memory, in bytes."""
-
-FAILED = "failed: "
-"""Begins the state of a head that could not be read or placed; the reason follows."""
 
 
 class UnsuitableHeadError(Exception):
@@ -187,18 +185,21 @@ def _name(dtype: torch.dtype) -> Any:
 
 
 @dataclass(slots=True)
-class _PlacedHead:
-    start: int
-    end: int
+class _Head:
     layer: HeadLayer
-    ready: Future[None]
+    read: Future[None]
+    """To the host."""
     holders: set[str] = field(default_factory=set)
+    start: int = 0
+    """In the memory; and the end, both 0 until it is placed."""
+    end: int = 0
+    placed: Future[None] | None = None
 
 
 class HeadMemory:
-    """Heads by key. A head is first read to the host by `threads`, then held, and placed on the device as soon as there
-    is memory for it, of which this rank has `num_bytes`. After its holder releases it, it stays until another head
-    needs the memory.
+    """Heads by key. A head is first read to the host by `threads`, and then placed on the device as soon as there is
+    memory for it, of which this rank has `num_bytes`. It stays while anyone holds it, and if it was placed, until
+    another head needs the memory.
 
     Ranks of a tensor-parallel group decide the same, because they decide by the order of calls, which come to all of
     them, and never by what a file or a thread has done meanwhile.
@@ -209,48 +210,47 @@ class HeadMemory:
         num_bytes: int,
         device: torch.device,
         make_layer: Callable[[HeadFormat], HeadLayer],
+        root: ReferenceDirectory,
         threads: FileThreads,
     ) -> None:
         self._memory = torch.empty(num_bytes + PADDING_BYTES, dtype=torch.uint8, device=device)
         self._make_layer = make_layer
+        self._root = root
         self._threads = threads
+        # One thread, which copies heads to the same memory in the order in which they got it.
         self._placing = FileThreads(1)
-        self._read: dict[str, tuple[HeadLayer, Future[None]]] = {}
-        self._placed: OrderedDict[str, _PlacedHead] = OrderedDict()
+        self._heads: OrderedDict[str, _Head] = OrderedDict()
         """The one that was held last is the last."""
-        self._waiting: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Keys and holders, in order."""
+        self._waiting: list[str] = []
+        """Keys of heads that wait for memory, in order."""
 
-    def read(self, key: str, name: str, head: HeadFormat, open_reference: Callable[[], StoredReference]) -> None:
-        """Begin to read a head of a reference to the host, unless it is here."""
-        if key in self._read or key in self._placed:
+    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> None:
+        """Keep the head of a window's reference, and begin to read it to the host, unless it is here."""
+        if mark.head not in self._heads:
+            layer = self._make_layer(head)
+
+            def read() -> None:
+                layer.read(self._root.open_same(mark.reference, mark.identity))
+
+            self._heads[mark.head] = _Head(layer, self._threads.submit(mark.reference, read))
+        self._heads[mark.head].holders.add(holder)
+        self._heads.move_to_end(mark.head)
+
+    def place(self, key: str) -> None:
+        """Place a head that is held, and was read on every rank, once there is memory for it."""
+        if self._heads[key].placed is None and key not in self._waiting:
+            self._waiting.append(key)
+            self._place_waiting()
+
+    def release(self, key: str, holder: str, *, is_usable: bool) -> None:
+        """Hold a head no longer. It is dropped if it was not placed, or is not usable."""
+        if (head := self._heads.get(key)) is None:
             return
-        layer = self._make_layer(head)
-
-        def read() -> None:
-            if layer.num_bytes > len(self._memory):
-                raise BrokenFileError(f"the LM head of reference {name!r} does not fit")
-            layer.read(open_reference())
-
-        self._read[key] = layer, self._threads.submit(name, read)
-
-    def forget(self, key: str) -> None:
-        """Drop a head, unless it is held."""
-        if key in self._read:
-            self._read.pop(key)[1].cancel()
-        if key in self._placed and not self._placed[key].holders:
-            self._evict(key)
-
-    def hold(self, key: str, holder: str) -> None:
-        """Place a head that was read on every rank, once there is memory for it, and keep it there."""
-        self._waiting[key, holder] = None
-        self._place_waiting()
-
-    def release(self, key: str, holder: str) -> None:
-        """Hold a head no longer."""
-        self._waiting.pop((key, holder), None)
-        if key in self._placed:
-            self._placed[key].holders.discard(holder)
+        head.holders.discard(holder)
+        if not head.holders and (head.placed is None or not is_usable):
+            del self._heads[key]
+            head.read.cancel()
+            self._waiting = [other for other in self._waiting if other != key]
         self._place_waiting()
 
     @property
@@ -258,59 +258,38 @@ class HeadMemory:
         """Whether a head waits for memory."""
         return bool(self._waiting)
 
-    def state(self, key: str, holder: str) -> str:
-        """`absent`, `reading`, `read`, `waiting` for memory, `placed`, or `FAILED` and the reason."""
-        placed = self._placed.get(key)
-        if placed is None:
-            if key not in self._read:
-                return "absent"
-            _, read = self._read[key]
-            return _state(read, "reading", "waiting" if (key, holder) in self._waiting else "read")
-        return _state(placed.ready, "waiting", "placed") if holder in placed.holders else "read"
+    def progress(self, key: str) -> Future[None] | None:
+        """Of reading a head, or of placing it once that was ordered; None while it waits for memory."""
+        head = self._heads.get(key)
+        return None if head is None or key in self._waiting else head.placed or head.read
 
     def find(self, key: str, *, local: bool) -> ReferenceHead | None:
         """A head that is placed; with `local` this rank's part of it."""
-        placed = self._placed.get(key)
-        if placed is None or _state(placed.ready, "waiting", "placed") != "placed":
+        head = self._heads.get(key)
+        if head is None or head.placed is None or not head.placed.done() or head.placed.exception():
             return None
-        return placed.layer.ready(local=local)
+        return head.layer.ready(local=local)
 
     def _place_waiting(self) -> None:
-        while self._waiting:
-            key, holder = next(iter(self._waiting))
-            if key not in self._placed and key in self._read and not self._place(key):
-                return
-            del self._waiting[key, holder]
-            if key in self._placed:
-                self._placed[key].holders.add(holder)
-                self._placed.move_to_end(key)
+        while self._waiting and (start := self._make_space(self._heads[self._waiting[0]].layer.num_bytes)) is not None:
+            head = self._heads[self._waiting.pop(0)]
+            end = start + head.layer.num_bytes
+            head.start, head.end = start, -(-end // ALIGNMENT) * ALIGNMENT
+            head.placed = self._placing.submit("", partial(head.layer.place, self._memory[start:end]))
 
-    def _place(self, key: str) -> bool:
-        layer, _ = self._read[key]
-        size = -(-layer.num_bytes // ALIGNMENT) * ALIGNMENT
-        while (start := self._gap(size)) is None:
-            unused = next((each for each, placed in self._placed.items() if not placed.holders), None)
+    def _make_space(self, size: int) -> int | None:
+        """Where so many bytes are free, after heads that nobody holds were evicted; None if nowhere."""
+        while True:
+            taken = sorted((head.start, head.end) for head in self._heads.values() if head.placed)
+            edges = [
+                (0, 0),
+                *((start, -(-end // ALIGNMENT) * ALIGNMENT) for start, end in taken),
+                (len(self._memory), 0),
+            ]
+            for (_, end), (start, _) in pairwise(edges):
+                if start - end >= size:
+                    return end
+            unused = next((key for key, head in self._heads.items() if head.placed and not head.holders), None)
             if unused is None:
-                return False
-            self._evict(unused)
-        del self._read[key]
-        memory = self._memory[start : start + layer.num_bytes]
-        ready = self._placing.submit("", partial(layer.place, memory))
-        self._placed[key] = _PlacedHead(start, start + size, layer, ready)
-        return True
-
-    def _gap(self, size: int) -> int | None:
-        taken = sorted((placed.start, placed.end) for placed in self._placed.values())
-        edges = [(0, 0), *taken, (len(self._memory), 0)]
-        return next((end for (_, end), (start, _) in pairwise(edges) if start - end >= size), None)
-
-    def _evict(self, key: str) -> None:
-        # A copy that has begun must not write into the next head there.
-        self._placed.pop(key).ready.exception()
-
-
-def _state(future: Future[None], pending: str, done: str) -> str:
-    if not future.done():
-        return pending
-    error = None if future.cancelled() else future.exception()
-    return done if error is None else f"{FAILED}{error}"
+                return None
+            del self._heads[unused]

@@ -30,26 +30,6 @@ MAX_WRITTEN = 4096
 
 
 @dataclass(slots=True)
-class Orders:
-    """What an API server asks of the workers of an engine in one call, and in this order."""
-
-    forget: list[str] = field(default_factory=list)
-    """Tickets of windows that were read."""
-    release: list[str] = field(default_factory=list)
-    """Keys of heads, as below."""
-    forget_heads: list[str] = field(default_factory=list)
-    read: list[dict[str, Any]] = field(default_factory=list)
-    """Marks of windows."""
-    read_heads: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    """Marks of any of their windows, and `HeadFormat`s."""
-    hold: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    """Tickets of which the state is asked."""
-    heads: list[str] = field(default_factory=list)
-    """Keys of which the state is asked."""
-
-
-@dataclass(slots=True)
 class ComparedWindow:
     """A window whose rows are compared with those of a reference, or take their place."""
 
@@ -111,6 +91,8 @@ class ReferenceWindows:
     """Memory for LM heads, all ranks together."""
     heads: HeadMemory | None = None
     """Made while vLLM profiles, or, where it does not (on a CPU), when it is first needed."""
+    _pins: bool = False
+    """Whether hidden states are read to pinned memory, from which a GPU copies them."""
     _threads: FileThreads = field(default_factory=FileThreads)
     _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
     """Hidden states by ticket."""
@@ -124,61 +106,60 @@ class ReferenceWindows:
         if mark.action == "record":
             return RecordedWindow(mark, self._write_later) if writes else None
         assert self.heads is not None
-        is_read = self._file_state(mark.ticket) == ""
-        is_export = mark.action == "export"
-        return ComparedWindow(mark.head, is_export, self._read[mark.ticket].result() if is_read else None, self.heads)
+        read = self._read.get(mark.ticket)
+        hidden_states = None if read is None or not read.done() or read.exception() else read.result()
+        return ComparedWindow(mark.head, mark.action == "export", hidden_states, self.heads)
 
     def allocate_heads(self, config: VllmConfig, device: torch.device) -> None:
         """Make the memory for references' heads, once."""
         if self.heads is None:
             num_bytes = self.head_bytes // config.parallel_config.tensor_parallel_size
-            self.heads = HeadMemory(num_bytes, device, partial(HeadLayer, config=config), self._threads)
+            self.heads = HeadMemory(num_bytes, device, partial(HeadLayer, config=config), self.root, self._threads)
+            self._pins = device.type == "cuda"
 
-    def exchange(self, holder: str, orders: Orders, *, pinned: bool) -> dict[str, Any]:
-        """Begin what an API server, the `holder`, orders. Hidden states are `pinned` if they are for a GPU.
+    def exchange(self, orders: list[list[Any]], tickets: list[str]) -> dict[str, Any]:
+        """Begin what an API server orders, and return at once.
 
-        Returns, at once:
-            files: by ticket, why something could not be read or written, or nothing if it was; None until then.
-            heads: by key, see `HeadMemory.state`.
+        Returns:
+            outcomes: by ticket, or by key of an LM head, whose last order counts: why something could not be done,
+                nothing if it was, None until then.
             is_contended: whether a head waits for memory.
         """
         assert self.heads is not None
-        for ticket in orders.forget:
-            if ticket in self._read:
-                self._read.pop(ticket).cancel()
-        for key in orders.release:
-            self.heads.release(key, holder)
-        for key in orders.forget_heads:
-            self.heads.forget(key)
-        for mark in (WindowMark(**fields) for fields in orders.read):
-            self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark, pinned))
-        for fields, head in orders.read_heads:
-            mark = WindowMark(**fields)
-            open_reference = partial(self.root.open_same, mark.reference, mark.identity)
-            self.heads.read(mark.head, mark.reference, HeadFormat.model_validate(head), open_reference)
-        for key in orders.hold:
-            self.heads.hold(key, holder)
-        return {
-            "files": {ticket: self._file_state(ticket) for ticket in orders.files},
-            "heads": {key: self.heads.state(key, holder) for key in orders.heads},
-            "is_contended": self.heads.is_contended,
-        }
+        for order in orders:
+            match order:
+                case "read window", fields:
+                    mark = WindowMark(**fields)
+                    self._read[mark.ticket] = self._threads.submit(mark.reference, partial(self._read_shard, mark))
+                case "forget window", ticket:
+                    if ticket in self._read:
+                        self._read.pop(ticket).cancel()
+                case "hold head", fields, holder, head:
+                    self.heads.hold(WindowMark(**fields), holder, HeadFormat(**head))
+                case "place head", key:
+                    self.heads.place(key)
+                case "release head", key, holder, is_usable:
+                    self.heads.release(key, holder, is_usable=is_usable)
+        outcomes = {ticket: self._outcome(ticket) for ticket in tickets}
+        return {"outcomes": outcomes, "is_contended": self.heads.is_contended}
 
-    def _file_state(self, ticket: str) -> str | None:
-        """Why something could not be read or written, nothing if it was, None until then."""
-        if (read := self._read.get(ticket)) is not None and read.done():
-            return _reason(error) if (error := read.exception()) else ""
-        written = self._written.get(ticket)
-        return written.result() if written is not None and written.done() else None
+    def _outcome(self, ticket: str) -> str | None:
+        assert self.heads is not None
+        if (written := self._written.get(ticket)) is not None:
+            return written.result() if written.done() else None
+        begun = self._read.get(ticket) or self.heads.progress(ticket)
+        if begun is None or not begun.done():
+            return None
+        return "" if (error := begun.exception()) is None else _reason(error)
 
-    def _read_shard(self, mark: WindowMark, pinned: bool) -> torch.Tensor:
+    def _read_shard(self, mark: WindowMark) -> torch.Tensor:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
         reference = self.root.open_same(mark.reference, mark.identity)
         hidden_states, _ = reference.read_shard(mark.index)
         head = reference.manifest.head
         if head is None or hidden_states.shape != (mark.num_scored, head.hidden_size):
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
-        return hidden_states.pin_memory() if pinned else hidden_states
+        return hidden_states.pin_memory() if self._pins else hidden_states
 
     def write_head_later(
         self, name: str, identity: str, ticket: str, weight: torch.Tensor, bias: torch.Tensor | None

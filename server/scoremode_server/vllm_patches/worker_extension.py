@@ -7,7 +7,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
 from scoremode_server.vllm_patches.reference_heads import UnsuitableHeadError, describe_head, gather_head
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 
 
 class ReferenceWorker:
@@ -42,7 +42,7 @@ class ReferenceWorker:
             windows.write_head_later(name, identity, ticket, weight, bias)
         return None
 
-    def scoremode_exchange(self, holder: str, orders: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    def scoremode_exchange(self, orders: dict[int, tuple[list[list[Any]], list[str]]]) -> dict[str, Any] | None:
         """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
         are: see `ReferenceWindows.exchange`. None on a rank without an LM head."""
         runner = self._scoremode_runner()
@@ -51,7 +51,7 @@ class ReferenceWorker:
             return None
         windows = self._scoremode_windows()
         windows.allocate_heads(runner.vllm_config, runner.device)
-        return windows.exchange(holder, Orders(**orders[index]), pinned=runner.device.type == "cuda")
+        return windows.exchange(*orders[index])
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
         runner = self._scoremode_runner()

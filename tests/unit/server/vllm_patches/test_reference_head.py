@@ -4,7 +4,6 @@ Ranks are processes with vLLM's own layers and collectives.
 """
 
 import time
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +25,6 @@ from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches import worker_extension
 from scoremode_server.vllm_patches.lm_head import examine
 from scoremode_server.vllm_patches.reference_heads import (
-    FAILED,
     HeadLayer,
     HeadMemory,
     ReferenceHead,
@@ -34,9 +32,9 @@ from scoremode_server.vllm_patches.reference_heads import (
     describe_head,
     gather_head,
 )
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
-from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
@@ -129,29 +127,30 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     return ReferenceDirectory(root).open(name)
 
 
-def room_for(num_bytes: int, config: VllmConfig) -> HeadMemory:
+def room_for(root: Path, num_bytes: int, config: VllmConfig) -> HeadMemory:
     num_bytes //= config.parallel_config.tensor_parallel_size
-    return HeadMemory(num_bytes, CPU, partial(HeadLayer, config=config), FileThreads())
+    return HeadMemory(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), FileThreads())
 
 
 def load(room: HeadMemory, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
-    key, head = reference.name, reference.manifest.head
+    key, identity, head = reference.name, reference.manifest.identity, reference.manifest.head
     assert head is not None
-    room.read(key, key, head, lambda: reference)
-    while (state := room.state(key, "test")) == "reading":
-        time.sleep(0.001)
-    if state.startswith(FAILED):
-        room.forget(key)
-        raise BrokenFileError(state)
+    room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
+    finished(room, key)
     get_tp_group().barrier()
-    room.hold(key, "test")
-    while room.state(key, "test") == "waiting":
-        time.sleep(0.001)
-    room.release(key, "test")
+    room.place(key)
+    finished(room, key)
+    room.release(key, "test", is_usable=True)
     found = room.find(key, local=local)
     assert found is not None
     return found
+
+
+def finished(room: HeadMemory, key: str) -> None:
+    while (begun := room.progress(key)) is None:
+        time.sleep(0.001)
+    begun.result()
 
 
 def logits_are_those_of_the_model(room: HeadMemory, reference: StoredReference, model: Model) -> None:
@@ -168,7 +167,7 @@ def logits_are_those_of_the_model(room: HeadMemory, reference: StoredReference, 
 
 def heads_in_one_place(root: Path, config: VllmConfig) -> None:
     """Each takes the place of the one before it, and the first comes back."""
-    room = room_for(1000 * (HIDDEN + 1) * 4, config)
+    room = room_for(root, 1000 * (HIDDEN + 1) * 4, config)
     room._memory = room._memory[: 1024 * (HIDDEN + 1) * 4 // config.parallel_config.tensor_parallel_size]
     made = models()
     references = [taken_from(model, root, f"model-{number}") for number, model in enumerate(made)]
@@ -178,7 +177,7 @@ def heads_in_one_place(root: Path, config: VllmConfig) -> None:
 
 def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
     """A cap needs both what it caps and what comes of it."""
-    room = room_for(1 << 20, config)
+    room = room_for(root, 1 << 20, config)
     for number, (made, expected) in enumerate(
         [(Model(64), 4), (Model(64, torch.bfloat16), 2), (Model(64, torch.bfloat16, soft_cap=2.0), 4)]
     ):
@@ -188,9 +187,9 @@ def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
 def heads_that_are_not_what_the_manifest_tells(root: Path, config: VllmConfig) -> None:
     reference = taken_from(Model(100), root, "good")
     narrow = reference.manifest.head.model_copy(update={"hidden_size": HIDDEN - 1})  # type: ignore[union-attr]
-    other = replace(reference, manifest=reference.manifest.model_copy(update={"head": narrow}))
+    other = reference.save(reference.manifest.model_copy(update={"head": narrow}))
     with pytest.raises(BrokenFileError, match="not the LM head that the manifest tells of"):
-        load(room_for(100 * HIDDEN * 4, config), other)
+        load(room_for(root, 100 * HIDDEN * 4, config), other)
 
 
 def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
@@ -237,14 +236,14 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     assert worker.scoremode_write_head("asked", "asked", "second") is None
     let_all_be_written(windows)
     group.barrier()
-    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["first", "second"]))})
+    answer = worker.scoremode_exchange({0: ([], ["first", "second"])})
     by_rank = (
         {"first": None, "second": None}
         if group.rank_in_group
         else {"first": "there is no reference 'none'", "second": ""}
     )
-    assert answer == {"files": by_rank, "heads": {}, "is_contended": False}
-    assert worker.scoremode_exchange("test", {1: {}}) is None
+    assert answer == {"outcomes": by_rank, "is_contended": False}
+    assert worker.scoremode_exchange({1: ([], [])}) is None
     weight, bias = ReferenceDirectory(root).open("asked").read_head()
     assert bias is None
     assert torch.equal(weight, torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(1000)))
@@ -277,7 +276,7 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
     last, worker = worker_extension.get_pp_group, worker_of(Model(100), config)
     worker_extension.get_pp_group = lambda: SimpleNamespace(is_last_rank=False)
     assert worker.scoremode_head_bytes() is None
-    assert worker.scoremode_exchange("test", {0: {}}) is None
+    assert worker.scoremode_exchange({0: ([], [])}) is None
     assert worker.scoremode_describe_head() == "this rank has no LM head"
     assert worker.scoremode_write_head("none", "none", "first") is None
     worker_extension.get_pp_group = last

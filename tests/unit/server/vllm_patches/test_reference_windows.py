@@ -22,7 +22,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.lm_head import LMHead
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import Orders, RecordedWindow, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
@@ -47,6 +47,9 @@ class Room:
 
     is_contended = False
 
+    def progress(self, key: str) -> None:
+        return None
+
     def find(self, key: str, *, local: bool) -> ReferenceHead:
         return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
 
@@ -63,8 +66,8 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
 def read(windows: ReferenceWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
     marks = [wanted.window for wanted in specs if wanted.window is not None]
-    windows.exchange("test", Orders(read=[asdict(mark) for mark in marks]), pinned=False)
-    while any(windows._file_state(mark.ticket) is None for mark in marks):
+    windows.exchange([["read window", asdict(mark)] for mark in marks], [])
+    while any(windows._outcome(mark.ticket) is None for mark in marks):
         time.sleep(0.001)
 
 
@@ -180,7 +183,7 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
         assert rows is not None
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
     assert reference.recorded() == set()
-    assert windows._file_state("one 0") == "the model computed NaN"
+    assert windows._outcome("one 0") == "the model computed NaN"
     # Of several ranks one writes.
     assert windows.begin(WindowMark("record", "base", "one", 1, NUM_FED), writes=False) is None
 
@@ -226,7 +229,7 @@ WINDOW_BYTES = 5 * HIDDEN * 4
 @pytest.fixture
 def windows(tmp_path: Path) -> ReferenceWindows:
     windows = ReferenceWindows(ReferenceDirectory(tmp_path))
-    windows.heads = SimpleNamespace(is_contended=False)  # type: ignore[assignment]
+    windows.heads = Room()  # type: ignore[assignment]
     return windows
 
 
@@ -243,8 +246,8 @@ def finish(windows: ReferenceWindows, index: int) -> None:
 
 
 def told(windows: ReferenceWindows, *tickets: str) -> list[str | None]:
-    files: dict[str, str | None] = windows.exchange("test", Orders(files=list(tickets)), pinned=False)["files"]
-    return list(files.values())
+    outcomes: dict[str, str | None] = windows.exchange([], list(tickets))["outcomes"]
+    return list(outcomes.values())
 
 
 def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
@@ -283,20 +286,20 @@ def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
     reference = create(windows.root.root)
     os.mkfifo(reference.shard(0))
     reference.write_shard(1, *random_shard(5))
-    orders = Orders(read=[asdict(mark("compare", index)) for index in (0, 1)], files=["0"])
-    assert windows.exchange("test", orders, pinned=False)["files"] == {"0": None}
+    orders = [["read window", asdict(mark("compare", index))] for index in (0, 1)]
+    assert windows.exchange(orders, ["0"])["outcomes"] == {"0": None}
     while told(windows, "1") == [None]:
         pass
     assert told(windows, "0", "1") == [None, ""]
     # Nobody waits for it any more.
-    windows.exchange("test", Orders(forget=["0", "1"]), pinned=False)
+    windows.exchange([["forget window", "0"], ["forget window", "1"]], [])
     assert not windows._read
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
 def test_a_file_of_another_size_is_not_read(windows: ReferenceWindows):
     create(windows.root.root).write_shard(1, *random_shard(4))
-    windows.exchange("test", Orders(read=[asdict(mark("compare", 1))]), pinned=False)
+    windows.exchange([["read window", asdict(mark("compare", 1))]], [])
     while told(windows, "1") == [None]:
         pass
     assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
