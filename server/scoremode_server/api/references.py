@@ -203,8 +203,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         """Each window; then all but `data`. A noise floor is stored in the reference."""
         # A noise floor's windows are computed with other windows than when they were recorded.
         indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
-        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options, **lane)
-        compared = references.comparer.compare(reference, indices, request.top_logprobs, settings)
+        settings = ScoreSettings(
+            request_id=engine_id(request_id), queue=queue, top_logprobs=request.top_logprobs, options=options, **lane
+        )
+        compared = references.comparer.compare(reference, indices, settings)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
             async for window in in_order:

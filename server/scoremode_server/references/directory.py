@@ -32,16 +32,12 @@ import torch
 from scoremode.windows import Window
 from scoremode.wire.references import REFERENCE_NAME
 from scoremode_server.references.file_threads import FileThreads
-from scoremode_server.references.manifest import Manifest, ManifestError
+from scoremode_server.references.manifest import Manifest
 from scoremode_server.references.tensor_files import BrokenFileError, moved_to, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
-_MOST_NAMED = 20
-"""The most references that a message about an unknown one lists."""
-_ABANDONED_SECONDS = 60
-"""The age at which a file that was never moved to its place is left over."""
 
 
 class NoReferenceError(Exception):
@@ -112,17 +108,6 @@ class StoredReference:
         with moved_to(self.path / _MANIFEST) as partial:
             partial.write_text(manifest.to_json())
         return StoredReference(self.name, self.path, manifest)
-
-    def remove_partial_files(self) -> None:
-        """Remove files that killed writers left, after the manifest was saved, but none that is being written."""
-        # Files and the reference may be deleted meanwhile.
-        with suppress(FileNotFoundError):
-            # By the clock of the file system: writers may be on several hosts.
-            now = (self.path / _MANIFEST).stat().st_mtime
-            for path in [*self.path.glob(".*"), *(self.path / "windows").glob(".*")]:
-                with suppress(FileNotFoundError):
-                    if now - path.stat().st_mtime > _ABANDONED_SECONDS:
-                        path.unlink()
 
     def disk_bytes(self) -> int:
         """The size of all files, without those that are being written."""
@@ -204,8 +189,8 @@ class ReferenceDirectory:
         try:
             return StoredReference(name, path, Manifest.from_json((path / _MANIFEST).read_text()))
         except (FileNotFoundError, NotADirectoryError):
-            raise self._unknown(name) from None
-        except (OSError, ValueError, ManifestError) as error:
+            raise NoReferenceError(f"there is no reference {name!r}") from None
+        except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
@@ -224,7 +209,7 @@ class ReferenceDirectory:
         try:
             folder = os.open(reference.path, os.O_RDONLY)
         except FileNotFoundError:
-            raise self._unknown(reference.name) from None
+            raise NoReferenceError(f"there is no reference {reference.name!r}") from None
         try:
             # Keep out other threads and processes, also on other hosts if the file system can.
             with suppress(OSError):
@@ -264,7 +249,7 @@ class ReferenceDirectory:
             # No call finds a part of it.
             path.rename(trash)
         except FileNotFoundError:
-            raise self._unknown(name) from None
+            raise NoReferenceError(f"there is no reference {name!r}") from None
         # And those that were not removed completely, because a process was killed or a file was written.
         for each in self.root.glob(f"{_DELETED}*"):
             if each.is_dir() and not each.is_symlink():
@@ -284,22 +269,10 @@ class ReferenceDirectory:
                 return 0
             return head.num_bytes
 
-        # One thread per reference: one that hangs must not hide the others.
+        # One that hangs must not hide the others.
         threads = FileThreads()
-        names = threads.submit("", self.names)
-        wait([names], seconds)
-        if not names.done() or names.exception():
-            return 0
-        sizes = [threads.submit(name, partial(head_bytes, name)) for name in names.result()]
-        done, _ = wait(sizes, seconds)
+        done, _ = wait([threads.submit(name, partial(head_bytes, name)) for name in self.names()], seconds)
         return max((size.result() for size in done if not size.exception()), default=0)
-
-    def _unknown(self, name: str) -> NoReferenceError:
-        names = self.names()
-        named = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
-        return NoReferenceError(
-            f"there is no reference {name!r}" + (f"; there are {', '.join(named)}" if named else "")
-        )
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(REFERENCE_NAME, name):

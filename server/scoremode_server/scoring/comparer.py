@@ -64,8 +64,7 @@ class MarkedWindow:
     token_ids: list[int]
     mark: WindowMark
     settings: ScoreSettings
-    num_top: int
-    """Top tokens that are wanted of both sides."""
+    """Top tokens are wanted of both sides."""
 
     @classmethod
     def begin(
@@ -74,9 +73,7 @@ class MarkedWindow:
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
-        *,
         head_stamp: str = "",
-        num_top: int = 0,
     ) -> "MarkedWindow":
         """A window of a reference whose text was read. Its tokens count in the queue until `done`. Workers tell
         references apart by name and identity, and LM heads by the state of the file as well."""
@@ -91,7 +88,7 @@ class MarkedWindow:
             ticket=random_uuid(),
             head=f"{reference.name}/{reference.manifest.identity}/{head_stamp}",
         )
-        return cls(token_ids, mark, settings, num_top)
+        return cls(token_ids, mark, settings)
 
     @property
     def first(self) -> int:
@@ -103,7 +100,7 @@ class MarkedWindow:
         options = self.settings.options
         return RowsRequest.score(
             self.token_ids,
-            self.settings.in_lane(RowSpec(self.first, num_top=self.num_top, window=self.mark)),
+            self.settings.in_lane(RowSpec(self.first, num_top=self.settings.top_logprobs, window=self.mark)),
             request_id=f"{self.settings.request_id}-{self.mark.index}",
             # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),
@@ -172,38 +169,31 @@ class Comparer:
     async def open(self, name: str, vocab_size: int, max_model_len: int) -> StoredReference:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
-        if (reason := await self._refusal(reference, vocab_size, max_model_len)) is not None:
-            raise RequestError(reason, "reference")
-        return reference
-
-    async def _refusal(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> str | None:
-        named, manifest = f"reference {reference.name!r}", reference.manifest
-        head = manifest.head
-        if head is None or manifest.result is None:
-            return f"{named} is not complete: record it again to resume"
-        if head.vocab_size != vocab_size:
-            return f"{named} has a vocabulary of {head.vocab_size} tokens, and the served model one of {vocab_size}"
-        if manifest.model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
-            return f"{named} was made with another tokenizer"
-        text = await self.references.text(reference)
-        if len(text.windows) != manifest.text.num_windows:
-            missing = f"{len(text.windows)} of {manifest.text.num_windows} windows are there"
-            raise self.references.broken(reference.name, BrokenFileError(missing))
-        if (longest := int(text.num_tokens.max())) > max_model_len:
-            return f"{named} has windows of {longest} tokens, and the served model takes {max_model_len}"
+        head, model = reference.manifest.head, reference.manifest.model
         if self._head_bytes is None:
             # Of the largest LM head that fits, which stays the same. Workers answer between two steps.
             answers = await call_workers(self.client, "scoremode_head_bytes")
             self._head_bytes = min(answer for answer in answers if answer is not None)
-        if head.num_bytes > self._head_bytes:
-            return (
-                f"the LM head of {named} has {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
+        longest = int((await self.references.text(reference)).num_tokens.max())
+        if head is None or reference.manifest.result is None:
+            reason = "is not complete: record it again to resume"
+        elif head.vocab_size != vocab_size:
+            reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {vocab_size}"
+        elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
+            reason = "was made with another tokenizer"
+        elif longest > max_model_len:
+            reason = f"has windows of {longest} tokens, and the served model takes {max_model_len}"
+        elif head.num_bytes > self._head_bytes:
+            reason = (
+                f"has an LM head of {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
                 f"start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
             )
-        return None
+        else:
+            return reference
+        raise RequestError(f"reference {name!r} {reason}", "reference")
 
     def compare(
-        self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
+        self, reference: StoredReference, indices: list[int], settings: ScoreSettings
     ) -> AsyncGenerator[WindowComparison, None]:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
 
@@ -215,7 +205,7 @@ class Comparer:
             return WindowComparison.from_columns(window.mark.index, columns)
 
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
-        return self._in_order("compare", reference, indices, settings, compared, num_top=num_top, loads=STEPS_READ)
+        return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings
@@ -242,8 +232,6 @@ class Comparer:
         indices: Sequence[int],
         settings: ScoreSettings,
         answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
-        *,
-        num_top: int = 0,
         loads: int = 1,
     ) -> AsyncGenerator[T, None]:
         """The answers of some windows, in the order of `indices`."""
@@ -251,7 +239,7 @@ class Comparer:
 
         def windows() -> Iterator[Coroutine[Any, Any, T]]:
             for index in indices:
-                yield answer(MarkedWindow.begin(action, reference, index, settings, head_stamp=stamp, num_top=num_top))
+                yield answer(MarkedWindow.begin(action, reference, index, settings, stamp))
 
         async with aclosing(settings.queue.in_order(windows(), loads=loads)) as in_order:
             async for each in in_order:

@@ -4,23 +4,21 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.wire.protocol import is_old_fingerprint
 from scoremode.wire.references import CorpusInfo
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
+from scoremode_server.references.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.comparer import MarkedWindow
@@ -48,10 +46,7 @@ class Recorder:
     engine: ScoringEngine
     turns: Turns
     files: WorkerFiles
-    _head_tickets: dict[str, str] = field(default_factory=dict)
-    """Tickets of LM heads that workers write, by the reference's identity."""
     _head: HeadFormat | None = None
-    _beginning: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def begin(
         self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
@@ -63,43 +58,25 @@ class Recorder:
             ConflictError: there is another reference of that name.
         """
         text, plan = await asyncio.to_thread(_plan, texts, labels)
-        # One at a time: two requests of one name would both find no LM head.
-        async with self._beginning.setdefault(name, asyncio.Lock()):
-            head, model = await self._served_head(), self.references.model
-            new = Manifest(
-                identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
-            )
-            try:
-                create = partial(self.references.directory.create, name, new, text)
-                reference = await self.references.in_thread(name, create)
-            except FileExistsError:
-                reference = await self.references.open(name)
-            except OSError as error:
-                raise self.references.unwritable(name, error) from None
-            of_disk = reference.manifest
-            is_same_model = model.may_continue(of_disk.model)
-            if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
-                what = "text or other windows" if is_same_model else "model"
-                raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
-            if corpus is not None and of_disk.corpus is None:
-                reference = await self.references.save(reference, {"corpus": corpus})
-            _warn_of_another_server(reference, model)
-            if of_disk.head is not None:
-                with suppress(BrokenFileError):
-                    await self.references.in_thread(name, reference.read_head)
-                    return reference
-            await self._write_head(reference)
-            return await self.references.save(reference, {"head": head})
-
-    async def _write_head(self, reference: StoredReference) -> None:
-        """Have the LM head written while windows are recorded."""
-        # A damaged file must not be taken for the new one.
-        await self.references.write(reference.name, partial(reference.head_path.unlink, missing_ok=True))
-        ticket, identity = uuid.uuid4().hex, reference.manifest.identity
-        failures = await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
-        if failure := next(filter(None, failures), None):
-            raise await self._worker_failed(reference, failure)
-        self._head_tickets[identity] = ticket
+        head, model = await self._served_head(), self.references.model
+        new = Manifest(
+            identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=head, text=plan, corpus=corpus
+        )
+        try:
+            return await self.references.in_thread(name, partial(self.references.directory.create, name, new, text))
+        except FileExistsError:
+            reference = await self.references.open(name)
+        except OSError as error:
+            raise self.references.unwritable(name, error) from None
+        of_disk = reference.manifest
+        is_same_model = model.may_continue(of_disk.model)
+        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
+            what = "text or other windows" if is_same_model else "model"
+            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        before, now = of_disk.model.computed_by, model.computed_by
+        if None not in (before, now) and before != now:
+            logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
+        return await self.references.save(reference, {"head": of_disk.head or head, "corpus": of_disk.corpus or corpus})
 
     async def _served_head(self) -> HeadFormat:
         if self._head is None:
@@ -114,6 +91,7 @@ class Recorder:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
         recorded = await self.references.in_thread(reference.name, reference.recorded)
+        head_ticket = await self._write_head(reference)
 
         def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
             for index in range(len(text.windows)):
@@ -126,6 +104,21 @@ class Recorder:
         async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
             async for window in in_order:
                 yield window
+        if head_ticket is not None:
+            await self._written(reference, head_ticket, "the LM head")
+
+    async def _write_head(self, reference: StoredReference) -> str | None:
+        """Have the LM head written while windows are recorded, unless it is on disk. Returns its ticket."""
+        try:
+            await self.references.in_thread(reference.name, reference.read_head)
+        except BrokenFileError:
+            ticket = uuid.uuid4().hex
+            arguments = reference.name, reference.manifest.identity, ticket
+            failures = await call_workers(self.client, "scoremode_write_head", *arguments)
+            if failure := next(filter(None, failures), None):
+                raise await self._worker_failed(reference, failure) from None
+            return ticket
+        return None
 
     async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
         """A window that has a file. If the file is damaged, the window is recorded again."""
@@ -166,16 +159,8 @@ class Recorder:
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Store the perplexity of a reference, after all windows are recorded."""
-        identity = reference.manifest.identity
-        if ticket := self._head_tickets.get(identity):
-            await self._written(reference, ticket, "the LM head")
-            # Unless it is written again for another request.
-            if self._head_tickets.get(identity) == ticket:
-                del self._head_tickets[identity]
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
-        result = Result.model_validate(figures, from_attributes=True)
-        await self.references.save(reference, {"result": result})
-        await self.references.in_thread(reference.name, reference.remove_partial_files)
+        await self.references.save(reference, {"result": Result.model_validate(figures, from_attributes=True)})
 
 
 def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
@@ -207,14 +192,3 @@ def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, Tex
         roles=roles,
     )
     return text, plan
-
-
-def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:
-    """Log differences that are allowed, but may mix two models or two kinds of kernels in one reference."""
-    name, recorded = reference.name, reference.manifest.model
-    before, now = recorded.computed_by, model.computed_by
-    if is_old_fingerprint(recorded.fingerprint):
-        text = "Reference %s has an old fingerprint, without the contents of weights: make sure that they are the same"
-        logger.warning(text, name)
-    if None not in (before, now) and before != now:
-        logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)

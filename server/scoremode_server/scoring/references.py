@@ -2,10 +2,11 @@
 
 import asyncio
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from cachetools import LRUCache
 
 from scoremode.wire.references import Reference
 from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
@@ -40,8 +41,8 @@ class References:
     model: ModelIdentity
     param: str
     _threads: FileThreads = field(default_factory=FileThreads)
-    _opened: OrderedDict[str, StoredReference] = field(default_factory=OrderedDict)
-    """The most recently used ones, by name."""
+    _opened: LRUCache[str, StoredReference] = field(default_factory=lambda: LRUCache(KEPT_OPEN))
+    """By name."""
 
     async def all(self) -> list[Reference]:
         """All references whose files can be read."""
@@ -102,10 +103,8 @@ class References:
     async def open(self, name: str) -> StoredReference:
         reference = await self.read(name, lambda: self.directory.open(name))
         # With the tokens that were read for it, if the manifest is the same.
-        reference = known if (known := self._opened.pop(name, None)) == reference else reference
-        self._opened[name] = reference
-        if len(self._opened) > KEPT_OPEN:
-            self._opened.popitem(last=False)
+        known = self._opened.get(name)
+        self._opened[name] = reference = known if known == reference else reference
         return reference
 
     async def describe(self, name: str) -> Reference:

@@ -76,9 +76,6 @@ async def test_missing_and_damaged_files_are_recorded_again(engine, client, comp
     reference.shard(1).unlink()
     reference.shard(4).write_bytes(reference.shard(4).read_bytes()[:-1])
     (reference.path / "lm_head.safetensors").write_bytes(b"")
-    left = reference.path / "windows" / ".000001.safetensors.left-by-a-killed-server"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
     found = (await client.get(BASE)).json()
     assert (found["complete"], found["num_recorded"]) == (complete, NUM_WINDOWS - 1)
     times = {path: path.stat().st_mtime_ns for path in reference.path.glob("windows/00000[0235]*")}
@@ -127,7 +124,7 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
         assert error_of(await client.request(method, BASE)) == (
             404,
             "name",
-            "there is no reference 'base'; there are a",
+            "there is no reference 'base'",
         )
     assert (await client.get(REFERENCES)).json()["data"] == [first]
     assert os.listdir(engine.directory.root) == ["a"]
@@ -198,31 +195,11 @@ async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
         assert (await client.get(REFERENCES)).json()["data"] == []
 
 
-OF_NAMES, OF_OTHER_NAMES = "0" * 32, "1" * 32
-"""As older servers made them."""
-
-
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: lines.append(text % values))
     return lines
-
-
-async def test_a_reference_with_an_old_fingerprint_resumes_with_a_warning(tmp_path: Path, warnings: list[str]):
-    async with client_of_model(tmp_path, fingerprint=OF_NAMES, old_fingerprint=OF_NAMES) as client:
-        before = await record(client)
-    warnings.clear()
-    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_NAMES) as client:
-        assert await record(client) == before
-        assert len(warnings) == 1
-        assert "without the contents of weights" in warnings[0]
-        floor = await client.post("/v1/kld", json={"reference": "base", "as_noise_floor": True})
-        assert floor.status_code == 200
-    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=OF_OTHER_NAMES) as client:
-        status, param, message = error_of(await client.post(REFERENCES, json=BODY))
-        assert (status, param) == (409, "name")
-        assert "another model" in message
 
 
 async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):

@@ -108,19 +108,12 @@ def test_files_of_other_windows_and_references_are_refused(tmp_path: Path):
             read()
 
 
-def test_files_of_killed_writers_are_not_windows_and_can_be_removed(tmp_path: Path):
+def test_files_of_killed_writers_are_not_windows(tmp_path: Path):
     reference = create(tmp_path)
     reference.write_shard(0, *random_shard(4))
-    before = files(tmp_path)
-    now = (reference.path / "manifest.json").stat().st_mtime
-    abandoned = {"windows/.000001.safetensors.c0ffee", ".manifest.json.c0ffee"}
-    others = {".manifest.json.being-written", "windows/000002.safetensors.bak", "windows/1 copy.safetensors"}
-    for name in abandoned | others:
-        (reference.path / name).write_bytes(b"half")
-        os.utime(reference.path / name, (0, now - (90 if name in abandoned else 30)))
+    for name in (".000001.safetensors.c0ffee", "000002.safetensors.bak", "1 copy.safetensors"):
+        (reference.path / "windows" / name).write_bytes(b"half")
     assert reference.recorded() == {0}
-    reference.remove_partial_files()
-    assert files(tmp_path).keys() - before.keys() == {f"base/{name}" for name in others}
 
 
 def test_of_those_who_create_at_the_same_time_one_does(tmp_path: Path):
