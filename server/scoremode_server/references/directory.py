@@ -44,10 +44,6 @@ class NoReferenceError(Exception):
     """There is no reference of that name."""
 
 
-class ReplacedReferenceError(NoReferenceError):
-    """Another reference has the name now."""
-
-
 @dataclass(frozen=True)
 class StoredReference:
     """One reference. Its files are read on demand; what reads one raises BrokenFileError if it is missing, cut short or
@@ -86,14 +82,6 @@ class StoredReference:
     @property
     def head_path(self) -> Path:
         return self.path / "lm_head.safetensors"
-
-    def head_stamp(self) -> str:
-        """A text that changes with the file of the LM head; empty if there is none."""
-        try:
-            of_file = self.head_path.stat()
-        except FileNotFoundError:
-            return ""
-        return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
 
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
@@ -158,15 +146,13 @@ class StoredText:
     def num_context(self) -> np.ndarray:
         """Tokens [windows] before the first target of each window."""
         _, start, _, first_target, head = self.windows.T
-        num_context: np.ndarray = np.add(first_target - start, head >= 0)
-        return num_context
+        return np.array(first_target - start + (head >= 0))
 
     @property
     def num_tokens(self) -> np.ndarray:
         """The number of tokens [windows] of each window."""
         _, start, end, _, head = self.windows.T
-        num_tokens: np.ndarray = np.add(end - start, head >= 0)
-        return num_tokens
+        return np.array(end - start + (head >= 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +163,7 @@ class ReferenceDirectory:
     root: Path
 
     def names(self) -> list[str]:
-        """Everything in the folder that may be a reference. Nothing within is read: it may be on a mount that does not
-        answer."""
+        """Everything in the folder that may be a reference. Nothing within is read, which could hang."""
         try:
             return sorted(name for name in os.listdir(self.root) if re.fullmatch(REFERENCE_NAME, name))
         except FileNotFoundError:
@@ -194,22 +179,15 @@ class ReferenceDirectory:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
-        """The reference of a name, if it still has this identity.
-
-        Raises:
-            ReplacedReferenceError: it has another one.
-        """
+        """The reference of a name, if it still has this identity."""
         reference = self.open(name)
         if reference.manifest.identity != identity:
-            raise ReplacedReferenceError(f"another reference has the name {name!r} now")
+            raise NoReferenceError(f"reference {name!r} was deleted meanwhile, and another has its name now")
         return reference
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
         """Change some fields of the manifest on disk, as `open_same` finds it, without undoing other changes."""
-        try:
-            folder = os.open(reference.path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise NoReferenceError(f"there is no reference {reference.name!r}") from None
+        folder = os.open(self.open(reference.name).path, os.O_RDONLY)
         try:
             # Keep out other threads and processes, also on other hosts if the file system can.
             with suppress(OSError):

@@ -2,7 +2,7 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,7 @@ from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import Columns, missing_row
+from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileError, WorkerFiles
@@ -62,6 +63,8 @@ class MarkedWindow:
     """A window's tokens, and the mark that tells workers what to do with its hidden states."""
 
     token_ids: list[int]
+    first: int
+    """Position of the first target."""
     mark: WindowMark
     settings: ScoreSettings
     """Top tokens are wanted of both sides."""
@@ -73,10 +76,8 @@ class MarkedWindow:
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
-        head_stamp: str = "",
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until `done`. Workers tell
-        references apart by name and identity, and LM heads by the state of the file as well."""
+        """A window of a reference whose text was read. Its tokens count in the queue until `done`."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -86,14 +87,9 @@ class MarkedWindow:
             index=index,
             num_scored=len(token_ids) - first,
             ticket=random_uuid(),
-            head=f"{reference.name}/{reference.manifest.identity}/{head_stamp}",
+            head=f"{reference.name}/{reference.manifest.identity}",
         )
-        return cls(token_ids, mark, settings)
-
-    @property
-    def first(self) -> int:
-        """Position of the first target."""
-        return len(self.token_ids) - self.mark.num_scored
+        return cls(token_ids, first, mark, settings)
 
     def request(self, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
         """The engine's request, at a gate, for the data-parallel rank that has read its files; for any if None."""
@@ -166,7 +162,7 @@ class Comparer:
     files: WorkerFiles
     _head_bytes: int | None = None
 
-    async def open(self, name: str, vocab_size: int, max_model_len: int) -> StoredReference:
+    async def open(self, name: str, limits: Limits) -> StoredReference:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
         head, model = reference.manifest.head, reference.manifest.model
@@ -177,12 +173,12 @@ class Comparer:
         longest = int((await self.references.text(reference)).num_tokens.max())
         if head is None or reference.manifest.result is None:
             reason = "is not complete: record it again to resume"
-        elif head.vocab_size != vocab_size:
-            reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {vocab_size}"
+        elif head.vocab_size != limits.vocab_size:
+            reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
         elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
             reason = "was made with another tokenizer"
-        elif longest > max_model_len:
-            reason = f"has windows of {longest} tokens, and the served model takes {max_model_len}"
+        elif longest > limits.max_model_len:
+            reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
         elif head.num_bytes > self._head_bytes:
             reason = (
                 f"has an LM head of {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
@@ -235,13 +231,8 @@ class Comparer:
         loads: int = 1,
     ) -> AsyncGenerator[T, None]:
         """The answers of some windows, in the order of `indices`."""
-        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
-
-        def windows() -> Iterator[Coroutine[Any, Any, T]]:
-            for index in indices:
-                yield answer(MarkedWindow.begin(action, reference, index, settings, stamp))
-
-        async with aclosing(settings.queue.in_order(windows(), loads=loads)) as in_order:
+        windows = (answer(MarkedWindow.begin(action, reference, index, settings)) for index in indices)
+        async with aclosing(settings.queue.in_order(windows, loads=loads)) as in_order:
             async for each in in_order:
                 yield each
         # Fail if the reference was deleted meanwhile.

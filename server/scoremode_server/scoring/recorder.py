@@ -3,11 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
@@ -34,7 +33,6 @@ logger = init_logger("vllm.scoremode.references")
 SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
 
-
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; None for a window that was on disk before this request."""
 
@@ -46,7 +44,6 @@ class Recorder:
     engine: ScoringEngine
     turns: Turns
     files: WorkerFiles
-    _head: HeadFormat | None = None
 
     async def begin(
         self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
@@ -79,29 +76,25 @@ class Recorder:
         return await self.references.save(reference, {"head": of_disk.head or head, "corpus": of_disk.corpus or corpus})
 
     async def _served_head(self) -> HeadFormat:
-        if self._head is None:
-            answers = await call_workers(self.client, "scoremode_describe_head")
-            described = next((each for each in answers if isinstance(each, dict)), None)
-            if described is None:
-                raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
-            self._head = HeadFormat.model_validate(described)
-        return self._head
+        answers = await call_workers(self.client, "scoremode_describe_head")
+        described = next((each for each in answers if isinstance(each, dict)), None)
+        if described is None:
+            raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
+        return HeadFormat.model_validate(described)
 
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
         recorded = await self.references.in_thread(reference.name, reference.recorded)
         head_ticket = await self._write_head(reference)
-
-        def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
-            for index in range(len(text.windows)):
-                if index in recorded:
-                    yield self._found(reference, index, settings)
-                else:
-                    yield self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
-
+        windows = (
+            self._found(reference, index, settings)
+            if index in recorded
+            else self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+            for index in range(len(text.windows))
+        )
         # As many windows are written as are in the engine.
-        async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
+        async with aclosing(settings.queue.in_order(windows, loads=2)) as in_order:
             async for window in in_order:
                 yield window
         if head_ticket is not None:
@@ -112,23 +105,16 @@ class Recorder:
         try:
             await self.references.in_thread(reference.name, reference.read_head)
         except BrokenFileError:
-            ticket = uuid.uuid4().hex
-            arguments = reference.name, reference.manifest.identity, ticket
-            failures = await call_workers(self.client, "scoremode_write_head", *arguments)
-            if failure := next(filter(None, failures), None):
-                raise await self._worker_failed(reference, failure) from None
+            ticket, identity = uuid.uuid4().hex, reference.manifest.identity
+            await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
             return ticket
         return None
 
     async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        """A window that has a file. If the file is damaged, the window is recorded again."""
+        """A window that has a file. If that is damaged, the window is recorded again."""
         try:
             _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index))
-        except BrokenFileError as error:
-            # Another reference may have the name now, whose files must stay.
-            await self.references.current(reference)
-            logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
-            await self.references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
+        except BrokenFileError:
             return await self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
         return -json_logprobs(logprobs.numpy()), None
 
@@ -150,12 +136,9 @@ class Recorder:
             failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
             raise self.references.unwritable(reference.name, failure) from None
         except UnreadableFileError as error:
-            raise await self._worker_failed(reference, str(error)) from None
-
-    async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
-        """The error for a file that a worker could not write, or of a reference that was deleted."""
-        await self.references.current(reference)
-        return self.references.unwritable(reference.name, failure)
+            # Unless the reference was deleted.
+            await self.references.current(reference)
+            raise self.references.unwritable(reference.name, str(error)) from None
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Store the perplexity of a reference, after all windows are recorded."""

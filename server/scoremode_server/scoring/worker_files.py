@@ -82,10 +82,6 @@ class _Reference:
                 await self.has_left.wait()
             self.num_tokens += num_tokens
 
-    def free(self, num_tokens: int) -> None:
-        self.num_tokens -= num_tokens
-        self.has_left.set()
-
 
 @dataclass(slots=True)
 class _Engine:
@@ -99,10 +95,6 @@ class _Engine:
     """For the next call: see `ReferenceWindows.exchange`."""
     is_contended: bool = False
     """Whether a head waits for memory."""
-
-    @property
-    def num_windows(self) -> int:
-        return sum(reference.num_windows for reference in self.references.values())
 
     def has_work(self) -> bool:
         """Whether workers must be called again."""
@@ -154,7 +146,8 @@ class WorkerFiles:
         engines = self._engines
         if rank is not None and not 0 <= rank < len(engines):
             raise RequestError(f"X-data-parallel-rank: {rank} is not one of {len(engines)} ranks", None)
-        engine = min(engines, key=lambda each: each.num_windows) if rank is None else engines[rank]
+        num_windows = [sum(each.num_windows for each in engine.references.values()) for engine in engines]
+        engine = engines[num_windows.index(min(num_windows)) if rank is None else rank]
         reference = engine.references.setdefault(mark.head, _Reference(mark, head, Gate(self._admission)))
         reference.num_windows += 1
         try:
@@ -172,7 +165,8 @@ class WorkerFiles:
                     reference.used = time.monotonic()
             finally:
                 engine.orders.append(("forget window", mark.ticket))
-                reference.free(num_tokens)
+                reference.num_tokens -= num_tokens
+                reference.has_left.set()
         finally:
             reference.num_windows -= 1
 
@@ -187,6 +181,9 @@ class WorkerFiles:
         key, gate, is_usable = reference.mark.head, reference.gate, False
         try:
             async with engine.in_line:
+                # A head that several API servers hold in turn would never leave.
+                while engine.is_contended:  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
                 engine.orders.append(("hold head", asdict(reference.mark), self._holder, reference.head.model_dump()))
                 await self._read(key, "the LM head", engine, reference)
                 engine.orders.append(("place head", key))
@@ -203,7 +200,6 @@ class WorkerFiles:
             failure = error
             self._admission.refuse(gate, lambda: failure)
         engine.orders.append(("release head", key, self._holder, is_usable))
-        engine.is_contended = False
         self._wake.set()
 
     async def _read(self, ticket: str, what: str, engine: _Engine, reference: _Reference) -> None:
@@ -211,19 +207,11 @@ class WorkerFiles:
             async with asyncio.timeout(SECONDS_TO_READ):
                 await self.done(ticket, engine.rank)
         except TimeoutError:
-            raise UnavailableError(
-                f"reference {reference.mark.reference!r}: {what} was not read within {SECONDS_TO_READ} s; "
-                "does its file system answer?",
-                "reference",
-            ) from None
+            late = f"{what} was not read within {SECONDS_TO_READ} s; does its file system answer?"
+            raise UnavailableError(f"reference {reference.mark.reference!r}: {late}", "reference") from None
 
     async def done(self, ticket: str, rank: int | None = None) -> None:
-        """Wait until all workers of an engine have done what was ordered, or one worker of any engine.
-
-        Raises:
-            UnreadableFileError: a worker could not.
-            RequestError: the engine has died (503).
-        """
+        """Wait until all workers of an engine have done what was ordered, or one worker of any engine."""
         outcome: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank
         self._wake.set()
@@ -239,14 +227,15 @@ class WorkerFiles:
     async def _run(self) -> None:
         try:
             await self._call_workers()
+            return
         except EngineDeadError:
             failure: Exception = engine_has_died()
         except RequestError as error:
             failure = error
         except Exception as error:
             failure = EngineOutputError(f"the engine's workers do not read references: {error}")
-        else:
-            return
+        for engine in self._engines:
+            engine.is_contended = False
         for outcome in self._outcomes:
             if not outcome.done():
                 outcome.set_result(failure)
@@ -269,7 +258,13 @@ class WorkerFiles:
                 engine.is_contended = any(answer["is_contended"] for answer in of_ranks)
             for outcome, (ticket, rank) in asked.items():
                 of_ranks = list(chain(*answers)) if rank is None else answers[rank]
-                _settle(outcome, [answer["outcomes"].get(ticket) for answer in of_ranks], is_any=rank is None)
+                states = [answer["outcomes"].get(ticket) for answer in of_ranks]
+                if outcome.done():
+                    continue
+                if failure := next(filter(None, states), None):
+                    outcome.set_result(UnreadableFileError(failure))
+                elif "" in states and (rank is None or None not in states):
+                    outcome.set_result(None)
             pause = POLL_SECONDS if answers != known else min(2 * pause, MAX_POLL_SECONDS)
             known = answers
             with suppress(TimeoutError):
@@ -284,13 +279,3 @@ class WorkerFiles:
                 call.cancel()
                 raise EngineDeadError
         return [[answer for answer in of_engine if answer is not None] for of_engine in call.result()]
-
-
-def _settle(outcome: asyncio.Future[Exception | None], states: list[str | None], *, is_any: bool) -> None:
-    """Settle an outcome by what workers say: why they failed, nothing if they did not, None until then."""
-    if outcome.done():
-        return
-    if failure := next(filter(None, states), None):
-        outcome.set_result(UnreadableFileError(failure))
-    elif "" in states and (is_any or None not in states):
-        outcome.set_result(None)

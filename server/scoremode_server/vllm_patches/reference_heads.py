@@ -24,7 +24,6 @@ from vllm.model_executor.utils import set_weight_attrs
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadDtype, HeadFormat
-from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.lm_head import LogitsFunction, LogitsSource
 from scoremode_server.vllm_patches.row_spec import WindowMark
 
@@ -41,29 +40,26 @@ ALIGNMENT = 256
 """Of heads in memory, in bytes."""
 
 
-class UnsuitableHeadError(Exception):
-    """The served model's logits are not what a reference can keep; the message says why."""
-
-
 def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
     """The format of the served model's head.
 
     Raises:
-        UnsuitableHeadError: its logits are not those of one unquantized projection, scaled and capped.
+        ValueError: its logits are not those of one unquantized projection, scaled and capped.
     """
     if source is None:
-        raise UnsuitableHeadError(
+        raise ValueError(
             "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"
         )
     method = getattr(source.lm_head, "quant_method", None)
     if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
-        raise UnsuitableHeadError(f"this model's LM head is quantized ({type(method).__name__})")
+        raise ValueError(f"this model's LM head is quantized ({type(method).__name__})")
     weight, processor = source.lm_head.weight, source.processor
     if weight.shape[1:] != (hidden_size,) or weight.dtype != hidden_dtype:
-        raise UnsuitableHeadError(f"this model's LM head has the form {tuple(weight.shape)} and {weight.dtype}")
-    dtypes = _name(weight.dtype), _name(processor.head_dtype or weight.dtype)
+        raise ValueError(f"this model's LM head has the form {tuple(weight.shape)} and {weight.dtype}")
+    head_dtype = processor.head_dtype or weight.dtype
+    dtypes: list[Any] = [str(each).removeprefix("torch.") for each in (weight.dtype, head_dtype)]
     if unknown := set(dtypes) - set(get_args(HeadDtype)):
-        raise UnsuitableHeadError(f"this model's LM head is of {', '.join(unknown)}")
+        raise ValueError(f"this model's LM head is of {', '.join(unknown)}")
     return HeadFormat(
         vocab_size=processor.org_vocab_size,
         hidden_size=hidden_size,
@@ -75,14 +71,9 @@ def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: t
     )
 
 
-def gather_head(source: LogitsSource, vocab_size: int, group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [vocabulary, hidden] and bias of all ranks. Every rank must come here at the same time. Of one rank alone
-    they are where they were, of several on the CPU."""
-    weight = _gather(source.lm_head.weight.data, vocab_size, group)
-    return weight, None if source.bias is None else _gather(source.bias.data, vocab_size, group)
-
-
-def _gather(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
+def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
+    """Weight [vocabulary, hidden] or bias [vocabulary] of all ranks. Every rank must come here at the same time. Of one
+    rank alone it is where it was, of several on the CPU."""
     if group.world_size == 1:
         return part[:vocab_size].contiguous()
     rows = len(part)
@@ -126,9 +117,6 @@ class HeadLayer:
     def read(self, reference: StoredReference) -> None:
         """Read this rank's part to the host. BrokenFileError if the file is not what was written."""
         tensors = [tensor for tensor in reference.read_head() if tensor is not None]
-        expected = [(self._head.vocab_size, self._head.hidden_size), (self._head.vocab_size,)][: len(self._shapes)]
-        if [(*tensor.shape,) for tensor in tensors] != expected or {each.dtype for each in tensors} != {self._dtype}:
-            raise BrokenFileError(f"{reference.head_path} is not the LM head that the manifest tells of")
         with torch.inference_mode():
             parts = [_parameter(torch.empty(shape, dtype=self._dtype)) for shape in self._shapes]
             for part, tensor in zip(parts, tensors, strict=True):
@@ -138,14 +126,11 @@ class HeadLayer:
     def place(self, memory: torch.Tensor) -> None:
         """Copy the weights that were read to memory [num_bytes] of the device, and free those on the host."""
         with torch.inference_mode():
-            placed, start = [], 0
-            for weight in self._weights:
-                end = start + weight.numel() * weight.itemsize
-                target = memory[start:end].view(weight.dtype).view(weight.shape)
-                placed.append(
-                    _parameter(copy_through_pinned(weight, target) if target.is_cuda else target.copy_(weight))
-                )
-                start = end
+            parts = memory.split([weight.nbytes for weight in self._weights])
+            placed = [
+                _parameter(copy_through_pinned(weight, part.view(weight.dtype).view(weight.shape)))
+                for weight, part in zip(self._weights, parts, strict=True)
+            ]
             self._weights = []
             self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
             self._layer.quant_method.process_weights_after_loading(self._layer)
@@ -161,6 +146,8 @@ def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Ten
     """Copy a weight between the host and a GPU next to what the GPU computes; it is there when this returns. While
     memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
     seconds."""
+    if not source.is_cuda and not target.is_cuda:
+        return target.copy_(source)
     rows = max(1, PINNED_BYTES // (source[:1].numel() * source.itemsize))
     pinned = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=True)
     stream = torch.cuda.Stream(target.device if target.is_cuda else source.device)
@@ -180,10 +167,6 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-def _name(dtype: torch.dtype) -> Any:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(slots=True)
 class _Head:
     layer: HeadLayer
@@ -199,11 +182,8 @@ class _Head:
 class HeadMemory:
     """Heads by key. A head is first read to the host by `threads`, and then placed on the device as soon as there is
     memory for it, of which this rank has `num_bytes`. It stays while anyone holds it, and if it was placed, until
-    another head needs the memory.
-
-    Ranks of a tensor-parallel group decide the same, because they decide by the order of calls, which come to all of
-    them, and never by what a file or a thread has done meanwhile.
-    """
+    another head needs the memory. All ranks decide the same, by the order of calls, and never by what a file or a
+    thread has done meanwhile."""
 
     def __init__(
         self,

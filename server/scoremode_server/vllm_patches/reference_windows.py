@@ -1,6 +1,5 @@
 """Windows of references in an engine worker: what becomes of their rows, and the files and the memory for that."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -8,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from cachetools import FIFOCache
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.references.file_threads import FileThreads
@@ -17,9 +16,6 @@ from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.reference_heads import HeadLayer, HeadMemory, ReferenceHead, copy_through_pinned
 from scoremode_server.vllm_patches.row_spec import WindowMark
-
-# vLLM shows only the messages of loggers below its own.
-logger = init_logger(f"vllm.{__name__}")
 
 MAX_UNWRITTEN_BYTES = 2 * 1024**3
 """Of windows of a reference that are computed and not on disk yet. API servers send fewer; more come only where the
@@ -79,11 +75,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class ReferenceWindows:
-    """The files that windows in this worker need, and the memory for references' LM heads.
-
-    No step and no call waits for a file: threads read what API servers order before they send a window, and write what
-    windows leave. API servers ask about the progress.
-    """
+    """The files that windows in this worker need, and the memory for references' LM heads. No step and no call waits
+    for a file: threads read what API servers order before they send a window, and write what windows leave."""
 
     root: ReferenceDirectory
     """Where references are."""
@@ -96,7 +89,7 @@ class ReferenceWindows:
     _threads: FileThreads = field(default_factory=FileThreads)
     _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
     """Hidden states by ticket."""
-    _written: OrderedDict[str, Future[str]] = field(default_factory=OrderedDict)
+    _written: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
     """By ticket: why something was not written, or nothing if it was."""
     _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
     """Windows that are being written, with the name of the reference and bytes."""
@@ -121,8 +114,8 @@ class ReferenceWindows:
         """Begin what an API server orders, and return at once.
 
         Returns:
-            outcomes: by ticket, or by key of an LM head, whose last order counts: why something could not be done,
-                nothing if it was, None until then.
+            outcomes: by ticket, or by an LM head's key: why its last order failed, nothing if it did not, None until
+                then.
             is_contended: whether a head waits for memory.
         """
         assert self.heads is not None
@@ -150,7 +143,7 @@ class ReferenceWindows:
         begun = self._read.get(ticket) or self.heads.progress(ticket)
         if begun is None or not begun.done():
             return None
-        return "" if (error := begun.exception()) is None else _reason(error)
+        return "" if (error := begun.exception()) is None else str(error) or repr(error)
 
     def _read_shard(self, mark: WindowMark) -> torch.Tensor:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
@@ -161,21 +154,14 @@ class ReferenceWindows:
             raise BrokenFileError(f"{reference.shard(mark.index)} has hidden states {tuple(hidden_states.shape)}")
         return hidden_states.pin_memory() if self._pins else hidden_states
 
-    def write_head_later(
-        self, name: str, identity: str, ticket: str, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> None:
+    def write_head_later(self, name: str, identity: str, ticket: str, weights: list[torch.Tensor]) -> None:
         """Write an LM head into a reference while windows are computed: it takes as long as dozens of them."""
 
         def write() -> None:
-            weights = [each for each in (weight, bias) if each is not None]
-            # Copied next to what the device computes.
-            on_host = [
-                copy_through_pinned(each, torch.empty_like(each, device="cpu")) if each.is_cuda else each
-                for each in weights
-            ]
+            on_host = [copy_through_pinned(each, torch.empty_like(each, device="cpu")) for each in weights]
             self.root.open_same(name, identity).write_head(*on_host)
 
-        self._written_later(name, ticket, "the LM head", write)
+        self._written_later(name, ticket, write)
 
     def _write_later(self, window: RecordedWindow) -> None:
         mark = window.mark
@@ -190,16 +176,15 @@ class ReferenceWindows:
             reference = self.root.open_same(mark.reference, mark.identity)
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 
-        self._written_later(mark.reference, mark.ticket, f"window {mark.index}", write, num_bytes)
+        self._written_later(mark.reference, mark.ticket, write, num_bytes)
 
-    def _written_later(self, name: str, ticket: str, what: str, write: Callable[[], None], num_bytes: int = 0) -> None:
+    def _written_later(self, name: str, ticket: str, write: Callable[[], None], num_bytes: int = 0) -> None:
         def attempt() -> str:
             try:
                 write()
             # As text: an exception would keep the tensors of the calls that it came through.
             except Exception as error:
-                logger.warning("Reference %s: %s was not written: %s", name, what, error)
-                return _reason(error)
+                return str(error) or repr(error)
             return ""
 
         self._unwritten = [each for each in self._unwritten if not each[0].done()]
@@ -210,9 +195,3 @@ class ReferenceWindows:
             written = self._threads.submit(name, attempt)
             self._unwritten.append((written, name, num_bytes))
         self._written[ticket] = written
-        if len(self._written) > MAX_WRITTEN:
-            self._written.popitem(last=False)
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or repr(error)

@@ -108,7 +108,7 @@ class ReferenceEngine(HeldEngine):
         methods = {
             "scoremode_head_bytes": lambda: HEAD_FORMAT.num_bytes,
             "scoremode_describe_head": lambda: self.head,
-            "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, self.model.weight, None),
+            "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, [self.model.weight]),
             "scoremode_exchange": lambda orders: self.windows.exchange(*orders[0]),
         }
         _, arguments, _ = rest

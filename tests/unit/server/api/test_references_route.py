@@ -215,7 +215,7 @@ async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_p
 
 
 ANEW = {**BODY, "prompt": TOKENS[10:]}
-REPLACED = (409, "name", "reference 'base' was deleted meanwhile, and another has its name now")
+REPLACED = (404, "name", "reference 'base' was deleted meanwhile, and another has its name now")
 
 
 @pytest.mark.parametrize(

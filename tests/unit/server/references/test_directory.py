@@ -25,7 +25,7 @@ from reference_setup import (
 )
 
 from scoremode_server.references import tensor_files
-from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory, ReplacedReferenceError
+from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
 from scoremode_server.references.manifest import HeadFormat, Manifest
 from scoremode_server.references.tensor_files import BrokenFileError
 
@@ -185,7 +185,7 @@ def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.
     # But not to another reference of the name.
     directory.delete("base")
     create(tmp_path, identity="two")
-    with pytest.raises(ReplacedReferenceError):
+    with pytest.raises(NoReferenceError, match="another has its name now"):
         directory.update(reference, {"result": RESULT})
     assert directory.open("base").manifest.result is None
 

@@ -157,6 +157,17 @@ async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admissio
     assert read().count("base") == 4
 
 
+async def test_no_head_is_held_anew_while_another_one_waits_for_memory(admission: Admission):
+    """Of two API servers that hold one by turns, none would ever leave."""
+    workers, is_contended = Workers(), True
+    workers.change = lambda rank, answer: {**answer, "is_contended": is_contended}
+    waiting = asyncio.create_task(enter(WorkerFiles(workers, admission), mark("base"), admission))
+    await until(lambda: workers.num_calls > 5)
+    assert "hold head" not in {kind for _, kind, _ in workers.ordered}
+    is_contended = False
+    await waiting
+
+
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
 async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
     admission: Admission, monkeypatch: pytest.MonkeyPatch, how: str

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cachetools import FIFOCache
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.v1.outputs import LogprobsTensors
 
@@ -274,7 +275,7 @@ def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWind
 
     create(windows.root.root)
     monkeypatch.setattr(tensor_files, "save_file", full)
-    monkeypatch.setattr(reference_windows, "MAX_WRITTEN", 10)
+    windows._written = FIFOCache(10)
     for index in range(30):
         finish(windows, index)
         let_all_be_written(windows)
