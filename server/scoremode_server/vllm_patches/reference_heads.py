@@ -261,12 +261,7 @@ class HeadMemory:
         """Where so many bytes are free, after heads that nobody holds were evicted; None if nowhere."""
         while True:
             taken = sorted((head.start, head.end) for head in self._heads.values() if head.placed)
-            edges = [
-                (0, 0),
-                *((start, -(-end // ALIGNMENT) * ALIGNMENT) for start, end in taken),
-                (len(self._memory), 0),
-            ]
-            for (_, end), (start, _) in pairwise(edges):
+            for (_, end), (start, _) in pairwise([(0, 0), *taken, (len(self._memory), 0)]):
                 if start - end >= size:
                     return end
             unused = next((key for key, head in self._heads.items() if head.placed and not head.holders), None)
