@@ -49,11 +49,7 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["references"], responses=ER
 
 
 def references_of(raw_request: Request) -> ReferenceParts:
-    """What serves the routes of references.
-
-    Raises:
-        NotServedError: the server has no folder for them.
-    """
+    """What serves the routes of references, if the server has a folder for them."""
     references = scoremode_state(raw_request).references
     if references is None:
         raise NotServedError("this server has no folder for references: start it with --reference-dir DIR", None)
@@ -108,7 +104,9 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
         model = await state.models.resolve(request.model)
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
-        _check_labels(request)
+        num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
+        if request.labels is not None and len(request.labels) != num_texts:
+            raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
         if request.lane != "prefill" or request.context is not None:
             raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
         if model.lora is not None:
@@ -149,8 +147,8 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
     state, references = scoremode_state(raw_request), references_of(raw_request)
     state.admission.check()
     with state.admission.until_stopped():
-        model, limits = await state.models.resolve(None), state.limits
-        reference = await references.comparer.open(name, limits.vocab_size, limits.max_model_len)
+        model = await state.models.resolve(None)
+        reference = await references.comparer.open(name, state.limits)
         num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
         if not 0 <= first < num_windows:
             raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
@@ -187,8 +185,7 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     state.limits.check_top_logprobs(request.top_logprobs)
     with state.admission.until_stopped():
         model = await state.models.resolve(request.model)
-        limits = state.limits
-        reference = await references.comparer.open(request.reference, limits.vocab_size, limits.max_model_len)
+        reference = await references.comparer.open(request.reference, state.limits)
         windows = _windows(request, reference.manifest.text.num_windows)
         is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
         if request.as_noise_floor and not is_own:
@@ -203,8 +200,10 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         """Each window; then all but `data`. A noise floor is stored in the reference."""
         # A noise floor's windows are computed with other windows than when they were recorded.
         indices = list(windows)[::-1] if request.as_noise_floor else list(windows)
-        settings = ScoreSettings(request_id=engine_id(request_id), queue=queue, options=options, **lane)
-        compared = references.comparer.compare(reference, indices, request.top_logprobs, settings)
+        settings = ScoreSettings(
+            request_id=engine_id(request_id), queue=queue, top_logprobs=request.top_logprobs, options=options, **lane
+        )
+        compared = references.comparer.compare(reference, indices, settings)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
             async for window in in_order:
@@ -236,19 +235,11 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     return await respond(state.admission, KLD_ROUTE, request_id, events, stream=request.stream, with_windows=True)
 
 
-def _check_labels(request: ReferenceRequest) -> None:
-    num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
-    if request.labels is not None and len(request.labels) != num_texts:
-        raise RequestError(f"labels has {len(request.labels)} labels for {num_texts} texts", "labels")
-
-
 def _noise_floor(figures: KldStatistics) -> NoiseFloor:
     kld = figures["kld"]
-    if kld["mean"] is None or kld["p99"] is None or kld["max"] is None:
+    if None in (kld["mean"], kld["p99"], kld["max"]):
         raise RequestError("the noise floor is infinite", "as_noise_floor")
-    return NoiseFloor(
-        mean=kld["mean"], p99=kld["p99"], max=kld["max"], num_scored=figures["num_scored"], created=int(time.time())
-    )
+    return NoiseFloor.model_validate({**kld, "num_scored": figures["num_scored"], "created": int(time.time())})
 
 
 def _windows(request: KldRequest, num_windows: int) -> range:

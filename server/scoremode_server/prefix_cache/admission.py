@@ -40,8 +40,6 @@ class Gate:
     """Lets sequences into the engine while it is open."""
 
     admission: "Admission"
-    on_idle: Callable[[], None]
-    """Called when the last sequence has left."""
     is_open: bool = False
     num_running: int = 0
     """Sequences that it let in, and that have not left."""
@@ -228,8 +226,6 @@ class Admission:
             self._count_decoding(sequence.queue, num_running)
         if sequence.gate is not None:
             sequence.gate.num_running += num_running
-            if not sequence.gate.num_running:
-                sequence.gate.on_idle()
         self.show()
 
     def _count_decoding(self, queue: "RequestQueue", num_running: int) -> None:

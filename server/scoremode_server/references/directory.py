@@ -32,24 +32,16 @@ import torch
 from scoremode.windows import Window
 from scoremode.wire.references import REFERENCE_NAME
 from scoremode_server.references.file_threads import FileThreads
-from scoremode_server.references.manifest import Manifest, ManifestError
+from scoremode_server.references.manifest import Manifest
 from scoremode_server.references.tensor_files import BrokenFileError, moved_to, read_tensors, write_tensors
 
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
-_MOST_NAMED = 20
-"""The most references that a message about an unknown one lists."""
-_ABANDONED_SECONDS = 60
-"""The age at which a file that was never moved to its place is left over."""
 
 
 class NoReferenceError(Exception):
     """There is no reference of that name."""
-
-
-class ReplacedReferenceError(NoReferenceError):
-    """Another reference has the name now."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +83,6 @@ class StoredReference:
     def head_path(self) -> Path:
         return self.path / "lm_head.safetensors"
 
-    def head_stamp(self) -> str:
-        """A text that changes with the file of the LM head; empty if there is none."""
-        try:
-            of_file = self.head_path.stat()
-        except FileNotFoundError:
-            return ""
-        return f"{of_file.st_ino}-{of_file.st_size}-{of_file.st_mtime_ns}"
-
     def write_head(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         write_tensors(self.head_path, tensors, self.about("LM head"))
@@ -112,17 +96,6 @@ class StoredReference:
         with moved_to(self.path / _MANIFEST) as partial:
             partial.write_text(manifest.to_json())
         return StoredReference(self.name, self.path, manifest)
-
-    def remove_partial_files(self) -> None:
-        """Remove files that killed writers left, after the manifest was saved, but none that is being written."""
-        # Files and the reference may be deleted meanwhile.
-        with suppress(FileNotFoundError):
-            # By the clock of the file system: writers may be on several hosts.
-            now = (self.path / _MANIFEST).stat().st_mtime
-            for path in [*self.path.glob(".*"), *(self.path / "windows").glob(".*")]:
-                with suppress(FileNotFoundError):
-                    if now - path.stat().st_mtime > _ABANDONED_SECONDS:
-                        path.unlink()
 
     def disk_bytes(self) -> int:
         """The size of all files, without those that are being written."""
@@ -173,15 +146,13 @@ class StoredText:
     def num_context(self) -> np.ndarray:
         """Tokens [windows] before the first target of each window."""
         _, start, _, first_target, head = self.windows.T
-        num_context: np.ndarray = np.add(first_target - start, head >= 0)
-        return num_context
+        return np.array(first_target - start + (head >= 0))
 
     @property
     def num_tokens(self) -> np.ndarray:
         """The number of tokens [windows] of each window."""
         _, start, end, _, head = self.windows.T
-        num_tokens: np.ndarray = np.add(end - start, head >= 0)
-        return num_tokens
+        return np.array(end - start + (head >= 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +163,7 @@ class ReferenceDirectory:
     root: Path
 
     def names(self) -> list[str]:
-        """Everything in the folder that may be a reference. Nothing within is read: it may be on a mount that does not
-        answer."""
+        """Everything in the folder that may be a reference. Nothing within is read, which could hang."""
         try:
             return sorted(name for name in os.listdir(self.root) if re.fullmatch(REFERENCE_NAME, name))
         except FileNotFoundError:
@@ -204,27 +174,20 @@ class ReferenceDirectory:
         try:
             return StoredReference(name, path, Manifest.from_json((path / _MANIFEST).read_text()))
         except (FileNotFoundError, NotADirectoryError):
-            raise self._unknown(name) from None
-        except (OSError, ValueError, ManifestError) as error:
+            raise NoReferenceError(f"there is no reference {name!r}") from None
+        except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
     def open_same(self, name: str, identity: str) -> StoredReference:
-        """The reference of a name, if it still has this identity.
-
-        Raises:
-            ReplacedReferenceError: it has another one.
-        """
+        """The reference of a name, if it still has this identity."""
         reference = self.open(name)
         if reference.manifest.identity != identity:
-            raise ReplacedReferenceError(f"another reference has the name {name!r} now")
+            raise NoReferenceError(f"reference {name!r} was deleted meanwhile, and another has its name now")
         return reference
 
     def update(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
         """Change some fields of the manifest on disk, as `open_same` finds it, without undoing other changes."""
-        try:
-            folder = os.open(reference.path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise self._unknown(reference.name) from None
+        folder = os.open(self.open(reference.name).path, os.O_RDONLY)
         try:
             # Keep out other threads and processes, also on other hosts if the file system can.
             with suppress(OSError):
@@ -264,7 +227,7 @@ class ReferenceDirectory:
             # No call finds a part of it.
             path.rename(trash)
         except FileNotFoundError:
-            raise self._unknown(name) from None
+            raise NoReferenceError(f"there is no reference {name!r}") from None
         # And those that were not removed completely, because a process was killed or a file was written.
         for each in self.root.glob(f"{_DELETED}*"):
             if each.is_dir() and not each.is_symlink():
@@ -284,22 +247,10 @@ class ReferenceDirectory:
                 return 0
             return head.num_bytes
 
-        # One thread per reference: one that hangs must not hide the others.
+        # One that hangs must not hide the others.
         threads = FileThreads()
-        names = threads.submit("", self.names)
-        wait([names], seconds)
-        if not names.done() or names.exception():
-            return 0
-        sizes = [threads.submit(name, partial(head_bytes, name)) for name in names.result()]
-        done, _ = wait(sizes, seconds)
+        done, _ = wait([threads.submit(name, partial(head_bytes, name)) for name in self.names()], seconds)
         return max((size.result() for size in done if not size.exception()), default=0)
-
-    def _unknown(self, name: str) -> NoReferenceError:
-        names = self.names()
-        named = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
-        return NoReferenceError(
-            f"there is no reference {name!r}" + (f"; there are {', '.join(named)}" if named else "")
-        )
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(REFERENCE_NAME, name):

@@ -5,10 +5,11 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 
 from scoremode.windows import Method
-from scoremode.wire.protocol import ComputedBy, Figure, Lane, is_old_fingerprint
+from scoremode.wire.protocol import ComputedBy, Figure, Lane
 from scoremode.wire.references import CorpusInfo, NoiseFloor
 
 FORMAT_VERSION = 2
@@ -17,10 +18,6 @@ FORMAT_VERSION = 2
 _CHECKSUM = "checksum"
 
 HeadDtype = Literal["float32", "float16", "bfloat16"]
-
-
-class ManifestError(Exception):
-    """A text that is not a manifest, was changed, or has another version."""
 
 
 class ModelIdentity(BaseModel):
@@ -37,13 +34,9 @@ class ModelIdentity(BaseModel):
     fingerprint: str
     tokenizer_fingerprint: str
     computed_by: ComputedBy | None = None
-    old_fingerprint: str | None = Field(None, exclude=True)
-    """The fingerprint in its old form, not stored, for references that have no other."""
 
     def may_continue(self, recorded: "ModelIdentity") -> bool:
         """Whether fingerprint and commit are those of the model that a reference was recorded of."""
-        if is_old_fingerprint(recorded.fingerprint):
-            return recorded.fingerprint == self.old_fingerprint
         commits = {self.revision, recorded.revision} - {None}
         return recorded.fingerprint == self.fingerprint and len(commits) < 2
 
@@ -122,23 +115,17 @@ class Manifest(BaseModel):
         """The reverse of `to_json`.
 
         Raises:
-            ManifestError: it is not what was written, or has another version.
+            ValueError: it is not what was written, or has another version.
         """
-        try:
-            fields = json.loads(text)
-            if not isinstance(fields, dict):
-                raise ManifestError("it is not a JSON object")
-            version = fields.get("format_version")
-            if version != FORMAT_VERSION:
-                raise ManifestError(f"it has format version {version}, and this server reads {FORMAT_VERSION}")
-            if fields.pop(_CHECKSUM, None) != _checksum(fields):
-                raise ManifestError("it was changed: its checksum does not match")
-            return cls.model_validate(fields)
-        except ValidationError as error:
-            detail = error.errors()[0]
-            raise ManifestError(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
-        except (ValueError, RecursionError) as error:
-            raise ManifestError(f"it is not JSON: {error}") from None
+        fields = from_json(text)
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        version = fields.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"it has format version {version}, and this server reads {FORMAT_VERSION}")
+        if fields.pop(_CHECKSUM, None) != _checksum(fields):
+            raise ValueError("it was changed: its checksum does not match")
+        return cls.model_validate(fields)
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 read files, the event loop none."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +21,7 @@ from scoremode_server.prefix_cache.run import RowsRequest
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import Columns, missing_row
+from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileError, WorkerFiles
@@ -63,10 +64,11 @@ class MarkedWindow:
     """A window's tokens, and the mark that tells workers what to do with its hidden states."""
 
     token_ids: list[int]
+    first: int
+    """Position of the first target."""
     mark: WindowMark
     settings: ScoreSettings
-    num_top: int
-    """Top tokens that are wanted of both sides."""
+    """Top tokens are wanted of both sides."""
 
     @classmethod
     def begin(
@@ -75,12 +77,8 @@ class MarkedWindow:
         reference: StoredReference,
         index: int,
         settings: ScoreSettings,
-        *,
-        head_stamp: str = "",
-        num_top: int = 0,
     ) -> "MarkedWindow":
-        """A window of a reference whose text was read. Its tokens count in the queue until `done`. Workers tell
-        references apart by name and identity, and LM heads by the state of the file as well."""
+        """A window of a reference whose text was read. Its tokens count in the queue until `done`."""
         token_ids, first = reference.text.window(index)
         settings.queue.add(1, len(token_ids))
         mark = WindowMark(
@@ -90,21 +88,16 @@ class MarkedWindow:
             index=index,
             num_scored=len(token_ids) - first,
             ticket=random_uuid(),
-            head=f"{reference.name}/{reference.manifest.identity}/{head_stamp}",
+            head=f"{reference.name}/{reference.manifest.identity}",
         )
-        return cls(token_ids, mark, settings, num_top)
-
-    @property
-    def first(self) -> int:
-        """Position of the first target."""
-        return len(self.token_ids) - self.mark.num_scored
+        return cls(token_ids, first, mark, settings)
 
     def request(self, gate: Gate | None = None, rank: int | None = None) -> RowsRequest:
         """The engine's request, at a gate, for the data-parallel rank that has read its files; for any if None."""
         options = self.settings.options
         return RowsRequest.score(
             self.token_ids,
-            self.settings.in_lane(RowSpec(self.first, num_top=self.num_top, window=self.mark)),
+            self.settings.in_lane(RowSpec(self.first, num_top=self.settings.top_logprobs, window=self.mark)),
             request_id=f"{self.settings.request_id}-{self.mark.index}",
             # Cached positions have no hidden states, so no window could use another's.
             cache_salt=random_uuid(),
@@ -170,41 +163,34 @@ class Comparer:
     files: WorkerFiles
     _head_bytes: int | None = None
 
-    async def open(self, name: str, vocab_size: int, max_model_len: int) -> StoredReference:
+    async def open(self, name: str, limits: Limits) -> StoredReference:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
-        if (reason := await self._refusal(reference, vocab_size, max_model_len)) is not None:
-            raise RequestError(reason, "reference")
-        return reference
-
-    async def _refusal(self, reference: StoredReference, vocab_size: int, max_model_len: int) -> str | None:
-        named, manifest = f"reference {reference.name!r}", reference.manifest
-        head = manifest.head
-        if head is None or manifest.result is None:
-            return f"{named} is not complete: record it again to resume"
-        if head.vocab_size != vocab_size:
-            return f"{named} has a vocabulary of {head.vocab_size} tokens, and the served model one of {vocab_size}"
-        if manifest.model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
-            return f"{named} was made with another tokenizer"
-        text = await self.references.text(reference)
-        if len(text.windows) != manifest.text.num_windows:
-            missing = f"{len(text.windows)} of {manifest.text.num_windows} windows are there"
-            raise self.references.broken(reference.name, BrokenFileError(missing))
-        if (longest := int(text.num_tokens.max())) > max_model_len:
-            return f"{named} has windows of {longest} tokens, and the served model takes {max_model_len}"
+        head, model = reference.manifest.head, reference.manifest.model
         if self._head_bytes is None:
             # Of the largest LM head that fits, which stays the same. Workers answer between two steps.
             answers = await call_workers(self.client, "scoremode_head_bytes")
             self._head_bytes = min(answer for answer in answers if answer is not None)
-        if head.num_bytes > self._head_bytes:
-            return (
-                f"the LM head of {named} has {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
+        longest = int((await self.references.text(reference)).num_tokens.max())
+        if head is None or reference.manifest.result is None:
+            reason = "is not complete: record it again to resume"
+        elif head.vocab_size != limits.vocab_size:
+            reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
+        elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
+            reason = "was made with another tokenizer"
+        elif longest > limits.max_model_len:
+            reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
+        elif head.num_bytes > self._head_bytes:
+            reason = (
+                f"has an LM head of {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
                 f"start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
             )
-        return None
+        else:
+            return reference
+        raise RequestError(f"reference {name!r} {reason}", "reference")
 
     def compare(
-        self, reference: StoredReference, indices: list[int], num_top: int, settings: ScoreSettings
+        self, reference: StoredReference, indices: list[int], settings: ScoreSettings
     ) -> AsyncGenerator[WindowComparison, None]:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
 
@@ -216,7 +202,7 @@ class Comparer:
             return WindowComparison.from_columns(window.mark.index, columns)
 
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
-        return self._in_order("compare", reference, indices, settings, compared, num_top=num_top, loads=STEPS_READ)
+        return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings
@@ -249,18 +235,11 @@ class Comparer:
         indices: Sequence[int],
         settings: ScoreSettings,
         answer: Callable[[MarkedWindow], Coroutine[Any, Any, T]],
-        *,
-        num_top: int = 0,
         loads: int = 1,
     ) -> AsyncGenerator[T, None]:
         """The answers of some windows, in the order of `indices`."""
-        stamp = await self.references.in_thread(reference.name, reference.head_stamp)
-
-        def windows() -> Iterator[Coroutine[Any, Any, T]]:
-            for index in indices:
-                yield answer(MarkedWindow.begin(action, reference, index, settings, head_stamp=stamp, num_top=num_top))
-
-        async with aclosing(settings.queue.in_order(windows(), loads=loads)) as in_order:
+        windows = (answer(MarkedWindow.begin(action, reference, index, settings)) for index in indices)
+        async with aclosing(settings.queue.in_order(windows, loads=loads)) as in_order:
             async for each in in_order:
                 yield each
         # Fail if the reference was deleted meanwhile.

@@ -59,10 +59,8 @@ def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
     """The identity of a server's model, whose tokenizer may be None. Reads its files, which takes seconds."""
     model, load = config.model_config, config.load_config
     dtype = str(model.dtype).removeprefix("torch.")
-    folder, path = _folder(model.model, model.revision, load.download_dir), Path(model.model)
+    folder = _folder(model.model, model.revision, load.download_dir)
     vocabulary = [] if tokenizer is None else sorted(tokenizer.get_vocab().items())
-    # Old fingerprints contain the names and sizes of files.
-    sizes = sorted((file.name, file.stat().st_size) for file in path.glob("*.safetensors")) if path.is_dir() else []
     return ModelIdentity(
         model=model.model,
         revision=_commit(folder) or model.revision,
@@ -72,7 +70,6 @@ def model_identity(config: VllmConfig, tokenizer: Any) -> ModelIdentity:
         vllm_version=vllm.__version__,
         fingerprint=_fingerprint(model, load, dtype, folder),
         tokenizer_fingerprint=_digest(*vocabulary),
-        old_fingerprint=_digest(model.model, model.revision, dtype, model.quantization, *sizes),
     )
 
 

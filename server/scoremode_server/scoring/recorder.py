@@ -3,31 +3,28 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from scoremode.metrics import perplexity
-from scoremode.wire.protocol import is_old_fingerprint
 from scoremode.wire.references import CorpusInfo
 from scoremode_server.errors import ConflictError, RequestError
 from scoremode_server.prefix_cache.engine import ScoringEngine
 from scoremode_server.references.directory import StoredReference, StoredText
-from scoremode_server.references.manifest import HeadFormat, Manifest, ModelIdentity, Result, TextPlan, text_fingerprint
+from scoremode_server.references.manifest import HeadFormat, Manifest, Result, TextPlan, text_fingerprint
 from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.rows import json_logprobs
 from scoremode_server.scoring.comparer import MarkedWindow
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
 from scoremode_server.scoring.text_windows import TextWindows
-from scoremode_server.scoring.worker_files import WorkerFiles
+from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFiles
 from scoremode_server.vllm_patches.worker_extension import call_workers
 
 # vLLM prints what loggers below its own write.
@@ -35,7 +32,6 @@ logger = init_logger("vllm.scoremode.references")
 
 SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
-
 
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
 """NLLs [scored] float64 in nats, and ranks [scored]; None for a window that was on disk before this request."""
@@ -48,10 +44,6 @@ class Recorder:
     engine: ScoringEngine
     turns: Turns
     files: WorkerFiles
-    _head_tickets: dict[str, str] = field(default_factory=dict)
-    """Tickets of LM heads that workers write, by the reference's identity."""
-    _head: HeadFormat | None = None
-    _beginning: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
     async def begin(
         self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
@@ -63,79 +55,66 @@ class Recorder:
             ConflictError: there is another reference of that name.
         """
         text, plan = await asyncio.to_thread(_plan, texts, labels)
-        # One at a time: two requests of one name would both find no LM head.
-        async with self._beginning.setdefault(name, asyncio.Lock()):
-            head, model = await self._served_head(), self.references.model
-            new = Manifest(
-                identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=None, text=plan, corpus=corpus
-            )
-            try:
-                create = partial(self.references.directory.create, name, new, text)
-                reference = await self.references.in_thread(name, create)
-            except FileExistsError:
-                reference = await self.references.open(name)
-            except OSError as error:
-                raise self.references.unwritable(name, error) from None
-            of_disk = reference.manifest
-            is_same_model = model.may_continue(of_disk.model)
-            if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
-                what = "text or other windows" if is_same_model else "model"
-                raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
-            if corpus is not None and of_disk.corpus is None:
-                reference = await self.references.save(reference, {"corpus": corpus})
-            _warn_of_another_server(reference, model)
-            if of_disk.head is not None:
-                with suppress(BrokenFileError):
-                    await self.references.in_thread(name, reference.read_head)
-                    return reference
-            await self._write_head(reference)
-            return await self.references.save(reference, {"head": head})
-
-    async def _write_head(self, reference: StoredReference) -> None:
-        """Have the LM head written while windows are recorded."""
-        # A damaged file must not be taken for the new one.
-        await self.references.write(reference.name, partial(reference.head_path.unlink, missing_ok=True))
-        ticket, identity = uuid.uuid4().hex, reference.manifest.identity
-        failures = await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
-        if failure := next(filter(None, failures), None):
-            raise await self._worker_failed(reference, failure)
-        self._head_tickets[identity] = ticket
+        head, model = await self._served_head(), self.references.model
+        new = Manifest(
+            identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=head, text=plan, corpus=corpus
+        )
+        try:
+            return await self.references.in_thread(name, partial(self.references.directory.create, name, new, text))
+        except FileExistsError:
+            reference = await self.references.open(name)
+        except OSError as error:
+            raise self.references.unwritable(name, error) from None
+        of_disk = reference.manifest
+        is_same_model = model.may_continue(of_disk.model)
+        if not is_same_model or of_disk.text.fingerprint != plan.fingerprint:
+            what = "text or other windows" if is_same_model else "model"
+            raise ConflictError(f"there is a reference {name!r} already, of another {what}", "name")
+        before, now = of_disk.model.computed_by, model.computed_by
+        if None not in (before, now) and before != now:
+            logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
+        return await self.references.save(reference, {"head": of_disk.head or head, "corpus": of_disk.corpus or corpus})
 
     async def _served_head(self) -> HeadFormat:
-        if self._head is None:
-            answers = await call_workers(self.client, "scoremode_describe_head")
-            described = next((each for each in answers if isinstance(each, dict)), None)
-            if described is None:
-                raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
-            self._head = HeadFormat.model_validate(described)
-        return self._head
+        answers = await call_workers(self.client, "scoremode_describe_head")
+        described = next((each for each in answers if isinstance(each, dict)), None)
+        if described is None:
+            raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
+        return HeadFormat.model_validate(described)
 
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
         text = await self.references.text(reference)
         recorded = await self.references.in_thread(reference.name, reference.recorded)
-
-        def windows() -> Iterator[Coroutine[Any, Any, WindowOnDisk]]:
-            for index in range(len(text.windows)):
-                if index in recorded:
-                    yield self._found(reference, index, settings)
-                else:
-                    yield self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
-
+        head_ticket = await self._write_head(reference)
+        windows = (
+            self._found(reference, index, settings)
+            if index in recorded
+            else self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
+            for index in range(len(text.windows))
+        )
         # As many windows are written as are in the engine.
-        async with aclosing(settings.queue.in_order(windows(), loads=2)) as in_order:
+        async with aclosing(settings.queue.in_order(windows, loads=2)) as in_order:
             async for window in in_order:
                 yield window
+        if head_ticket is not None:
+            await self._written(reference, head_ticket, "the LM head")
+
+    async def _write_head(self, reference: StoredReference) -> str | None:
+        """Have the LM head written while windows are recorded, unless it is on disk. Returns its ticket."""
+        try:
+            await self.references.in_thread(reference.name, reference.read_head)
+        except BrokenFileError:
+            ticket, identity = uuid.uuid4().hex, reference.manifest.identity
+            await call_workers(self.client, "scoremode_write_head", reference.name, identity, ticket)
+            return ticket
+        return None
 
     async def _found(self, reference: StoredReference, index: int, settings: ScoreSettings) -> WindowOnDisk:
-        """A window that has a file. If the file is damaged, the window is recorded again."""
+        """A window that has a file. If that is damaged, the window is recorded again."""
         try:
             _, logprobs = await self.references.in_thread(reference.name, partial(reference.read_shard, index))
-        except BrokenFileError as error:
-            # Another reference may have the name now, whose files must stay.
-            await self.references.current(reference)
-            logger.warning("Reference %s: window %d is recorded again: %s", reference.name, index, error)
-            await self.references.write(reference.name, partial(reference.shard(index).unlink, missing_ok=True))
+        except BrokenFileError:
             return await self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
         return -json_logprobs(logprobs.numpy()), None
 
@@ -151,30 +130,20 @@ class Recorder:
     async def _written(self, reference: StoredReference, ticket: str, what: str) -> None:
         """Wait until a worker has written a window or the LM head."""
         try:
-            failure = await self.files.written(ticket, SECONDS_TO_WRITE)
+            async with asyncio.timeout(SECONDS_TO_WRITE):
+                await self.files.done(ticket)
         except TimeoutError:
             failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
             raise self.references.unwritable(reference.name, failure) from None
-        if failure is not None:
-            raise await self._worker_failed(reference, failure)
-
-    async def _worker_failed(self, reference: StoredReference, failure: str) -> RequestError:
-        """The error for a file that a worker could not write, or of a reference that was deleted."""
-        await self.references.current(reference)
-        return self.references.unwritable(reference.name, failure)
+        except UnreadableFileError as error:
+            # Unless the reference was deleted.
+            await self.references.current(reference)
+            raise self.references.unwritable(reference.name, str(error)) from None
 
     async def finish(self, reference: StoredReference, nlls: list[np.ndarray]) -> None:
         """Store the perplexity of a reference, after all windows are recorded."""
-        identity = reference.manifest.identity
-        if ticket := self._head_tickets.get(identity):
-            await self._written(reference, ticket, "the LM head")
-            # Unless it is written again for another request.
-            if self._head_tickets.get(identity) == ticket:
-                del self._head_tickets[identity]
         figures = await asyncio.to_thread(lambda: perplexity(np.concatenate(nlls).tolist()))
-        result = Result.model_validate(figures, from_attributes=True)
-        await self.references.save(reference, {"result": result})
-        await self.references.in_thread(reference.name, reference.remove_partial_files)
+        await self.references.save(reference, {"result": Result.model_validate(figures, from_attributes=True)})
 
 
 def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, TextPlan]:
@@ -206,14 +175,3 @@ def _plan(texts: TextWindows, labels: list[str] | None) -> tuple[StoredText, Tex
         roles=roles,
     )
     return text, plan
-
-
-def _warn_of_another_server(reference: StoredReference, model: ModelIdentity) -> None:
-    """Log differences that are allowed, but may mix two models or two kinds of kernels in one reference."""
-    name, recorded = reference.name, reference.manifest.model
-    before, now = recorded.computed_by, model.computed_by
-    if is_old_fingerprint(recorded.fingerprint):
-        text = "Reference %s has an old fingerprint, without the contents of weights: make sure that they are the same"
-        logger.warning(text, name)
-    if None not in (before, now) and before != now:
-        logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)

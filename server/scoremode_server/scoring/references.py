@@ -2,17 +2,17 @@
 
 import asyncio
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from cachetools import LRUCache
 
 from scoremode.wire.references import Reference
 from scoremode_server.errors import ConflictError, NotServedError, StorageError, UnavailableError
 from scoremode_server.references.directory import (
     NoReferenceError,
     ReferenceDirectory,
-    ReplacedReferenceError,
     StoredReference,
     StoredText,
 )
@@ -40,8 +40,8 @@ class References:
     model: ModelIdentity
     param: str
     _threads: FileThreads = field(default_factory=FileThreads)
-    _opened: OrderedDict[str, StoredReference] = field(default_factory=OrderedDict)
-    """The most recently used ones, by name."""
+    _opened: LRUCache[str, StoredReference] = field(default_factory=lambda: LRUCache(KEPT_OPEN))
+    """By name."""
 
     async def all(self) -> list[Reference]:
         """All references whose files can be read."""
@@ -57,11 +57,8 @@ class References:
             return None
 
     async def in_thread(self, name: str, call: Callable[[], T]) -> T:
-        """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference.
-
-        Raises:
-            UnavailableError: the call hangs.
-        """
+        """The result of a call that reads or writes files of a reference. A call that hangs affects no other reference,
+        and is an UnavailableError."""
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 return await asyncio.wrap_future(self._threads.submit(name, call))
@@ -69,43 +66,29 @@ class References:
             message = f"the files of reference {name!r} do not answer within {SECONDS_TO_ANSWER} s"
             raise UnavailableError(message, self.param if name else None) from None
 
-    async def read(self, name: str, call: Callable[[], T]) -> T:
-        """`in_thread` for a call that reads a reference.
+    async def use(self, name: str, call: Callable[[], T]) -> T:
+        """`in_thread` for a call that needs a reference.
 
         Raises:
             NotServedError: there is none of that name.
-            ConflictError: it is damaged, or another one has its name now.
+            ConflictError: it is damaged.
+            StorageError: a file cannot be written.
         """
         try:
             return await self.in_thread(name, call)
-        except ReplacedReferenceError:
-            self._opened.pop(name, None)
-            message = f"reference {name!r} was deleted meanwhile, and another has its name now"
-            raise ConflictError(message, self.param) from None
         except NoReferenceError as error:
             self._opened.pop(name, None)
             raise NotServedError(str(error), self.param) from None
         except BrokenFileError as error:
             raise self.broken(name, error) from None
-
-    async def write(self, name: str, call: Callable[[], T]) -> T:
-        """`read` for a call that writes files of a reference.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
-        try:
-            return await self.read(name, call)
         except OSError as error:
             raise self.unwritable(name, error) from None
 
     async def open(self, name: str) -> StoredReference:
-        reference = await self.read(name, lambda: self.directory.open(name))
+        reference = await self.use(name, lambda: self.directory.open(name))
         # With the tokens that were read for it, if the manifest is the same.
-        reference = known if (known := self._opened.pop(name, None)) == reference else reference
-        self._opened[name] = reference
-        if len(self._opened) > KEPT_OPEN:
-            self._opened.popitem(last=False)
+        known = self._opened.get(name)
+        self._opened[name] = reference = known if known == reference else reference
         return reference
 
     async def describe(self, name: str) -> Reference:
@@ -113,18 +96,18 @@ class References:
         return await self.in_thread(name, lambda: _describe(reference))
 
     async def delete(self, name: str) -> None:
-        await self.write(name, lambda: self.directory.delete(name))
+        await self.use(name, lambda: self.directory.delete(name))
 
     async def save(self, reference: StoredReference, changes: dict[str, Any]) -> StoredReference:
-        return await self.write(reference.name, lambda: self.directory.update(reference, changes))
+        return await self.use(reference.name, lambda: self.directory.update(reference, changes))
 
     async def current(self, reference: StoredReference) -> StoredReference:
         """A reference with its manifest on disk now."""
         name, identity = reference.name, reference.manifest.identity
-        return await self.read(name, lambda: self.directory.open_same(name, identity))
+        return await self.use(name, lambda: self.directory.open_same(name, identity))
 
     async def text(self, reference: StoredReference) -> StoredText:
-        return await self.read(reference.name, lambda: reference.text)
+        return await self.use(reference.name, lambda: reference.text)
 
     def broken(self, name: str, error: BrokenFileError) -> ConflictError:
         """The error for a damaged file of a reference."""

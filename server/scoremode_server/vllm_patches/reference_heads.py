@@ -21,11 +21,11 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from scoremode_server.references.directory import StoredReference
+from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadDtype, HeadFormat
-from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches.lm_head import LogitsFunction, LogitsSource
+from scoremode_server.vllm_patches.row_spec import WindowMark
 
 GATHERED_ROWS = 8192
 """Rows of the vocabulary that ranks send each other at a time."""
@@ -39,33 +39,27 @@ PADDING_BYTES = 64 * 32_768 * 4
 ALIGNMENT = 256
 """Of heads in memory, in bytes."""
 
-FAILED = "failed: "
-"""Begins the state of a head that could not be read or placed; the reason follows."""
-
-
-class UnsuitableHeadError(Exception):
-    """The served model's logits are not what a reference can keep; the message says why."""
-
 
 def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
     """The format of the served model's head.
 
     Raises:
-        UnsuitableHeadError: its logits are not those of one unquantized projection, scaled and capped.
+        ValueError: its logits are not those of one unquantized projection, scaled and capped.
     """
     if source is None:
-        raise UnsuitableHeadError(
+        raise ValueError(
             "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"
         )
     method = getattr(source.lm_head, "quant_method", None)
     if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
-        raise UnsuitableHeadError(f"this model's LM head is quantized ({type(method).__name__})")
+        raise ValueError(f"this model's LM head is quantized ({type(method).__name__})")
     weight, processor = source.lm_head.weight, source.processor
     if weight.shape[1:] != (hidden_size,) or weight.dtype != hidden_dtype:
-        raise UnsuitableHeadError(f"this model's LM head has the form {tuple(weight.shape)} and {weight.dtype}")
-    dtypes = _name(weight.dtype), _name(processor.head_dtype or weight.dtype)
+        raise ValueError(f"this model's LM head has the form {tuple(weight.shape)} and {weight.dtype}")
+    head_dtype = processor.head_dtype or weight.dtype
+    dtypes: list[Any] = [str(each).removeprefix("torch.") for each in (weight.dtype, head_dtype)]
     if unknown := set(dtypes) - set(get_args(HeadDtype)):
-        raise UnsuitableHeadError(f"this model's LM head is of {', '.join(unknown)}")
+        raise ValueError(f"this model's LM head is of {', '.join(unknown)}")
     return HeadFormat(
         vocab_size=processor.org_vocab_size,
         hidden_size=hidden_size,
@@ -77,14 +71,9 @@ def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: t
     )
 
 
-def gather_head(source: LogitsSource, vocab_size: int, group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight [vocabulary, hidden] and bias of all ranks. Every rank must come here at the same time. Of one rank alone
-    they are where they were, of several on the CPU."""
-    weight = _gather(source.lm_head.weight.data, vocab_size, group)
-    return weight, None if source.bias is None else _gather(source.bias.data, vocab_size, group)
-
-
-def _gather(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
+def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
+    """Weight [vocabulary, hidden] or bias [vocabulary] of all ranks. Every rank must come here at the same time. Of one
+    rank alone it is where it was, of several on the CPU."""
     if group.world_size == 1:
         return part[:vocab_size].contiguous()
     rows = len(part)
@@ -128,9 +117,6 @@ class HeadLayer:
     def read(self, reference: StoredReference) -> None:
         """Read this rank's part to the host. BrokenFileError if the file is not what was written."""
         tensors = [tensor for tensor in reference.read_head() if tensor is not None]
-        expected = [(self._head.vocab_size, self._head.hidden_size), (self._head.vocab_size,)][: len(self._shapes)]
-        if [(*tensor.shape,) for tensor in tensors] != expected or {each.dtype for each in tensors} != {self._dtype}:
-            raise BrokenFileError(f"{reference.head_path} is not the LM head that the manifest tells of")
         with torch.inference_mode():
             parts = [_parameter(torch.empty(shape, dtype=self._dtype)) for shape in self._shapes]
             for part, tensor in zip(parts, tensors, strict=True):
@@ -140,14 +126,11 @@ class HeadLayer:
     def place(self, memory: torch.Tensor) -> None:
         """Copy the weights that were read to memory [num_bytes] of the device, and free those on the host."""
         with torch.inference_mode():
-            placed, start = [], 0
-            for weight in self._weights:
-                end = start + weight.numel() * weight.itemsize
-                target = memory[start:end].view(weight.dtype).view(weight.shape)
-                placed.append(
-                    _parameter(copy_through_pinned(weight, target) if target.is_cuda else target.copy_(weight))
-                )
-                start = end
+            parts = memory.split([weight.nbytes for weight in self._weights])
+            placed = [
+                _parameter(copy_through_pinned(weight, part.view(weight.dtype).view(weight.shape)))
+                for weight, part in zip(self._weights, parts, strict=True)
+            ]
             self._weights = []
             self._layer.weight, self._bias = placed[0], placed[1] if self._head.has_bias else None
             self._layer.quant_method.process_weights_after_loading(self._layer)
@@ -163,6 +146,8 @@ def copy_through_pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Ten
     """Copy a weight between the host and a GPU next to what the GPU computes; it is there when this returns. While
     memory that is not pinned is copied, the process can launch nothing: half a gigabyte kept an engine waiting for 0.3
     seconds."""
+    if not source.is_cuda and not target.is_cuda:
+        return target.copy_(source)
     rows = max(1, PINNED_BYTES // (source[:1].numel() * source.itemsize))
     pinned = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, pin_memory=True)
     stream = torch.cuda.Stream(target.device if target.is_cuda else source.device)
@@ -182,75 +167,70 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return parameter
 
 
-def _name(dtype: torch.dtype) -> Any:
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(slots=True)
-class _PlacedHead:
-    start: int
-    end: int
+class _Head:
     layer: HeadLayer
-    ready: Future[None]
+    read: Future[None]
+    """To the host."""
     holders: set[str] = field(default_factory=set)
+    start: int = 0
+    """In the memory; and the end, both 0 until it is placed."""
+    end: int = 0
+    placed: Future[None] | None = None
 
 
 class HeadMemory:
-    """Heads by key. A head is first read to the host by `threads`, then held, and placed on the device as soon as there
-    is memory for it, of which this rank has `num_bytes`. After its holder releases it, it stays until another head
-    needs the memory.
-
-    Ranks of a tensor-parallel group decide the same, because they decide by the order of calls, which come to all of
-    them, and never by what a file or a thread has done meanwhile.
-    """
+    """Heads by key. A head is first read to the host by `threads`, and then placed on the device as soon as there is
+    memory for it, of which this rank has `num_bytes`. It stays while anyone holds it, and if it was placed, until
+    another head needs the memory. All ranks decide the same, by the order of calls, and never by what a file or a
+    thread has done meanwhile."""
 
     def __init__(
         self,
         num_bytes: int,
         device: torch.device,
         make_layer: Callable[[HeadFormat], HeadLayer],
+        root: ReferenceDirectory,
         threads: FileThreads,
     ) -> None:
         self._memory = torch.empty(num_bytes + PADDING_BYTES, dtype=torch.uint8, device=device)
         self._make_layer = make_layer
+        self._root = root
         self._threads = threads
+        # One thread, which copies heads to the same memory in the order in which they got it.
         self._placing = FileThreads(1)
-        self._read: dict[str, tuple[HeadLayer, Future[None]]] = {}
-        self._placed: OrderedDict[str, _PlacedHead] = OrderedDict()
+        self._heads: OrderedDict[str, _Head] = OrderedDict()
         """The one that was held last is the last."""
-        self._waiting: OrderedDict[tuple[str, str], None] = OrderedDict()
-        """Keys and holders, in order."""
+        self._waiting: list[str] = []
+        """Keys of heads that wait for memory, in order."""
 
-    def read(self, key: str, name: str, head: HeadFormat, open_reference: Callable[[], StoredReference]) -> None:
-        """Begin to read a head of a reference to the host, unless it is here."""
-        if key in self._read or key in self._placed:
+    def hold(self, mark: WindowMark, holder: str, head: HeadFormat) -> None:
+        """Keep the head of a window's reference, and begin to read it to the host, unless it is here."""
+        if mark.head not in self._heads:
+            layer = self._make_layer(head)
+
+            def read() -> None:
+                layer.read(self._root.open_same(mark.reference, mark.identity))
+
+            self._heads[mark.head] = _Head(layer, self._threads.submit(mark.reference, read))
+        self._heads[mark.head].holders.add(holder)
+        self._heads.move_to_end(mark.head)
+
+    def place(self, key: str) -> None:
+        """Place a head that is held, and was read on every rank, once there is memory for it."""
+        if self._heads[key].placed is None and key not in self._waiting:
+            self._waiting.append(key)
+            self._place_waiting()
+
+    def release(self, key: str, holder: str, *, is_usable: bool) -> None:
+        """Hold a head no longer. It is dropped if it was not placed, or is not usable."""
+        if (head := self._heads.get(key)) is None:
             return
-        layer = self._make_layer(head)
-
-        def read() -> None:
-            if layer.num_bytes > len(self._memory):
-                raise BrokenFileError(f"the LM head of reference {name!r} does not fit")
-            layer.read(open_reference())
-
-        self._read[key] = layer, self._threads.submit(name, read)
-
-    def forget(self, key: str) -> None:
-        """Drop a head, unless it is held."""
-        if key in self._read:
-            self._read.pop(key)[1].cancel()
-        if key in self._placed and not self._placed[key].holders:
-            self._evict(key)
-
-    def hold(self, key: str, holder: str) -> None:
-        """Place a head that was read on every rank, once there is memory for it, and keep it there."""
-        self._waiting[key, holder] = None
-        self._place_waiting()
-
-    def release(self, key: str, holder: str) -> None:
-        """Hold a head no longer."""
-        self._waiting.pop((key, holder), None)
-        if key in self._placed:
-            self._placed[key].holders.discard(holder)
+        head.holders.discard(holder)
+        if not head.holders and (head.placed is None or not is_usable):
+            del self._heads[key]
+            head.read.cancel()
+            self._waiting = [other for other in self._waiting if other != key]
         self._place_waiting()
 
     @property
@@ -258,59 +238,33 @@ class HeadMemory:
         """Whether a head waits for memory."""
         return bool(self._waiting)
 
-    def state(self, key: str, holder: str) -> str:
-        """`absent`, `reading`, `read`, `waiting` for memory, `placed`, or `FAILED` and the reason."""
-        placed = self._placed.get(key)
-        if placed is None:
-            if key not in self._read:
-                return "absent"
-            _, read = self._read[key]
-            return _state(read, "reading", "waiting" if (key, holder) in self._waiting else "read")
-        return _state(placed.ready, "waiting", "placed") if holder in placed.holders else "read"
+    def progress(self, key: str) -> Future[None] | None:
+        """Of reading a head, or of placing it once that was ordered; None while it waits for memory."""
+        head = self._heads.get(key)
+        return None if head is None or key in self._waiting else head.placed or head.read
 
     def find(self, key: str, *, local: bool) -> ReferenceHead | None:
         """A head that is placed; with `local` this rank's part of it."""
-        placed = self._placed.get(key)
-        if placed is None or _state(placed.ready, "waiting", "placed") != "placed":
+        head = self._heads.get(key)
+        if head is None or head.placed is None or not head.placed.done() or head.placed.exception():
             return None
-        return placed.layer.ready(local=local)
+        return head.layer.ready(local=local)
 
     def _place_waiting(self) -> None:
-        while self._waiting:
-            key, holder = next(iter(self._waiting))
-            if key not in self._placed and key in self._read and not self._place(key):
-                return
-            del self._waiting[key, holder]
-            if key in self._placed:
-                self._placed[key].holders.add(holder)
-                self._placed.move_to_end(key)
+        while self._waiting and (start := self._make_space(self._heads[self._waiting[0]].layer.num_bytes)) is not None:
+            head = self._heads[self._waiting.pop(0)]
+            end = start + head.layer.num_bytes
+            head.start, head.end = start, -(-end // ALIGNMENT) * ALIGNMENT
+            head.placed = self._placing.submit("", partial(head.layer.place, self._memory[start:end]))
 
-    def _place(self, key: str) -> bool:
-        layer, _ = self._read[key]
-        size = -(-layer.num_bytes // ALIGNMENT) * ALIGNMENT
-        while (start := self._gap(size)) is None:
-            unused = next((each for each, placed in self._placed.items() if not placed.holders), None)
+    def _make_space(self, size: int) -> int | None:
+        """Where so many bytes are free, after heads that nobody holds were evicted; None if nowhere."""
+        while True:
+            taken = sorted((head.start, head.end) for head in self._heads.values() if head.placed)
+            for (_, end), (start, _) in pairwise([(0, 0), *taken, (len(self._memory), 0)]):
+                if start - end >= size:
+                    return end
+            unused = next((key for key, head in self._heads.items() if head.placed and not head.holders), None)
             if unused is None:
-                return False
-            self._evict(unused)
-        del self._read[key]
-        memory = self._memory[start : start + layer.num_bytes]
-        ready = self._placing.submit("", partial(layer.place, memory))
-        self._placed[key] = _PlacedHead(start, start + size, layer, ready)
-        return True
-
-    def _gap(self, size: int) -> int | None:
-        taken = sorted((placed.start, placed.end) for placed in self._placed.values())
-        edges = [(0, 0), *taken, (len(self._memory), 0)]
-        return next((end for (_, end), (start, _) in pairwise(edges) if start - end >= size), None)
-
-    def _evict(self, key: str) -> None:
-        # A copy that has begun must not write into the next head there.
-        self._placed.pop(key).ready.exception()
-
-
-def _state(future: Future[None], pending: str, done: str) -> str:
-    if not future.done():
-        return pending
-    error = None if future.cancelled() else future.exception()
-    return done if error is None else f"{FAILED}{error}"
+                return None
+            del self._heads[unused]

@@ -6,13 +6,15 @@ from vllm.distributed import get_pp_group, get_tp_group
 
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
-from scoremode_server.vllm_patches.reference_heads import UnsuitableHeadError, describe_head, gather_head
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.reference_heads import describe_head, gather_weight
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 
 
 class ReferenceWorker:
     """Methods of every worker. All that they take and return can be sent as JSON. A failure is returned as text: of an
     exception vLLM makes one line that names neither its type nor the worker."""
+
+    model_runner: Any
 
     def scoremode_head_bytes(self) -> int | None:
         """Bytes of memory for the LM heads of references, all ranks together; None on a rank without one."""
@@ -24,51 +26,43 @@ class ReferenceWorker:
         """The served model's LM head (`HeadFormat`), or why references cannot keep it."""
         try:
             return self._scoremode_head()[1].model_dump()
-        except UnsuitableHeadError as error:
+        except ValueError as error:
             return str(error)
 
-    def scoremode_write_head(self, name: str, identity: str, ticket: str) -> str | None:
-        """Begin to write the served model's LM head into a reference. Returns why it cannot be, if so; whether it then
-        was, `scoremode_exchange` says of the ticket."""
+    def scoremode_write_head(self, name: str, identity: str, ticket: str) -> None:
+        """Begin to write the served model's LM head into a reference. Whether it was, `scoremode_exchange` says of the
+        ticket."""
         if not get_pp_group().is_last_rank:
-            return None
-        group, windows = get_tp_group(), self._scoremode_windows()
-        try:
-            source, head = self._scoremode_head()
-        except UnsuitableHeadError as error:
-            return str(error)
-        weight, bias = gather_head(source, head.vocab_size, group)
+            return
+        group, (source, head) = get_tp_group(), self._scoremode_head()
+        parts = [part.data for part in (source.lm_head.weight, source.bias) if part is not None]
+        weights = [gather_weight(part, head.vocab_size, group) for part in parts]
         if group.rank_in_group == 0:
-            windows.write_head_later(name, identity, ticket, weight, bias)
-        return None
+            self._scoremode_windows().write_head_later(name, identity, ticket, weights)
 
-    def scoremode_exchange(self, holder: str, orders: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    def scoremode_exchange(self, orders: dict[int, tuple[list[list[Any]], list[str]]]) -> dict[str, Any] | None:
         """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
         are: see `ReferenceWindows.exchange`. None on a rank without an LM head."""
-        runner = self._scoremode_runner()
+        runner = self.model_runner
         index = runner.vllm_config.parallel_config.data_parallel_index
         if not get_pp_group().is_last_rank or index not in orders:
             return None
         windows = self._scoremode_windows()
         windows.allocate_heads(runner.vllm_config, runner.device)
-        return windows.exchange(holder, Orders(**orders[index]), pinned=runner.device.type == "cuda")
+        return windows.exchange(*orders[index])
 
     def _scoremode_head(self) -> tuple[LogitsSource, HeadFormat]:
-        runner = self._scoremode_runner()
-        config = runner.model_config
+        config = self.model_runner.model_config
         hidden_size, dtype = config.get_hidden_size(), config.dtype
         if not get_pp_group().is_last_rank:
-            raise UnsuitableHeadError("this rank has no LM head")
-        head = examine(runner.model.compute_logits, hidden_size, dtype, get_tp_group())
+            raise ValueError("this rank has no LM head")
+        head = examine(self.model_runner.model.compute_logits, hidden_size, dtype, get_tp_group())
         described = describe_head(head.source, hidden_size, dtype)
         assert head.source is not None
         return head.source, described
 
-    def _scoremode_runner(self) -> Any:
-        return self.model_runner  # type: ignore[attr-defined]
-
     def _scoremode_windows(self) -> ReferenceWindows:
-        windows: ReferenceWindows = type(self._scoremode_runner())._scoremode_windows
+        windows: ReferenceWindows = type(self.model_runner)._scoremode_windows
         return windows
 
 

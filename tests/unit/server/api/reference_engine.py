@@ -15,7 +15,7 @@ from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.scorer import Turns
 from scoremode_server.vllm_patches.reference_heads import HeadMemory, ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.prefix_cache.fake_engine import VOCABULARY, HeldEngine
@@ -68,7 +68,7 @@ class HeadInMemory:
 def allocate_heads(windows: ReferenceWindows, num_heads: int) -> HeadMemory:
     """The room for heads in a worker, without that for the padding of vLLM's layers: hundreds of these heads."""
     num_bytes = num_heads * HEAD_FORMAT.num_bytes
-    room = HeadMemory(num_bytes, CPU, HeadInMemory, windows._threads)  # type: ignore[arg-type]
+    room = HeadMemory(num_bytes, CPU, HeadInMemory, windows.root, windows._threads)  # type: ignore[arg-type]
     room._memory = room._memory[:num_bytes]
     return room
 
@@ -108,10 +108,8 @@ class ReferenceEngine(HeldEngine):
         methods = {
             "scoremode_head_bytes": lambda: HEAD_FORMAT.num_bytes,
             "scoremode_describe_head": lambda: self.head,
-            "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, self.model.weight, None),
-            "scoremode_exchange": lambda holder, orders: self.windows.exchange(
-                holder, Orders(**orders[0]), pinned=False
-            ),
+            "scoremode_write_head": lambda *of: self.windows.write_head_later(*of, [self.model.weight]),
+            "scoremode_exchange": lambda orders: self.windows.exchange(*orders[0]),
         }
         _, arguments, _ = rest
         self.asked.append(method)

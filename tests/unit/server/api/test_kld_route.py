@@ -89,7 +89,7 @@ async def test_streams_parts_and_single_windows_are_the_whole(root, monkeypatch)
 @pytest.mark.parametrize(
     ("field", "value", "more"),
     [
-        *(("windows", value, {}) for value in ([0, 0], [-1, 2], [0, NUM_WINDOWS + 1])),
+        *(("windows", value, {}) for value in ([0, 0], [-1, 2], [2, 1], [0, NUM_WINDOWS + 1], [7, 8])),
         *(("windows", [0, 1], {"as_noise_floor": True}), ("top_logprobs", MAX_TOP + 1, {})),
     ],
 )
@@ -100,9 +100,14 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(root, field, val
 @pytest.mark.parametrize(
     ("changes", "longest", "identity", "message"),
     [
-        ({"head": HEAD_FORMAT.model_copy(update={"hidden_size": 10**12})}, 16, {}, f"has {4 * 10**15} bytes"),
-        ({"text": {"num_windows": 10**15}}, 16, {}, f"{NUM_WINDOWS} of {10**15} windows are there"),
-        ({"result": None}, 16, {}, "is not complete"),
+        ({"head": HEAD_FORMAT.model_copy(update={"vocab_size": 10**12})}, 16, {}, f"a vocabulary of {10**12} tokens"),
+        (
+            {"head": HEAD_FORMAT.model_copy(update={"hidden_size": 10**12})},
+            16,
+            {},
+            f"LM head of {4 * 10**15} bytes",
+        ),
+        *(({"result": None}, 16, {}, "is not complete"), ({"head": None}, 16, {}, "is not complete")),
         ({"head": HEAD}, 16, {}, "has a vocabulary of 100 tokens, and the served model one of 1000"),
         ({"head": HEAD_FORMAT.model_copy(update={"hidden_size": 9})}, 16, {}, "bytes, and this server reserved 32000"),
         ({}, 16, {"tokenizer_fingerprint": "another"}, "another tokenizer"),
@@ -111,14 +116,26 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(root, field, val
 )
 async def test_references_that_do_not_fit_the_server_are_refused(root, changes, longest, identity, message):
     reference = ReferenceDirectory(root).open("base")
-    if "text" in changes:
-        changes = {"text": reference.manifest.text.model_copy(update=changes["text"])}
     reference.save(reference.manifest.model_copy(update=changes))
     app = light_app(ReferenceEngine(root, **identity))
     app.state.scoremode.limits = replace(app.state.scoremode.limits, max_model_len=longest)
     async with client_of(app) as client:
         status, param, text = error_of(await client.post(KLD, json=BODY))
-    assert (status, param, message in text) == (409 if "windows are" in message else 400, "reference", True)
+    assert (status, param, message in text) == (400, "reference", True)
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+@pytest.mark.parametrize("name", ["windows/000003.safetensors", "lm_head.safetensors", "tokens.safetensors"])
+async def test_an_error_names_the_damaged_file(root, name, is_missing):
+    path = root / "base" / name
+    content = path.read_bytes()
+    path.unlink() if is_missing else path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    status, param, message = error_of(await post(ReferenceEngine(root)))
+    assert (status, param) == (409, "reference")
+    assert message.startswith(f"reference 'base' is damaged: {name}")
+    if name.startswith("windows"):
+        assert events(await post(ReferenceEngine(root), stream=True))[-1]["error"]["message"] == message
+        assert (await compared(root, windows=[0, 3]))["num_scored"] == 15 + 8 + 8
 
 
 async def test_nan_of_the_served_model_is_not_blamed_on_the_reference(root):
@@ -164,8 +181,8 @@ async def test_a_noise_floor_is_stored_with_its_own_models_reference(root, monke
     assert {**after, "noise_floor": None, "disk_bytes": before["disk_bytes"]} == before
 
 
-@pytest.mark.parametrize(("replaced", "status"), [(False, 404), (True, 409)])
-async def test_a_reference_may_be_deleted_or_replaced_while_it_is_compared(root, replaced, status):
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_reference_may_be_deleted_or_replaced_while_it_is_compared(root, replaced):
     engine = ReferenceEngine(root)
     engine.let_go.clear()
     async with client_of(light_app(engine)) as client:
@@ -175,16 +192,17 @@ async def test_a_reference_may_be_deleted_or_replaced_while_it_is_compared(root,
         if replaced:
             create(root, "base", "two")
         engine.let_go.set()
-        assert error_of(await comparing)[:2] == (status, "reference")
+        assert error_of(await comparing)[:2] == (404, "reference")
 
 
 async def test_a_new_reference_of_the_same_name_is_read_and_left_alone(root):
     async with client_of(app := light_app(ReferenceEngine(root))) as client:
         stored = app.state.scoremode.references.stored
         old = await stored.open("base")
-        await client.delete(BASE)
-        new = await record(client, prompt=TOKENS[:50])
-        with pytest.raises(RequestError, match="deleted meanwhile"):
-            await stored.save(old, {"noise_floor": None})
-        assert (await client.get(BASE)).json() == new
-        assert (await client.post(KLD, json=BODY)).json()["num_scored"] == 49
+        for num_tokens in (60, 50):
+            await client.delete(BASE)
+            new = await record(client, prompt=TOKENS[:num_tokens])
+            with pytest.raises(RequestError, match="deleted meanwhile"):
+                await stored.save(old, {"noise_floor": None})
+            assert (await client.get(BASE)).json() == new
+            assert (await client.post(KLD, json=BODY)).json()["num_scored"] == num_tokens - 1

@@ -5,6 +5,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
+from scoremode.wire.protocol import ComputedBy
 from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import StoredReference
 from scoremode_server.references.manifest import _checksum
+from scoremode_server.scoring import recorder
 from tests.bad_inputs import KLD, REFERENCES
 from tests.unit.server.api.light_app import client_of, client_of_model, error_of, events, light_app
 from tests.unit.server.api.reference_engine import BODY, NUM_WINDOWS, TOKENS, ReferenceEngine, record
@@ -37,15 +41,14 @@ async def client(engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_a_recording_is_streamed_and_described(engine, client):
-    *windows, recorded = events(await client.post(REFERENCES, json=STREAM | {"return_ranks": True}))
+    *windows, recorded = events(await client.post(REFERENCES, json=STREAM))
     assert sorted(engine.computed) == list(range(NUM_WINDOWS))
     nlls: list[float] = []
     for index, progress in enumerate(windows):
         logprobs = engine.directory.open("base").read_shard(index)[1]
         nlls += (-logprobs).tolist()
         assert (progress["index"], progress["num_windows"]) == (index, NUM_WINDOWS)
-        assert (progress["num_scored"], progress["total_scored"]) == (len(progress["ranks"]), len(nlls))
-        assert progress["logprobs"] == logprobs.tolist()
+        assert (progress["num_scored"], progress["total_scored"]) == (len(logprobs), len(nlls))
         assert progress["perplexity"] == pytest.approx(math.exp(np.mean(nlls)))
     assert (recorded["complete"], recorded["name"], recorded["model"]) == (True, "base", "a/model")
     assert len(windows) == recorded["num_windows"] == recorded["num_recorded"] == NUM_WINDOWS
@@ -73,9 +76,6 @@ async def test_missing_and_damaged_files_are_recorded_again(engine, client, comp
     reference.shard(1).unlink()
     reference.shard(4).write_bytes(reference.shard(4).read_bytes()[:-1])
     (reference.path / "lm_head.safetensors").write_bytes(b"")
-    left = reference.path / "windows" / ".000001.safetensors.left-by-a-killed-server"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
     found = (await client.get(BASE)).json()
     assert (found["complete"], found["num_recorded"]) == (complete, NUM_WINDOWS - 1)
     times = {path: path.stat().st_mtime_ns for path in reference.path.glob("windows/00000[0235]*")}
@@ -121,7 +121,11 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
     assert (await client.get(BASE)).json() == second
     assert (await client.delete(BASE)).json() == {"object": "reference.deleted", "name": "base", "deleted": True}
     for method in ("GET", "DELETE"):
-        assert error_of(await client.request(method, BASE))[:2] == (404, "name")
+        assert error_of(await client.request(method, BASE)) == (
+            404,
+            "name",
+            "there is no reference 'base'",
+        )
     assert (await client.get(REFERENCES)).json()["data"] == [first]
     assert os.listdir(engine.directory.root) == ["a"]
 
@@ -166,20 +170,52 @@ async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(e
     path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
     assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
     assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "now that it is said"
+    unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
+    assert error_of(unhashed) == (400, "corpus", "corpus.sha256 is required")
 
 
-async def test_a_reference_with_the_fingerprint_of_an_older_server_resumes(tmp_path: Path):
-    old = "0" * 32
-    async with client_of_model(tmp_path, fingerprint=old, old_fingerprint=old) as client:
-        before = await record(client)
-    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint=old) as client:
-        assert await record(client) == before
-    async with client_of_model(tmp_path, fingerprint="v2-of contents", old_fingerprint="1" * 32) as client:
-        assert error_of(await client.post(REFERENCES, json=BODY))[:2] == (409, "name")
+async def test_windows_have_logprobs_and_ranks_where_they_are_asked_for(engine, client):
+    *windows, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "return_ranks": True}))
+    *without, _ = events(await client.post(REFERENCES, json={**BODY, "stream": True, "name": "other"}))
+    assert len(windows) == NUM_WINDOWS
+    for index, window in enumerate(windows):
+        assert window["logprobs"] == engine.directory.open("base").read_shard(index)[1].tolist()
+        assert len(window["ranks"]) == window["num_scored"]
+        assert all(rank >= 1 for rank in window["ranks"])
+    assert not any({"logprobs", "ranks"} & window.keys() for window in without)
+
+
+async def test_a_folder_that_cannot_be_written_to_is_told_without_its_path():
+    """Not even by root."""
+    async with client_of_model(Path("/proc/self/fdinfo")) as client:
+        status, param, message = error_of(await client.post(REFERENCES, json=BODY))
+        assert (status, param) == (507, "name")
+        assert message.startswith("reference 'base' could not be written: ")
+        assert "/proc" not in message
+        assert (await client.get(REFERENCES)).json()["data"] == []
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(recorder.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+async def test_a_reference_says_what_recorded_it_and_other_gpus_are_logged(tmp_path: Path, warnings: list[str]):
+    first, second = (ComputedBy(device=device, kernels=["UnquantizedLinearMethod"]) for device in ("A100", "H200"))
+    async with client_of_model(tmp_path, computed_by=first) as client:
+        assert (await record(client))["computed_by"] == first.model_dump()
+        assert not warnings
+    async with client_of_model(tmp_path, computed_by=second) as client:
+        assert (await record(client))["computed_by"] == first.model_dump(), "it is that of most of its windows"
+    assert len(warnings) == 1
+    assert "A100" in warnings[0]
+    assert "H200" in warnings[0]
 
 
 ANEW = {**BODY, "prompt": TOKENS[10:]}
-REPLACED = (409, "name", "reference 'base' was deleted meanwhile, and another has its name now")
+REPLACED = (404, "name", "reference 'base' was deleted meanwhile, and another has its name now")
 
 
 @pytest.mark.parametrize(
@@ -196,3 +232,21 @@ async def test_a_recording_ends_when_its_reference_is_deleted(tmp_path: Path, is
             await record(other, **ANEW)
         engine.let_go.set()
         assert error_of(await recording) == expected
+
+
+async def test_no_file_of_a_reference_that_took_the_name_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root, read_shard = tmp_path / "here", StoredReference.read_shard
+    async with client_of_model(tmp_path / "there") as other:
+        await record(other, **ANEW)
+
+    def replaced_before(reference: StoredReference, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 3:
+            shutil.rmtree(root / "base")
+            shutil.copytree(tmp_path / "there" / "base", root / "base")
+        return read_shard(reference, index)
+
+    async with client_of_model(root) as client:
+        await record(client)
+        monkeypatch.setattr(StoredReference, "read_shard", replaced_before)
+        assert error_of(await client.post(REFERENCES, json=BODY)) == REPLACED
+    assert (root / "base" / "windows" / "000003.safetensors").exists()

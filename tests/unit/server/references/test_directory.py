@@ -2,16 +2,31 @@
 
 import os
 import shutil
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 
 import numpy as np
 import pytest
 import torch
-from reference_setup import DOCUMENTS, HIDDEN, TEXT, create, files, manifest, random_shard
+from reference_setup import (
+    DOCUMENTS,
+    FLOOR,
+    HEAD,
+    HIDDEN,
+    RESULT,
+    TEXT,
+    create,
+    files,
+    full_disk,
+    manifest,
+    random_shard,
+)
 
+from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import NoReferenceError, ReferenceDirectory
+from scoremode_server.references.manifest import HeadFormat, Manifest
 from scoremode_server.references.tensor_files import BrokenFileError
 
 
@@ -59,6 +74,27 @@ def test_names_are_never_paths(tmp_path: Path, name: str):
     assert files(tmp_path) == before
 
 
+def test_whatever_may_be_a_reference_has_a_name_and_opening_it_tells(tmp_path: Path):
+    root = tmp_path / "root"
+    directory = ReferenceDirectory(root)
+    assert directory.names() == []
+    for name in ("b", "a"):
+        create(root, name)
+    for name in ("cut", "latin", "not a name", ".partial"):
+        create(root, "x").path.rename(root / name)
+    (root / "cut" / "manifest.json").write_text("{")
+    (root / "latin" / "manifest.json").write_bytes(b"\xff")
+    (root / "empty").mkdir()
+    (root / "file").write_text("")
+    assert directory.names() == ["a", "b", "cut", "empty", "file", "latin"]
+    for name in ("empty", "file", "none"):
+        with pytest.raises(NoReferenceError, match=name):
+            directory.open(name)
+    for name in ("cut", "latin"):
+        with pytest.raises(BrokenFileError, match=rf"{name}/manifest\.json"):
+            directory.open(name)
+
+
 def test_files_of_other_windows_and_references_are_refused(tmp_path: Path):
     mine, other = create(tmp_path, "mine", "one"), create(tmp_path, "other", "two")
     for reference in (mine, other):
@@ -72,19 +108,40 @@ def test_files_of_other_windows_and_references_are_refused(tmp_path: Path):
             read()
 
 
-def test_files_of_killed_writers_are_not_windows_and_can_be_removed(tmp_path: Path):
+def test_files_of_killed_writers_are_not_windows(tmp_path: Path):
     reference = create(tmp_path)
     reference.write_shard(0, *random_shard(4))
-    before = files(tmp_path)
-    now = (reference.path / "manifest.json").stat().st_mtime
-    abandoned = {"windows/.000001.safetensors.c0ffee", ".manifest.json.c0ffee"}
-    others = {".manifest.json.being-written", "windows/000002.safetensors.bak", "windows/1 copy.safetensors"}
-    for name in abandoned | others:
-        (reference.path / name).write_bytes(b"half")
-        os.utime(reference.path / name, (0, now - (90 if name in abandoned else 30)))
+    for name in (".000001.safetensors.c0ffee", "000002.safetensors.bak", "1 copy.safetensors"):
+        (reference.path / "windows" / name).write_bytes(b"half")
     assert reference.recorded() == {0}
-    reference.remove_partial_files()
-    assert files(tmp_path).keys() - before.keys() == {f"base/{name}" for name in others}
+
+
+def test_of_those_who_create_at_the_same_time_one_does(tmp_path: Path):
+    barrier = Barrier(8)
+
+    def try_to(number: int) -> str | None:
+        barrier.wait()
+        try:
+            return create(tmp_path, identity=str(number)).manifest.identity
+        except FileExistsError:
+            return None
+
+    with ThreadPoolExecutor(8) as threads:
+        created = [identity for identity in threads.map(try_to, range(8)) if identity]
+    assert created == [ReferenceDirectory(tmp_path).open("base").manifest.identity]
+    assert os.listdir(tmp_path) == ["base"]
+
+
+def test_what_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reference = create(tmp_path)
+    before = files(tmp_path)
+    monkeypatch.setattr(tensor_files, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        create(tmp_path, "another")
+    monkeypatch.setattr(Path, "write_text", lambda path, text: full_disk(path.write_bytes(text.encode()[:10])))
+    with pytest.raises(OSError, match="No space left"):
+        reference.save(manifest("two"))
+    assert files(tmp_path) == before
 
 
 def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path):
@@ -106,6 +163,33 @@ def test_a_reference_that_is_deleted_while_it_is_open_stays_away(tmp_path: Path)
     assert not os.listdir(tmp_path)
 
 
+def test_two_changes_at_once_are_both_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    reference, both_have_read = create(tmp_path), Barrier(2)
+    from_json = Manifest.from_json.__func__
+
+    def read_then_meet(cls: type[Manifest], text: str) -> Manifest:
+        read = from_json(cls, text)
+        # Where only one can read at a time, nobody else comes.
+        with suppress(BrokenBarrierError):
+            both_have_read.wait(0.5)
+        return read
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as threads:
+        patch.setattr(Manifest, "from_json", classmethod(read_then_meet))
+        for changes in ({"noise_floor": FLOOR}, {"result": RESULT}):
+            threads.submit(ReferenceDirectory(tmp_path).update, reference, changes)
+        threads.shutdown()
+    directory = ReferenceDirectory(tmp_path)
+    changed = directory.open("base").manifest
+    assert (changed.noise_floor, changed.result) == (FLOOR, RESULT)
+    # But not to another reference of the name.
+    directory.delete("base")
+    create(tmp_path, identity="two")
+    with pytest.raises(NoReferenceError, match="another has its name now"):
+        directory.update(reference, {"result": RESULT})
+    assert directory.open("base").manifest.result is None
+
+
 def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path):
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     create(elsewhere)
@@ -120,15 +204,22 @@ def test_deleting_a_link_leaves_what_it_leads_to_and_nothing_else(tmp_path: Path
     assert files(elsewhere) == before
 
 
-HANGS = """
-import threading
-from scoremode_server.references.file_threads import FileThreads
-begun = threading.Event()
-FileThreads().submit("hangs", lambda: (begun.set(), threading.Event().wait()))
-begun.wait()
-"""
-
-
-@pytest.mark.processes
-def test_a_process_ends_while_a_file_hangs():
-    subprocess.run([sys.executable, "-c", HANGS], check=True, timeout=120)
+def test_room_is_made_for_the_largest_head_that_can_be_compared(tmp_path: Path):
+    directory = ReferenceDirectory(tmp_path)
+    assert directory.largest_head(HEAD.vocab_size, seconds=10) == 0
+    heads: dict[str, HeadFormat | None] = {
+        "none": None,
+        "fits": HEAD,
+        "wider": HEAD.model_copy(update={"hidden_size": 2 * HIDDEN}),
+        "of-others": HEAD.model_copy(update={"vocab_size": 500}),
+        # Than its file holds.
+        "too-wide": HEAD.model_copy(update={"hidden_size": 10**12}),
+    }
+    for name, head in heads.items():
+        reference = directory.create(name, manifest(name, head), TEXT)
+        if head is not None:
+            reference.write_head(torch.zeros(head.vocab_size, min(head.hidden_size, 100), dtype=torch.bfloat16))
+    (tmp_path / "hangs").mkdir()
+    os.mkfifo(tmp_path / "hangs" / "manifest.json")
+    assert directory.largest_head(HEAD.vocab_size, seconds=1) == 2 * HEAD.num_bytes
+    os.close(os.open(tmp_path / "hangs" / "manifest.json", os.O_RDWR))

@@ -16,15 +16,15 @@ from scoremode_server.scoring.worker_files import UnreadableFileError, WorkerFil
 from scoremode_server.vllm_patches.row_spec import WindowMark
 from tests.unit.server.references.reference_setup import HEAD
 
-Orders = dict[str, Any]
+Orders = list[tuple[Any, ...]]
 
 
 class Workers:
     """Two engines at most, each with a rank without an LM head and two with one, which do at once what is ordered.
 
     Attributes:
-        readers: engines that read a window, in order.
-        change: what a rank of an engine answers, in the place of its answer.
+        ordered: kinds of orders and of what, with the engine.
+        change: what a rank answers, in the place of its answer.
     """
 
     def __init__(self, num_engines: int = 1) -> None:
@@ -32,31 +32,24 @@ class Workers:
         self.errored = False
         parallel = SimpleNamespace(data_parallel_size=num_engines, local_engines_only=False, data_parallel_index=3)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
-        self.readers: list[int] = []
-        self.change: Callable[[int, int, Orders, Any], Any] = lambda engine, rank, orders, answer: answer
+        self.ordered: list[tuple[int, str, str]] = []
+        self.change: Callable[[int, Any], Any] = lambda rank, answer: answer
         self.num_calls = 0
         self._num_engines = num_engines
-        self._heads: dict[tuple[int, str], str] = {}
 
     async def _call(self, call: str, method: str, *rest: Any) -> list[list[Any]]:
         assert (call, method) == ("collective_rpc", "scoremode_exchange")
         _, arguments, _ = rest
         self.num_calls += 1
-        _, orders = arguments
+        (orders,) = arguments
         assert orders.keys() == set(range(3, 3 + self._num_engines))
         await asyncio.sleep(0)
-        return [[None, *self._answers(engine, of_engine)] for engine, of_engine in enumerate(orders.values())]
+        return [[None, *self._answers(engine, *of_engine)] for engine, of_engine in enumerate(orders.values())]
 
-    def _answers(self, engine: int, orders: Orders) -> list[Any]:
-        self.readers += [engine] * len(orders["read"])
-        self._heads |= {(engine, mark["head"]): "read" for mark, _ in orders["read_heads"]}
-        self._heads |= {(engine, key): "placed" for key in orders["hold"]}
-        heads = {key: self._heads.get((engine, key), "absent") for key in orders["heads"]}
-        answer = {"files": dict.fromkeys(orders["files"], ""), "heads": heads, "is_contended": False}
-        return [
-            self.change(engine, rank, orders, {**answer, "files": {**answer["files"]}, "heads": {**heads}})
-            for rank in range(2)
-        ]
+    def _answers(self, engine: int, orders: Orders, tickets: list[str]) -> list[Any]:
+        for kind, what, *_ in orders:
+            self.ordered.append((engine, kind, what if isinstance(what, str) else what["reference"]))
+        return [self.change(rank, {"outcomes": dict.fromkeys(tickets, ""), "is_contended": False}) for rank in range(2)]
 
 
 async def abort(request_ids: list[str]) -> None:
@@ -69,7 +62,7 @@ def admission() -> Admission:
 
 
 def mark(reference: str, index: int = 0) -> WindowMark:
-    ticket, key = f"{reference} {index}", f"key of {reference}"
+    ticket, key = f"{reference} {index}", f"head of {reference}"
     return WindowMark("compare", reference, "identity", index, 7, ticket=ticket, head=key)
 
 
@@ -95,14 +88,12 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("what", ["files", "heads"])
+@pytest.mark.parametrize("what", ["base 0", "head of base"])
 async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission: Admission, what: str):
     workers, late = Workers(), True
-    pending = {"files": None, "heads": "waiting"}[what]
 
-    def second_rank_is_late(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
-        known = {key: pending if state in ("", "placed") else state for key, state in answer[what].items()}
-        return {**answer, what: known} if late and rank == 1 else answer
+    def second_rank_is_late(rank: int, answer: Any) -> Any:
+        return {**answer, "outcomes": {**answer["outcomes"], what: None}} if late and rank == 1 else answer
 
     workers.change = second_rank_is_late
     waiting = asyncio.create_task(enter(WorkerFiles(workers, admission), mark("base"), admission))
@@ -112,17 +103,19 @@ async def test_a_window_waits_for_its_file_and_its_head_on_every_rank(admission:
     await waiting
 
 
-@pytest.mark.parametrize("what", ["files", "heads"])
+@pytest.mark.parametrize("what", ["base 0", "head of base"])
 async def test_what_one_rank_cannot_read_is_scheduled_on_none(admission: Admission, what: str):
     workers = Workers()
 
-    def fail(engine: int, rank: int, orders: Orders, answer: Any) -> Any:
-        failure = {"files": "it is missing", "heads": "failed: it is missing"}[what]
-        return {**answer, what: dict.fromkeys(answer[what], failure)} if rank == 1 else answer
+    def fail(rank: int, answer: Any) -> Any:
+        return {**answer, "outcomes": {**answer["outcomes"], what: "it is missing"}} if rank == 1 else answer
 
     workers.change = fail
+    files = WorkerFiles(workers, admission)
     with pytest.raises(UnreadableFileError, match=r"^it is missing$"):
-        await enter(WorkerFiles(workers, admission), mark("base"), admission)
+        await enter(files, mark("base"), admission)
+    await until(lambda: files._task and files._task.done())
+    assert (0, "forget window", "base 0") in workers.ordered
 
 
 async def test_windows_are_read_for_the_engine_that_computes_them(admission: Admission):
@@ -132,10 +125,47 @@ async def test_windows_are_read_for_the_engine_that_computes_them(admission: Adm
         windows = [await loaded(files, stack, mark("base", index)) for index in range(3)]
         windows.append(await loaded(files, stack, mark("base", 3), rank=0))
         assert [rank for _, rank in windows] == [0, 1, 0, 0]
-        assert workers.readers == [0, 1, 0, 0]
+        assert [engine for engine, kind, _ in workers.ordered if kind == "read window"] == [0, 1, 0, 0]
         assert windows[0][0] is windows[2][0] is not windows[1][0]
         with pytest.raises(RequestError, match="2 is not one of 2 ranks"):
             await loaded(files, stack, mark("base", 4), rank=2)
+
+
+async def test_workers_keep_a_bounded_part_of_each_reference(admission: Admission):
+    """However many windows are asked for at once; those of one reference do not count for another."""
+    workers = Workers()
+    workers.change = lambda rank, answer: {**answer, "outcomes": dict.fromkeys(answer["outcomes"])}
+    files = WorkerFiles(workers, admission)
+
+    def read() -> list[str]:
+        return [reference for _, kind, reference in workers.ordered if kind == "read window"]
+
+    async def needed(index: int, reference: str = "base") -> None:
+        async with files.loaded(mark(reference, index), HEAD, 100):
+            pass
+
+    waiting = [asyncio.create_task(needed(index)) for index in range(5)]
+    waiting.append(asyncio.create_task(needed(0, "other")))
+    await until(lambda: "other" in read())
+    assert read().count("base") == 3
+    # One that is read and one that waits for that are given up.
+    waiting[0].cancel()
+    waiting[4].cancel()
+    await until(lambda: read().count("base") == 4)
+    workers.change = lambda rank, answer: answer
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert read().count("base") == 4
+
+
+async def test_no_head_is_held_anew_while_another_one_waits_for_memory(admission: Admission):
+    """Of two API servers that hold one by turns, none would ever leave."""
+    workers, is_contended = Workers(), True
+    workers.change = lambda rank, answer: {**answer, "is_contended": is_contended}
+    waiting = asyncio.create_task(enter(WorkerFiles(workers, admission), mark("base"), admission))
+    await until(lambda: workers.num_calls > 5)
+    assert "hold head" not in {kind for _, kind, _ in workers.ordered}
+    is_contended = False
+    await waiting
 
 
 @pytest.mark.parametrize("how", ["dies", "dies unheard", "stops"])
@@ -156,15 +186,14 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
 
     workers.engine_core.call_utility_all_async = call_engine
     # Neither the second window nor the head of the first is ever read.
-    workers.change = lambda engine, rank, orders, answer: {
-        "files": {ticket: "" if ticket == "base 0" else None for ticket in answer["files"]},
-        "heads": dict.fromkeys(answer["heads"], "read"),
+    workers.change = lambda rank, answer: {
+        "outcomes": {ticket: "" if ticket == "base 0" else None for ticket in answer["outcomes"]},
         "is_contended": False,
     }
     files = WorkerFiles(workers, admission)
     at_gate = asyncio.create_task(enter(files, mark("base"), admission))
     unread = asyncio.create_task(enter(files, mark("base", 1), admission))
-    unwritten = asyncio.create_task(files.written("ticket", 1000))
+    unwritten = asyncio.create_task(files.done("ticket"))
     await until(lambda: admission._waiting)
     is_gone, admission.is_stopped = True, how == "stops"
     for waiting in (at_gate, unread, unwritten):

@@ -1,12 +1,14 @@
 """Which heads are in a worker's room: the same on every rank, whatever its files and threads do meanwhile."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from scoremode_server.vllm_patches.reference_heads import ALIGNMENT, HeadMemory
+from scoremode_server.vllm_patches.row_spec import WindowMark
 
 CPU = torch.device("cpu")
 
@@ -52,43 +54,56 @@ def threads() -> Threads:
 
 @pytest.fixture
 def room(threads: Threads) -> HeadMemory:
-    room = HeadMemory(0, CPU, Layer, threads)  # type: ignore[arg-type]
+    root = SimpleNamespace(open_same=lambda name, identity: None)
+    room = HeadMemory(0, CPU, Layer, root, threads)  # type: ignore[arg-type]
     room._memory = room._memory[: 4 * ALIGNMENT]
     room._placing = threads  # type: ignore[assignment]
     return room
 
 
-def read(room: HeadMemory, key: str, units: int) -> None:
-    room.read(key, key, units, lambda: None)  # type: ignore[arg-type, return-value]
+def hold(room: HeadMemory, key: str, units: int, holder: str = "one") -> bool:
+    """Whether it is placed at once."""
+    room.hold(WindowMark("compare", key, key, 0, 1, head=key), holder, units)  # type: ignore[arg-type]
+    room.place(key)
+    return is_placed(room, key)
 
 
-def hold(room: HeadMemory, key: str, units: int, holder: str = "one") -> str:
-    read(room, key, units)
-    room.hold(key, holder)
-    return room.state(key, holder)
+def is_placed(room: HeadMemory, key: str) -> bool:
+    return room.find(key, local=False) is not None
+
+
+def test_the_head_that_was_held_last_stays_longest(room: HeadMemory):
+    for key in "abcd":
+        assert hold(room, key, 1)
+        room.release(key, "one", is_usable=True)
+    for key in "ae":
+        hold(room, key, 1)
+        room.release(key, "one", is_usable=True)
+    assert [is_placed(room, key) for key in "abcde"] == [True, False, True, True, True]
 
 
 def test_a_held_head_stays_and_others_wait_in_order(room: HeadMemory):
     hold(room, "a", 3)
     hold(room, "a", 3, "two")
-    assert hold(room, "b", 3) == "waiting"
+    assert not hold(room, "b", 3)
     # It would fit, but the one before it would then wait for ever.
-    assert hold(room, "c", 1) == "waiting"
+    assert not hold(room, "c", 1)
     assert room.is_contended
-    room.release("a", "one")
-    assert room.state("b", "one") == "waiting"
-    room.release("a", "two")
-    assert [room.state(key, "one") for key in "abc"] == ["absent", "placed", "placed"]
+    assert room.progress("b") is None
+    room.release("a", "one", is_usable=True)
+    assert not is_placed(room, "b")
+    room.release("a", "two", is_usable=True)
+    assert [is_placed(room, key) for key in "abc"] == [False, True, True]
     assert not room.is_contended
 
 
 def test_heads_of_other_sizes_do_not_overlap(room: HeadMemory):
     for key, units in (("a", 1), ("b", 2), ("c", 1)):
         hold(room, key, units)
-    room.release("b", "one")
+    room.release("b", "one", is_usable=True)
     for key in "de":
         hold(room, key, 1)
-    placed = sorted((each.start, each.end) for each in room._placed.values())
+    placed = sorted((each.start, each.end) for each in room._heads.values())
     assert placed == [(start * ALIGNMENT, (start + 1) * ALIGNMENT) for start in range(4)]
     for key in "acde":
         found: Any = room.find(key, local=False)
@@ -99,13 +114,32 @@ def test_heads_of_other_sizes_do_not_overlap(room: HeadMemory):
 def test_no_decision_depends_on_how_far_a_thread_is(room: HeadMemory, threads: Threads):
     """A rank that is slow says so, and has the same heads in the same places."""
     hold(room, "a", 3)
-    room.release("a", "one")
-    read(room, "b", 2)
+    room.release("a", "one", is_usable=True)
+    room.hold(WindowMark("compare", "b", "b", 0, 1, head="b"), "one", 2)  # type: ignore[arg-type]
     threads.held = []
-    room.hold("b", "one")
-    assert room.state("b", "one") == "waiting"
-    assert room.find("b", local=False) is None
-    assert (room.state("a", "one"), room._placed["b"].start) == ("absent", 0)
+    room.place("b")
+    begun = room.progress("b")
+    assert begun is not None
+    assert not begun.done()
+    assert not is_placed(room, "b")
+    assert (room.progress("a"), room._heads["b"].start) == (None, 0)
     (run,) = threads.held
     run()
-    assert room.state("b", "one") == "placed"
+    assert begun.done()
+    assert is_placed(room, "b")
+
+
+def test_a_head_that_is_not_usable_is_dropped(room: HeadMemory):
+    def missing(name: str, identity: str) -> None:
+        raise ValueError("it is missing")
+
+    room._root = SimpleNamespace(open_same=missing)  # type: ignore[assignment]
+    room.hold(WindowMark("compare", "a", "a", 0, 1, head="a"), "one", 2)  # type: ignore[arg-type]
+    assert str(room.progress("a").exception()) == "it is missing"  # type: ignore[union-attr]
+    room.release("a", "one", is_usable=False)
+    assert room.progress("a") is None
+    # An order that comes too late changes nothing.
+    room.release("a", "one", is_usable=False)
+    hold(room, "b", 1)
+    room.release("b", "one", is_usable=False)
+    assert not room._heads

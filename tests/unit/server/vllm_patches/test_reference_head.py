@@ -4,7 +4,6 @@ Ranks are processes with vLLM's own layers and collectives.
 """
 
 import time
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,21 +21,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from scoremode_server.kernels.working_memory import LogitsShape
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.file_threads import FileThreads
-from scoremode_server.references.tensor_files import BrokenFileError
 from scoremode_server.vllm_patches import worker_extension
 from scoremode_server.vllm_patches.lm_head import examine
 from scoremode_server.vllm_patches.reference_heads import (
-    FAILED,
     HeadLayer,
     HeadMemory,
     ReferenceHead,
-    UnsuitableHeadError,
     describe_head,
-    gather_head,
+    gather_weight,
 )
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
-from scoremode_server.vllm_patches.row_spec import RowSpec
+from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
 from tests.unit.server.ranks import run_ranks
 from tests.unit.server.references.reference_setup import TEXT, manifest
@@ -121,37 +117,39 @@ def taken_from(model: Model, root: Path, name: str) -> StoredReference:
     source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
     head = describe_head(source, HIDDEN, model.dtype)
     assert source is not None
-    weight, bias = gather_head(source, head.vocab_size, group)
-    assert weight.shape == (model.logits_processor.org_vocab_size, HIDDEN)
+    parts = [part.data for part in (source.lm_head.weight, source.bias) if part is not None]
+    weights = [gather_weight(part, head.vocab_size, group) for part in parts]
+    assert weights[0].shape == (model.logits_processor.org_vocab_size, HIDDEN)
     if group.rank_in_group == 0:
-        ReferenceDirectory(root).create(name, manifest(name, head), TEXT).write_head(weight, bias)
+        ReferenceDirectory(root).create(name, manifest(name, head), TEXT).write_head(*weights)
     group.barrier()
     return ReferenceDirectory(root).open(name)
 
 
-def room_for(num_bytes: int, config: VllmConfig) -> HeadMemory:
+def room_for(root: Path, num_bytes: int, config: VllmConfig) -> HeadMemory:
     num_bytes //= config.parallel_config.tensor_parallel_size
-    return HeadMemory(num_bytes, CPU, partial(HeadLayer, config=config), FileThreads())
+    return HeadMemory(num_bytes, CPU, partial(HeadLayer, config=config), ReferenceDirectory(root), FileThreads())
 
 
 def load(room: HeadMemory, reference: StoredReference, *, local: bool = False) -> ReferenceHead:
     """What an API server orders, and then a step finds."""
-    key, head = reference.name, reference.manifest.head
+    key, identity, head = reference.name, reference.manifest.identity, reference.manifest.head
     assert head is not None
-    room.read(key, key, head, lambda: reference)
-    while (state := room.state(key, "test")) == "reading":
-        time.sleep(0.001)
-    if state.startswith(FAILED):
-        room.forget(key)
-        raise BrokenFileError(state)
+    room.hold(WindowMark("compare", key, identity, 0, 1, head=key), "test", head)
+    finished(room, key)
     get_tp_group().barrier()
-    room.hold(key, "test")
-    while room.state(key, "test") == "waiting":
-        time.sleep(0.001)
-    room.release(key, "test")
+    room.place(key)
+    finished(room, key)
+    room.release(key, "test", is_usable=True)
     found = room.find(key, local=local)
     assert found is not None
     return found
+
+
+def finished(room: HeadMemory, key: str) -> None:
+    while (begun := room.progress(key)) is None:
+        time.sleep(0.001)
+    begun.result()
 
 
 def logits_are_those_of_the_model(room: HeadMemory, reference: StoredReference, model: Model) -> None:
@@ -168,12 +166,21 @@ def logits_are_those_of_the_model(room: HeadMemory, reference: StoredReference, 
 
 def heads_in_one_place(root: Path, config: VllmConfig) -> None:
     """Each takes the place of the one before it, and the first comes back."""
-    room = room_for(1000 * (HIDDEN + 1) * 4, config)
+    room = room_for(root, 1000 * (HIDDEN + 1) * 4, config)
     room._memory = room._memory[: 1024 * (HIDDEN + 1) * 4 // config.parallel_config.tensor_parallel_size]
     made = models()
     references = [taken_from(model, root, f"model-{number}") for number, model in enumerate(made)]
     for number in [*range(len(made)), 0, 0, len(made) - 1]:
         logits_are_those_of_the_model(room, references[number], made[number])
+
+
+def bytes_of_a_logit(root: Path, config: VllmConfig) -> None:
+    """A cap needs both what it caps and what comes of it."""
+    room = room_for(root, 1 << 20, config)
+    for number, (made, expected) in enumerate(
+        [(Model(64), 4), (Model(64, torch.bfloat16), 2), (Model(64, torch.bfloat16, soft_cap=2.0), 4)]
+    ):
+        assert load(room, taken_from(made, root, f"bytes-{number}")).logit_bytes == expected
 
 
 def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
@@ -185,7 +192,7 @@ def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
         (Model(100), torch.bfloat16, "has the form .* and torch.float32"),
     ):
         source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
-        with pytest.raises(UnsuitableHeadError, match=reason):
+        with pytest.raises(ValueError, match=reason):
             describe_head(source, HIDDEN, dtype)
 
 
@@ -207,21 +214,33 @@ def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
     windows = ReferenceWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
     Runner._scoremode_windows = windows  # type: ignore[attr-defined]
     group, worker = get_tp_group(), worker_of(Model(1000, scale=0.5), config)
-    assert worker.scoremode_describe_head()["scale"] == 0.5  # type: ignore[index]
+    described = worker.scoremode_describe_head()
+    assert described["vocab_size"] == 1000  # type: ignore[index]
+    assert described["scale"] == 0.5  # type: ignore[index]
     assert worker.scoremode_head_bytes() == 1000 * HIDDEN * 4
 
+    worker.scoremode_write_head("none", "none", "first")
+    let_all_be_written(windows)
     if group.rank_in_group == 0:
         ReferenceDirectory(root).create("asked", manifest("asked"), TEXT)
     group.barrier()
-    assert worker.scoremode_write_head("asked", "asked", "ticket") is None
+    worker.scoremode_write_head("asked", "asked", "second")
     let_all_be_written(windows)
     group.barrier()
-    answer = worker.scoremode_exchange("test", {0: asdict(Orders(files=["ticket"]))})
-    files = {"ticket": None if group.rank_in_group else ""}
-    assert answer == {"files": files, "heads": {}, "is_contended": False}
-    assert worker.scoremode_exchange("test", {1: {}}) is None
-    weight, _ = ReferenceDirectory(root).open("asked").read_head()
+    answer = worker.scoremode_exchange({0: ([], ["first", "second"])})
+    by_rank = (
+        {"first": None, "second": None}
+        if group.rank_in_group
+        else {"first": "there is no reference 'none'", "second": ""}
+    )
+    assert answer == {"outcomes": by_rank, "is_contended": False}
+    assert worker.scoremode_exchange({1: ([], [])}) is None
+    weight, bias = ReferenceDirectory(root).open("asked").read_head()
+    assert bias is None
     assert torch.equal(weight, torch.randn(1000, HIDDEN, generator=torch.Generator().manual_seed(1000)))
+
+    worker = worker_of(Masked(1000), config)
+    assert "not one projection" in str(worker.scoremode_describe_head())
 
 
 def rows_of_a_step(root: Path, config: VllmConfig) -> None:
@@ -231,7 +250,7 @@ def rows_of_a_step(root: Path, config: VllmConfig) -> None:
     plain, warm = RowSpec(1, 500, 3), RowSpec(2, 501, 2, 0.5, 2, np.array([5, 998], np.int32).tobytes())
     for model, shape in ((Model(1000), LogitsShape(1000, 4, group.world_size)), (Masked(1000), LogitsShape(1000, 4))):
         states = model.hidden_states()
-        scorer = RowScorer(2**30, shape, group)
+        scorer = RowScorer(2**30, shape, "raw_logprobs", group)
         scorer.begin("plain", plain)
         scorer.begin("warm", warm)
         parts = [StepPart("plain", 0, 0, 3, 3), StepPart("warm", 0, 3, 2, 2)]
@@ -247,15 +266,16 @@ def ranks_without_a_head(root: Path, config: VllmConfig) -> None:
     last, worker = worker_extension.get_pp_group, worker_of(Model(100), config)
     worker_extension.get_pp_group = lambda: SimpleNamespace(is_last_rank=False)
     assert worker.scoremode_head_bytes() is None
-    assert worker.scoremode_exchange("test", {0: {}}) is None
+    assert worker.scoremode_exchange({0: ([], [])}) is None
     assert worker.scoremode_describe_head() == "this rank has no LM head"
-    assert worker.scoremode_write_head("none", "none", "first") is None
+    worker.scoremode_write_head("none", "none", "first")
     worker_extension.get_pp_group = last
 
 
 def one_rank(_: int, config: VllmConfig, root: Path) -> None:
     for check in (
         heads_in_one_place,
+        bytes_of_a_logit,
         models_that_cannot_be_references,
         what_api_servers_ask_of_workers,
         rows_of_a_step,
@@ -264,5 +284,6 @@ def one_rank(_: int, config: VllmConfig, root: Path) -> None:
         check(root / check.__name__, config)
 
 
-def test_two_ranks(tmp_path: Path):
-    run_ranks(2, one_rank, tmp_path)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks(num_ranks: int, tmp_path: Path):
+    run_ranks(num_ranks, one_rank, tmp_path)

@@ -1,6 +1,7 @@
 """Windows in an engine worker: hidden states of steps in, files and rows out; and what a worker reserves or refuses."""
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,17 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from cachetools import FIFOCache
 from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import kl_divergence
+from scoremode_server.references import tensor_files
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.lm_head import LMHead
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import Orders, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
-from tests.unit.server.references.reference_setup import HIDDEN, create
+from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
 
 VOCAB = 100
@@ -45,6 +48,9 @@ class Room:
 
     is_contended = False
 
+    def progress(self, key: str) -> None:
+        return None
+
     def find(self, key: str, *, local: bool) -> ReferenceHead:
         return ReferenceHead(lambda hidden_states: hidden_states @ REFERENCE_WEIGHT, 4)
 
@@ -61,8 +67,8 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
 def read(windows: ReferenceWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
     marks = [wanted.window for wanted in specs if wanted.window is not None]
-    windows.exchange("test", Orders(read=[asdict(mark) for mark in marks]), pinned=False)
-    while any(windows._file_state(mark.ticket) is None for mark in marks):
+    windows.exchange([["read window", asdict(mark)] for mark in marks], [])
+    while any(windows._outcome(mark.ticket) is None for mark in marks):
         time.sleep(0.001)
 
 
@@ -178,7 +184,7 @@ def test_nan_is_returned_and_not_written(tmp_path: Path):
         assert rows is not None
         assert rows.logprobs.isnan()[:, 0].tolist() == [row == 4 for row in range(NUM_FED)]
     assert reference.recorded() == set()
-    assert windows._file_state("one 0") == "the model computed NaN"
+    assert windows._outcome("one 0") == "the model computed NaN"
     # Of several ranks one writes.
     assert windows.begin(WindowMark("record", "base", "one", 1, NUM_FED), writes=False) is None
 
@@ -216,17 +222,103 @@ def test_windows_of_one_reference_are_compared_together(reference: StoredReferen
             assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_a_step_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    reference, let_go, write_shard = create(tmp_path), Event(), StoredReference.write_shard
+# What is kept is bounded, and neither a step nor a call waits for a file
+
+WINDOW_BYTES = 5 * HIDDEN * 4
+
+
+@pytest.fixture
+def windows(tmp_path: Path) -> ReferenceWindows:
+    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    windows.heads = Room()  # type: ignore[assignment]
+    return windows
+
+
+def mark(action: Any, index: int) -> WindowMark:
+    return WindowMark(action, "base", "one", index, 5, ticket=str(index))
+
+
+def finish(windows: ReferenceWindows, index: int) -> None:
+    """What a step does with the last rows of a window that is recorded."""
+    window = windows.begin(mark("record", index), writes=True)
+    assert isinstance(window, RecordedWindow)
+    window.hidden_states, window.logprobs = [torch.zeros(5, HIDDEN)], [torch.zeros(5)]
+    window.finish()
+
+
+def told(windows: ReferenceWindows, *tickets: str) -> list[str | None]:
+    outcomes: dict[str, str | None] = windows.exchange([], list(tickets))["outcomes"]
+    return list(outcomes.values())
+
+
+def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
+    create(windows.root.root)
+    let_go, write_shard = Event(), StoredReference.write_shard
     monkeypatch.setattr(StoredReference, "write_shard", lambda *each: (let_go.wait(), write_shard(*each)))
-    monkeypatch.setattr(reference_windows, "MAX_UNWRITTEN_BYTES", 4 * NUM_FED * (HIDDEN * 4))
-    with windows_in(tmp_path) as windows:
-        for index in range(5):
-            steps(add(windows, spec("record", 1, index)), NUM_FED)
-        assert windows._file_state("one 3") is None
-        assert "bytes wait for the disk already" in str(windows._file_state("one 4"))
-        let_go.set()
-    assert reference.recorded() == set(range(4))
+    monkeypatch.setattr(reference_windows, "MAX_UNWRITTEN_BYTES", 40 * WINDOW_BYTES)
+    for index in range(50):
+        finish(windows, index)
+    assert told(windows, "0", "39", "40", "49") == [
+        None,
+        None,
+        *2 * [f"{40 * WINDOW_BYTES} bytes wait for the disk already"],
+    ]
+    let_go.set()
+    let_all_be_written(windows)
+    assert windows.root.open("base").recorded() == set(range(40))
+    assert told(windows, "0", "39") == ["", ""]
+
+
+def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    create(windows.root.root)
+    monkeypatch.setattr(tensor_files, "save_file", full)
+    windows._written = FIFOCache(10)
+    for index in range(30):
+        finish(windows, index)
+        let_all_be_written(windows)
+    assert len(windows._written) == 10
+    assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
+
+
+def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
+    reference = create(windows.root.root)
+    os.mkfifo(reference.shard(0))
+    reference.write_shard(1, *random_shard(5))
+    orders = [["read window", asdict(mark("compare", index))] for index in (0, 1)]
+    assert windows.exchange(orders, ["0"])["outcomes"] == {"0": None}
+    while told(windows, "1") == [None]:
+        pass
+    assert told(windows, "0", "1") == [None, ""]
+    # Nobody waits for it any more.
+    windows.exchange([["forget window", "0"], ["forget window", "1"]], [])
+    assert not windows._read
+    os.close(os.open(reference.shard(0), os.O_RDWR))
+
+
+def test_a_file_of_another_size_is_not_read(windows: ReferenceWindows):
+    create(windows.root.root).write_shard(1, *random_shard(4))
+    windows.exchange([["read window", asdict(mark("compare", 1))]], [])
+    while told(windows, "1") == [None]:
+        pass
+    assert "000001.safetensors has hidden states (4, 8)" in str(told(windows, "1"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "largest", "expected"), [(None, 0, 1800), (None, 5000, 5000), (5, 5000, 5), (0, 1, 0)]
+)
+def test_room_for_heads_is_what_is_set_or_needed(
+    monkeypatch: pytest.MonkeyPatch, setting: int | None, largest: int, expected: int
+):
+    """Needed by the served model of 100 tokens, or by a reference."""
+    monkeypatch.setattr(install, "reference_directory", lambda: Path("root"))
+    monkeypatch.setattr(
+        ReferenceDirectory, "largest_head", lambda self, vocab_size, seconds: largest * (vocab_size == 100)
+    )
+    model = SimpleNamespace(get_vocab_size=lambda: 100, get_hidden_size=lambda: 8, dtype=torch.bfloat16)
+    assert install.room_for_heads(setting, model) == expected
 
 
 def test_an_adapter_for_the_lm_head_is_refused_when_it_is_loaded(monkeypatch):
