@@ -128,6 +128,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("no prompt", {}, "prompt", "Either prompt or prompt_embeds must be provided"),
         ("a field given twice", b'{"echo": true, %s' % SCORING, "echo", "echo is given more than once"),
         ("too many prompts", {"prompt": ["a"] * 1025}, "prompt", "prompt list length 1025 exceeds"),
+        ("a wrong stop string", {"prompt": [5], "stop": ["a", 5]}, "stop", "stop: should be"),
         ("an unknown model", scoring(model="gpt-5"), "model", "The model `gpt-5` does not", True, 404),
         ("a token past the vocabulary", scoring(prompt=[10**6]), None, "Token id 1000000", True),
         ("a sequence too long", scoring(prompt=[5] * 2049), "input_tokens", "This model's", True),

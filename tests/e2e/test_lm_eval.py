@@ -114,7 +114,6 @@ def test_every_loglikelihood_is_that_of_the_hf_backend(ours, reference):
     assert [loglikelihood for loglikelihood, _ in got] == pytest.approx([each for each, _ in expected], abs=1e-3)
     assert [is_greedy for _, is_greedy in got] == [is_greedy for _, is_greedy in expected]
     documents = answers(ours, ROLLING)
-    assert len(documents) == 3
     assert documents == pytest.approx(answers(reference, ROLLING), abs=1e-3)
 
 
@@ -131,7 +130,6 @@ def test_answers_of_both_backends_are_compared_question_by_question(ours, refere
     [row] = comparison.models[0].rows
     num_right = reference["results"][TASK]["acc_norm,none"] * NUM_QUESTIONS
     assert (comparison.warnings, row.figures.flips) == ([], Flips(NUM_QUESTIONS, round(num_right), 0, 0))
-    assert row.figures.verdict == "too few questions"
 
 
 LETTERS = [" A", " B", " C", " D"]

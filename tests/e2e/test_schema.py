@@ -40,7 +40,6 @@ ANSWERED: dict[str, list[dict[str, Any]]] = {
     "/v1/tokens": [{"token_ids": [5, 6]}],
 }
 """Requests that are answered with 200. Of those that schemathesis makes few are."""
-
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 

@@ -1,5 +1,6 @@
 """Scoring on an engine that drafts tokens with n-grams while it generates."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,16 @@ def marked(tokens: list[int]) -> SamplingParams:
     return RowsRequest.score(tokens, RowSpec(), request_id="id").params
 
 
-def check_scores_next_to_drafts(model: Path, drafts: dict[str, Any], *, scale: float = 1.0, **options: Any) -> None:
-    """Compare with transformers, on an engine that generates text meanwhile."""
+def check_scores_next_to_drafts(
+    model: Path,
+    drafts: dict[str, Any],
+    *,
+    ways: Sequence[Callable[[list[int]], SamplingParams]] = (marked,),
+    chunks: Sequence[int] = (),
+    scale: float = 1.0,
+    **options: Any,
+) -> None:
+    """Compare rows of several ways, and of lanes with so many tokens a step, with transformers, next to generation."""
     engine = LLM(
         str(model),
         dtype="float32",
@@ -45,7 +54,7 @@ def check_scores_next_to_drafts(model: Path, drafts: dict[str, Any], *, scale: f
     fed = [TokensPrompt(prompt_token_ids=tokens[:-1]) for tokens in sequences]
     try:
         for reads_cache in (False, False, True):
-            for make in (score_params, marked):
+            for make in ways:
                 params = [make(tokens) for tokens in sequences]
                 for each in params:
                     each.skip_reading_prefix_cache = not reads_cache
@@ -59,7 +68,7 @@ def check_scores_next_to_drafts(model: Path, drafts: dict[str, Any], *, scale: f
                     elif not reads_cache:
                         oracle.assert_close(read_score(tokens, 0, output).logprobs[1:], exact, scale=scale)
         plain = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-        for chunk in (1, 1 + NUM_DRAFTS):
+        for chunk in chunks:
             in_lane = [ScoringParams.of(plain, RowSpec(last_token=tokens[-1], chunk=chunk)) for tokens in sequences]
             for each in in_lane:
                 each.skip_reading_prefix_cache = True
@@ -71,4 +80,5 @@ def check_scores_next_to_drafts(model: Path, drafts: dict[str, Any], *, scale: f
 
 
 def test_scores_next_to_n_grams_equal_transformers(random_model: Path):
-    check_scores_next_to_drafts(random_model, NGRAMS, enforce_eager=True)
+    lanes = (1, 1 + NUM_DRAFTS)
+    check_scores_next_to_drafts(random_model, NGRAMS, ways=(score_params, marked), chunks=lanes, enforce_eager=True)

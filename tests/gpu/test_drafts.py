@@ -53,9 +53,7 @@ def test_scores_next_to_drafts_equal_transformers(
 ):
     monkeypatch.setenv("VLLM_PLUGINS", "")
     enable()
-    options: dict[str, Any] = {}
-    if ON_GPU:
-        variable, value, _ = RUNNERS[runner]
-        monkeypatch.setenv(variable, value)
-        options = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**31}
-    check_scores_next_to_drafts(random_model, drafters[method], scale=SCALE, enforce_eager=mode == "eager", **options)
+    variable, value, _ = RUNNERS[runner]
+    monkeypatch.setenv(variable, value)
+    memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**31}
+    check_scores_next_to_drafts(random_model, drafters[method], scale=SCALE, enforce_eager=mode == "eager", **memory)
