@@ -20,7 +20,7 @@ from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
 from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
 from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
-from scoremode_server.json_fields import check_names, split
+from scoremode_server.json_fields import read_fields
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.served_models import shorten_name
 
@@ -66,8 +66,8 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 @until_disconnect
 async def _score_chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-    fields, repeated = split(await raw_request.body())
-    check_names(fields, repeated)
+    # Refuses names that are given twice, of which vLLM's model takes the last.
+    read_fields(await raw_request.body())
     return await _answer(scoremode_state(raw_request).chat, CHAT, request, raw_request)
 
 
