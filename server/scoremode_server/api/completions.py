@@ -18,7 +18,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
 from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
-from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
+from scoremode_server.completions.handler import ScoringHandler
 from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
 from scoremode_server.json_fields import read_fields
 from scoremode_server.scoring.tokenizer import as_prompts
@@ -87,7 +87,7 @@ async def _score_tokens(request: GenerateRequest, raw_request: Request) -> Respo
 
 
 async def _answer(
-    handler: ScoringCompletions | ScoringHandler | None,
+    handler: ScoringHandler | None,
     route: str,
     request: Any,
     raw_request: Request,
