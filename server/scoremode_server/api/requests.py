@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -37,6 +37,7 @@ from scoremode_server.prefix_cache.admission import Admission, RequestQueue, can
 logger = init_logger("vllm.scoremode")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 STATUSES = {
@@ -117,15 +118,15 @@ class ScoremodeRoute(APIRoute):
 
 
 def until_disconnect(
-    handler: Callable[[T, Request], Coroutine[Any, Any, Response]],
-) -> Callable[[T, Request], Coroutine[Any, Any, Response]]:
+    handler: Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]],
+) -> Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]]:
     """A handler that counts in vLLM's load, and is cancelled when the client leaves. Unlike vLLM's `with_cancellation`,
     this waits until the handler has ended: nothing of a request outlives its answer."""
     counted = load_aware_call(handler)
 
     @wraps(handler)
-    async def run(request: T, raw_request: Request) -> Response:
-        handling = asyncio.create_task(counted(request, raw_request))
+    async def run(request: T, raw_request: Request, /, *args: P.args, **kwargs: P.kwargs) -> Response:
+        handling = asyncio.create_task(counted(request, raw_request, *args, **kwargs))
         leaving = asyncio.create_task(listen_for_disconnect(raw_request))
         try:
             await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)

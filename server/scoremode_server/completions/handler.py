@@ -208,8 +208,10 @@ class _EngineThatScores:
         """The only output of a prompt, without its logprobs."""
         if index == 0:
             self.tasks.append(asyncio.create_task(self._score()))
+            # An error is that of the first prompt.
             await self.tasks[0]
-        # An error is that of the first prompt.
+            await self._handler.turns.wait()
+            self._finished.set()
         await self._finished.wait()
         result = self.results[index]
         output = copy(result.output)
@@ -235,8 +237,6 @@ class _EngineThatScores:
             # Other routes name the field `prompt`.
             error.param = error.param and handler.param
             raise
-        await handler.turns.wait()
-        self._finished.set()
 
 
 def _token_prompts(request: CompletionRequest) -> list[list[int]]:
