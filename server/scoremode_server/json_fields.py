@@ -1,8 +1,6 @@
 """The fields of a JSON body, each decoded separately, so that an error names the field."""
 
-import json
 import re
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -50,33 +48,16 @@ def read_fields(body: bytes) -> dict[str, Any]:
     for name, raw in named.items():
         field, content = str(name), bytes(raw)
         if field in fields:
-            raise _given_twice(field, field)
+            raise RequestError(f"{field[:MAX_NAME]} is given more than once", field[:MAX_NAME])
         if _NESTED.match(content):
             _check_count(content.count(b"[") + content.count(b"{"), MAX_LISTS, "lists and objects", field, field)
-        is_other = field not in LONG_LISTS and content.startswith((b"[", b"{"))
-        if is_other:
+        if field not in LONG_LISTS and content.startswith((b"[", b"{")):
             _check_count(content.count(b",") + 1, MAX_VALUES, "values", field, field)
         try:
-            if is_other and b"{" in content:
-                fields[field] = json.loads(content, object_pairs_hook=partial(_object, field))
-            else:
-                fields[field] = msgspec.json.decode(content)
+            fields[field] = msgspec.json.decode(content)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{field[:MAX_NAME]}: {error}", field[:MAX_NAME]) from None
     return fields
-
-
-def _object(field: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in values:
-            raise _given_twice(f"{field}.{name}", field)
-        values[name] = value
-    return values
-
-
-def _given_twice(name: str, field: str) -> RequestError:
-    return RequestError(f"{name[:MAX_NAME]} is given more than once", field[:MAX_NAME])
 
 
 def _check_count(count: int, most: int, things: str, name: str, field: str | None) -> None:

@@ -3,7 +3,6 @@ errors in OpenAI's shape."""
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_a
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from scoremode.windows import WindowError
 from scoremode_server import errors
 from scoremode_server.app import ScoremodeState
 from scoremode_server.completions.requests import CompletionBody, GenerateBody
@@ -40,7 +40,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
-STATUSES = {
+STATUSES: dict[type[BaseException], HTTPStatus] = {
     errors.RequestError: HTTPStatus.BAD_REQUEST,
     errors.NotServedError: HTTPStatus.NOT_FOUND,
     errors.ConflictError: HTTPStatus.CONFLICT,
@@ -74,9 +74,6 @@ EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/even
 _BODIES: dict[type[BaseModel], type[BaseModel]] = {CompletionRequest: CompletionBody, GenerateRequest: GenerateBody}
 """What is read in place of vLLM's models."""
 
-_PLAIN_ID = re.compile(r"[!#-<>-~]*")
-"""Printable ASCII without spaces, quotes and equals signs."""
-
 
 class ScoremodeRoute(APIRoute):
     """A route whose requests' errors have OpenAI's shape; all other errors go to vLLM's own handlers. Requests with a
@@ -106,6 +103,8 @@ class ScoremodeRoute(APIRoute):
                 details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
                 # A union of types has an error for each of them.
                 failure = RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
+            except WindowError as error:
+                failure = RequestError(str(error), error.field)
             except EngineDeadError:
                 failure = errors.engine_has_died()
             except RequestError as error:
@@ -162,8 +161,8 @@ async def accepted(
             # Texts and tokens never get into the log.
             logger.info(
                 "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
-                # The client chose it, and must not write other fields or lines.
-                request_id if _PLAIN_ID.fullmatch(request_id) else json.dumps(request_id),
+                # Quoted: the client chose it, and must not write other fields or lines.
+                json.dumps(request_id),
                 route,
                 status_of(failure),
                 queue.num_scored,
@@ -176,15 +175,11 @@ async def accepted(
 
 def status_of(error: BaseException | None) -> int:
     """The status of a request that ended with an error, or without one."""
-    match error:
-        case None:
-            return HTTPStatus.OK
-        case RequestError():
-            return STATUSES[type(error)]
-        case asyncio.CancelledError() | GeneratorExit():
-            return CLIENT_CLOSED_REQUEST
-        case _:
-            return HTTPStatus.INTERNAL_SERVER_ERROR
+    if error is None:
+        return HTTPStatus.OK
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return CLIENT_CLOSED_REQUEST
+    return STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def error_content(error: Exception) -> dict[str, Any]:

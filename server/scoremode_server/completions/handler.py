@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
-from itertools import tee
+from itertools import chain, tee
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ from fastapi import Request
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
-from vllm.sampling_params import SamplingParams
 
 from scoremode_server.completions import logprobs_json
 from scoremode_server.completions.logprobs_json import LogprobsWriter, OpenAI, Style
@@ -78,14 +77,11 @@ class ScoringHandler:
             return response
         content = response.model_dump()
         parts = filled(content, self.gaps(content, request, scoring.results))
-        num_logprobs = sum(result.rows.token_ids.size * len(result.output.outputs) for result in scoring.results)
+        num_logprobs = sum(result.rows.token_ids.size for result in scoring.results)
         return b"".join(parts) if num_logprobs <= WRITTEN_AT_ONCE else in_turns(parts, self._long_turns)
 
     async def respond(self, stock: Any, request: Any, raw_request: Request) -> Any:
         return await getattr(stock, self._method)(request, raw_request)
-
-    def prepare(self, request: Any, params: SamplingParams) -> None:
-        """Change the sampling parameters that vLLM's handler made of a request."""
 
     def prompt_text(self, request: Any, result: EngineResult) -> str | None:
         """The text of a prompt that vLLM has not decoded, if it is needed."""
@@ -111,12 +107,9 @@ class ScoringCompletions(ScoringHandler):
     async def respond(self, stock: Any, request: CompletionRequest, raw_request: Request) -> Any:
         """The response without logprobs, which vLLM would write itself."""
         stock.render_completion_request = self._render
-        num_logprobs = request.logprobs if request.prompt_logprobs is None else request.prompt_logprobs
-        without = request.model_copy(update={"logprobs": None, "prompt_logprobs": num_logprobs})
+        num_top = request.logprobs if request.prompt_logprobs is None else request.prompt_logprobs
+        without = request.model_copy(update={"logprobs": None, "prompt_logprobs": num_top})
         return await super().respond(stock, without, raw_request)
-
-    def prepare(self, request: CompletionRequest, params: SamplingParams) -> None:
-        params.logprobs, params.flat_logprobs = request.logprobs, True
 
     def prompt_text(self, request: CompletionRequest, result: EngineResult) -> str | None:
         if not request.echo or request.return_token_ids or self.stock.renderer.tokenizer is None:
@@ -136,11 +129,10 @@ class ScoringCompletions(ScoringHandler):
         style = Style(request.logprobs, bool(as_token_ids))
         # All are checked before the response begins.
         sampled = [
-            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(completion, style)]
+            [] if request.max_tokens == 0 or request.logprobs is None else [self._of_sampled(result, style)]
             for result in results
-            for completion in result.output.outputs
         ]
-        return self._fillings(results, iter(sampled), style, echoes=bool(request.echo))
+        return self._fillings(results, sampled, style, echoes=bool(request.echo))
 
     async def _render(self, request: CompletionRequest) -> Any:
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
@@ -160,23 +152,20 @@ class ScoringCompletions(ScoringHandler):
         )
 
     def _fillings(
-        self, results: list[EngineResult], sampled: Iterator[list[OpenAI]], style: Style, *, echoes: bool
+        self, results: list[EngineResult], sampled: list[list[OpenAI]], style: Style, *, echoes: bool
     ) -> Iterator[Iterable[bytes]]:
-        """For each choice OpenAI's logprobs, if wanted, and vLLM's."""
+        """For each prompt OpenAI's logprobs, if wanted, and vLLM's."""
         in_openai = echoes and style.num_top is not None
-        for result in results:
+        for result, of_sampled in zip(results, sampled, strict=True):
             of_prompt = self._writer.prompt(result, style if in_openai else Style(None, as_token_ids=False))
-            # Written once for all choices.
-            copies = iter(tee(of_prompt, (1 + in_openai) * len(result.output.outputs)))
-            for _ in result.output.outputs:
-                of_sampled = next(sampled)
-                if style.num_top is not None:
-                    yield logprobs_json.openai_logprobs(next(copies) if in_openai else (), of_sampled)
-                yield logprobs_json.prompt_logprobs(next(copies))
+            *for_openai, for_vllm = tee(of_prompt, 1 + in_openai)
+            if style.num_top is not None:
+                yield logprobs_json.openai_logprobs(chain(*for_openai), of_sampled)
+            yield logprobs_json.prompt_logprobs(for_vllm)
 
-    def _of_sampled(self, completion: CompletionOutput, style: Style) -> OpenAI:
+    def _of_sampled(self, result: EngineResult, style: Style) -> OpenAI:
         assert style.num_top is not None
-        columns = read_columns(completion.logprobs, style.num_top + 1)
+        columns = read_columns(result.output.outputs[0].logprobs, style.num_top + 1)
         if len(columns[0]) != 1 or np.isnan(columns[1]).any():
             raise EngineOutputError("the engine computed no logprob, or NaN, for the token that it sampled")
         return self._writer.sampled(columns, style)
@@ -198,7 +187,8 @@ class _EngineThatScores:
         return getattr(self._handler.stock.engine_client, name)
 
     def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncIterator[RequestOutput]:
-        self._handler.prepare(self._request, params)
+        if isinstance(self._request, CompletionRequest):
+            params.logprobs, params.flat_logprobs = self._request.logprobs, True
         # Engines that a request is moved between know it by its id.
         name = request_id if is_moved(params) else engine_id(request_id)
         self._asked.append(RowsRequest.sample(prompt["prompt_token_ids"], name, prompt, params, self._owner, options))

@@ -25,7 +25,7 @@ class GenerateBody(GenerateRequest):
 
 
 def is_scoring_completion(request: CompletionRequest) -> bool:
-    """Whether a request wants the top k of its prompt, not streamed. vLLM answers all others."""
+    """Whether a request wants the top k of its prompt and one choice, not streamed. vLLM answers all others."""
     num_logprobs = request.prompt_logprobs
     if num_logprobs is None and request.echo:
         num_logprobs = request.logprobs
@@ -35,7 +35,7 @@ def is_scoring_completion(request: CompletionRequest) -> bool:
         and (request.logprobs is None or request.logprobs >= 0)
         # Without `echo`, vLLM refuses to generate nothing.
         and request.max_tokens in ((0, 1) if request.echo else (1,))
-        and request.prompt_embeds is None
+        and (request.n, request.prompt_embeds) == (1, None)
         and not (request.stream or request.use_beam_search or request.logprob_token_ids)
     )
 

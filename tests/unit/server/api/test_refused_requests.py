@@ -65,7 +65,7 @@ SCORES = {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1}
 @pytest.mark.parametrize(
     ("route", "body", "headers", "logged"),
     [
-        (SCORE, {"prompt": [5, 6]}, {"X-Request-Id": "run/7:a"}, "id=score-run/7:a route=/v1/score status=200 "),
+        (SCORE, {"prompt": [5, 6]}, {"X-Request-Id": "run/7:a"}, 'id="score-run/7:a" route=/v1/score status=200 '),
         (
             SCORE,
             {"prompt": [5, 6]},
@@ -109,7 +109,9 @@ async def test_one_log_line_has_the_outcome_of_a_request(monkeypatch, error: Bas
     except type(error or ValueError):
         pass
     (line,) = lines
-    assert line.startswith(f"request id=score-7 route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited=")
+    assert line.startswith(
+        f'request id="score-7" route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited='
+    )
 
 
 @pytest.mark.parametrize(
