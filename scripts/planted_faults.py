@@ -154,9 +154,7 @@ SERVER_FAULTS = {
     "completions/prompt_texts.py < completions/test_prompt_texts.py": [
         ("text.endswith(before.lstrip(INCOMPLETE))", "True")
     ],
-    "completions/requests.py < completions/test_requests.py": [
-        ("stand_in(prompt) * len(prompt) if several else stand_in(prompt)", "stand_in(prompt)")
-    ],
+    "json_fields.py < test_json_fields.py": [("if field in fields", "if field in ()")],
     "references/manifest.py < references/test_tensor_files.py": [
         ("(_CHECKSUM, None) != _checksum(fields)", "(_CHECKSUM, None) not in (None, _checksum(fields))")
     ],

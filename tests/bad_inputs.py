@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from scoremode.wire.protocol import PROMPT_FORMS
+
 SCORE = "/v1/score"
 PERPLEXITY = "/v1/perplexity"
 COMPLETIONS = "/v1/completions"
@@ -57,6 +59,7 @@ def scoring(**fields: Any) -> dict[str, Any]:
 
 SCORING = json.dumps(scoring())[1:].encode()
 NOT_JSON = "the body is not valid JSON: "
+PROMPT_MUST_BE = f"prompt: {PROMPT_FORMS}"
 NO_TOKEN_OF_ITS_OWN = "continuations[1] after prompt[0] has no token of its own"
 CONTINUED = {"prompt": [5], "continuations": [[6]]}
 TOO_MANY_VALUES = {"prompt": [[5] * 2000] * 40, CANDIDATES: [7] * 250}
@@ -69,13 +72,25 @@ WITH_A_PROMPT = EVERY_ROUTE[:4]
 
 BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
     EVERY_ROUTE: [
-        ("the body is cut off", b'{"prompt": ', None, NOT_JSON + "it is cut off after 11 bytes, or has half of a"),
+        ("the body is cut off", b'{"prompt": ', None, NOT_JSON + "Input data was truncated"),
         ("the body is a list", [1, 2], None, "the body must be a JSON object"),
-        ("a name that is not UTF-8", b'{"caf\xe9": 1}', None, NOT_JSON + "the name of a field is not UTF-8"),
-        ("a model that is not UTF-8", b'{"prompt": [5], "model": "\xff"}', "model", "model is not valid UTF-8"),
-        ("nested too deep", b'{"prompt": ' + b"[" * 100_000, None, NOT_JSON + "it is nested too deep"),
+        ("an invalid number", b'{"prompt": [5, 06]}', None, NOT_JSON + "invalid number (byte 16)"),
+        ("a name that is not UTF-8", b'{"caf\xe9": 1}', None, NOT_JSON + "'utf-8' codec can't decode byte 0xe9"),
+        (
+            "a model that is not UTF-8",
+            b'{"prompt": [5], "model": "\xff"}',
+            "model",
+            "model: 'utf-8' codec",
+        ),
+        ("nested too deep", b'{"prompt": ' + b"[" * 100_000, None, NOT_JSON + "maximum recursion depth"),
         ("half a surrogate", b'{"prompt": "a\\udc00"}', None, NOT_JSON + "invalid utf-16 surrogate pair (b"),
-        ("a number of 5,000 digits", f'{{"model": {TOO_MANY_DIGITS}}}'.encode(), "model", "model: number too large"),
+        (
+            "a number of 5,000 digits",
+            f'{{"model": {TOO_MANY_DIGITS}}}'.encode(),
+            "model",
+            "model: Integer",
+        ),
+        ("a model of a wrong type", {"prompt": [5], "model": 5}, "model", "model: should be a valid string"),
         ("compressed", b"\x1f\x8b\x08", None, "Content-Encoding gzip is not", False, 415, GZIP),
         ("another type", b"prompt=a", None, "Unsupported Media Type: Only 'application/json'", False, 400, FORM),
     ],
@@ -83,22 +98,32 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a field given twice", b'{"model": "m", "model": "n"}', "model", "model is given more than once"),
     ],
     WITH_A_PROMPT: [
-        ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', "prompt", "prompt is not valid UTF-8"),
-        ("a token id of 5,000 digits", f'{{"prompt": [5, {TOO_MANY_DIGITS}]}}'.encode(), "prompt", "prompt[1]: number"),
-        ("a fraction among token ids", {"prompt": [5, 6, 1.5]}, "prompt", "prompt[2] must be a token id, not a float"),
+        ("text that is not UTF-8", b'{"prompt": "caf\xe9"}', "prompt", "prompt: 'utf-8' codec can't decode byte"),
+        (
+            "a token id of 5,000 digits",
+            f'{{"prompt": [5, {TOO_MANY_DIGITS}]}}'.encode(),
+            "prompt",
+            "prompt: Integer",
+        ),
+        ("a fraction among token ids", {"prompt": [5, 6, 1.5]}, "prompt", "prompt: must be a string"),
     ],
     (SCORE, COMPLETIONS): [
-        ("a number among texts", {"prompt": ["a", 1]}, "prompt", "prompt[1] must be a string, not a number"),
-        ("a number among lists", {"prompt": [[5], 6]}, "prompt", "prompt[1] must be a list of token ids, not a number"),
-        ("a text in a list of ids", {"prompt": [[5], [6, "a"]]}, "prompt", "prompt[1][1] must be a token id, not a"),
-        ("too many lists", {"prompt": [[1]] * 100_001}, "prompt", "prompt has 100001 lists, but a request can"),
+        ("a number among texts", {"prompt": ["a", 1]}, "prompt", PROMPT_MUST_BE + "; [1] should be a valid string"),
+        ("a number among lists", {"prompt": [[5], 6]}, "prompt", PROMPT_MUST_BE + "; [1] should be a valid list"),
+        (
+            "a text in a list of ids",
+            {"prompt": [[5], [6, "a"]]},
+            "prompt",
+            PROMPT_MUST_BE + "; [1][1] ",
+        ),
+        ("too many lists", {"prompt": [[1]] * 100_001}, "prompt", "prompt has 100002 lists and objects, but a"),
     ],
     (SCORE,): [
         ("no prompt", {}, "prompt", "prompt is required"),
         ("no token", {"prompt": []}, "prompt", "prompt is empty: there is no token to score"),
         ("no text", {"prompt": ""}, "prompt", "prompt[0] is empty", True),
         ("an empty sequence", {"prompt": [[5, 6], []]}, "prompt", "prompt[1] is empty"),
-        ("booleans as token ids", {"prompt": [True]}, "prompt", "prompt[0] must be a token id, not a b"),
+        ("booleans as token ids", {"prompt": [True]}, "prompt", PROMPT_MUST_BE),
         ("a token past the vocabulary", {"prompt": [[5], [10**6]]}, "prompt", "prompt[1] has token id 1"),
         ("a negative token", {"prompt": [-1, 1]}, "prompt", "prompt[0] has token id -1, outside the"),
         ("a token past 64 bits", {"prompt": [1, 2**70]}, "prompt", f"prompt[0] has token id {2**70}"),
@@ -124,7 +149,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("a stride past the context", {"prompt": [5, 6], "context_length": 8, "stride": 9}, "stride", ""),
     ],
     (COMPLETIONS,): [
-        ("a negative token", {"prompt": [5, -1]}, "prompt", "prompt has the negative token id -1"),
+        ("a negative token", {"prompt": [5, -1]}, "prompt", PROMPT_MUST_BE + "; [1] should be greater than"),
         ("no prompt", {}, "prompt", "Either prompt or prompt_embeds must be provided"),
         ("a field given twice", b'{"echo": true, %s' % SCORING, "echo", "echo is given more than once"),
         ("too many prompts", {"prompt": ["a"] * 1025}, "prompt", "prompt list length 1025 exceeds"),
@@ -161,6 +186,7 @@ WITH_ONE_FIELD: list[tuple[str, str, str, Any, str]] = [
     (SCORE, "an unknown field", "n", 1, "unknown field n"),
     (SCORE, "too many alternatives", "top_logprobs", 257, "top_logprobs: should be less"),
     (SCORE, "lists for other prompts", "continuations", [[[5]], [[6]]], "continuations has lists for 2 prompts, and"),
+    (SCORE, "token ids as continuations", "continuations", [5], "continuations: must be a list of strings or of"),
     (SCORE, "an empty continuation", "continuations", [[6], []], NO_TOKEN_OF_ITS_OWN),
     (SCORE, "a continuation too long", "continuations", [[5] * 2046], "continuations[0] after prompt[0] has 2049"),
     (SCORE, "no candidate", CANDIDATES, [], "candidate_token_ids must be one or more token ids"),

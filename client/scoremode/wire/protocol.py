@@ -8,7 +8,7 @@ per token would cost more than the scoring.
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NotRequired, get_args
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -26,36 +26,44 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
 
 
-def _one_message(message: str) -> WrapValidator:
-    """Replace the errors of every branch of a union, one by one, by a single one that says what is accepted."""
+T = TypeVar("T")
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose validation ends at the first wrong value: a request can have millions."""
+
+
+def one_message(message: str) -> WrapValidator:
+    """Replace the errors of every branch of a union by a single one: what is accepted, and the first wrong value of the
+    branch that accepts the most values."""
 
     def validate(value: object, handler: Callable[[object], object]) -> object:
         try:
             return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("shape", "{message}", {"message": message}) from None
+        except ValidationError as error:
+            closest = max(error.errors(include_url=False), key=lambda each: each["loc"][1:])
+            place = "".join(f"[{index}]" for index in closest["loc"][1:])
+            reason = f"; {place} {closest['msg'].removeprefix('Input ')}" if place else ""
+            raise PydanticCustomError("shape", "{message}", {"message": message + reason}) from None
 
     return WrapValidator(validate)
 
 
-TokenIds = list[int]
+TokenIds = Many[int]
 
-Prompt = Annotated[
-    str | list[str] | TokenIds | list[TokenIds],
-    _one_message("must be a string, a list of strings, a list of token ids, or a list of lists of token ids"),
-]
+PROMPT_FORMS = "must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+Prompt = Annotated[str | Many[str] | TokenIds | Many[TokenIds], one_message(PROMPT_FORMS)]
 Continuations = Annotated[
-    list[str] | list[TokenIds] | list[list[str]] | list[list[TokenIds]],
-    _one_message("must be a list of strings or of lists of token ids, or such a list for each prompt"),
+    Many[str] | Many[TokenIds] | Many[Many[str]] | Many[Many[TokenIds]],
+    one_message("must be a list of strings or of lists of token ids, or such a list for each prompt"),
 ]
 Candidates = Annotated[
-    TokenIds | list[TokenIds] | list[list[TokenIds]],
-    _one_message(
+    TokenIds | Many[TokenIds] | Many[Many[TokenIds]],
+    one_message(
         "must be a list of token ids, or for a single prompt a list of token ids for each position, or for several "
         "prompts such lists for each"
     ),
 ]
-Text = Annotated[str | TokenIds, _one_message("must be a string or a list of token ids")]
+Text = Annotated[str | TokenIds, one_message("must be a string or a list of token ids")]
 
 
 class Request(BaseModel):
@@ -90,9 +98,9 @@ CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, patte
 """What vLLM takes: some of its connectors make file names of it."""
 
 
-Messages = list[dict[str, Any]]
+Messages = Many[dict[str, Any]]
 """Of one conversation."""
-Tools = list[dict[str, Any]]
+Tools = Many[dict[str, Any]]
 
 
 class MessagesFields(Request):
@@ -100,19 +108,19 @@ class MessagesFields(Request):
 
     messages: (
         Annotated[
-            Messages | list[Messages],
-            _one_message("must be a list of messages, which are objects, or a list of such lists"),
+            Messages | Many[Messages],
+            one_message("must be a list of messages, which are objects, or a list of such lists"),
         ]
         | None
     ) = Field(None, description="One conversation or several, of which turns are scored.")
     tools: (
         Annotated[
-            Tools | list[Tools | None], _one_message("must be a list of objects, or such a list for each conversation")
+            Tools | Many[Tools | None], one_message("must be a list of objects, or such a list for each conversation")
         ]
         | None
     ) = Field(None, description="Tools of all conversations, or a list for each.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Passed to the chat template.")
-    roles: list[str] = Field(["assistant"], min_length=1, description="The turns to score, by their role.")
+    roles: Many[str] = Field(["assistant"], min_length=1, description="The turns to score, by their role.")
 
     @property
     def conversations(self) -> list[Messages]:
@@ -166,7 +174,7 @@ class ScoreRequest(MessagesFields, LaneFields):
         description="Score these tokens too: one list for all positions, or lists of one length, one per position.",
     )
     temperature: float = Field(1.0, ge=0.01, le=1000, description="Of the distribution: softmax(logits / T).")
-    logprobs_from: int | list[int] = Field(
+    logprobs_from: int | Many[int] = Field(
         0, description="Return only positions from this one on; one for all prompts, or one per prompt."
     )
     return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the most likely.")
@@ -355,7 +363,7 @@ class PerplexityRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/perplexity`: `prompt`, one text; `texts`, several that share no context; or `messages`."""
 
     prompt: Text | None = Field(None, description="One text, or its token ids.")
-    texts: list[str] | None = Field(None, description="Several texts, each cut into windows separately.")
+    texts: Many[str] | None = Field(None, description="Several texts, each cut into windows separately.")
     method: Method = Field("sliding", description="How the text is cut into windows; `conversation` with messages.")
     context_length: int | None = Field(
         None,

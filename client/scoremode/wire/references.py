@@ -12,6 +12,7 @@ from scoremode.wire.protocol import (
     Figure,
     Lane,
     LaneFields,
+    Many,
     PerplexityRequest,
     ServerInfo,
     TopLogprob,
@@ -57,7 +58,7 @@ class ReferenceRequest(PerplexityRequest):
 
     name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
     corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
-    labels: list[_Word] | None = Field(
+    labels: Many[_Word] | None = Field(
         None, description="Of each text or conversation, such as its language, kept with the reference."
     )
     return_ranks: bool = Field(

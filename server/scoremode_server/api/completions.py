@@ -2,7 +2,7 @@
 `POST /inference/v1/generate`. Answers to scoring requests are written from arrays, all others are vLLM's."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -18,9 +18,9 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 
 from scoremode_server.api.requests import ScoremodeRoute, accepted, scoremode_state, until_disconnect
-from scoremode_server.completions.handler import ScoringCompletions, ScoringHandler
+from scoremode_server.completions.handler import ScoringHandler
 from scoremode_server.completions.requests import is_scoring_chat, is_scoring_completion, is_scoring_generation
-from scoremode_server.json_fields import check_names, split
+from scoremode_server.json_fields import read_fields
 from scoremode_server.scoring.tokenizer import as_prompts
 from scoremode_server.vllm_patches.served_models import shorten_name
 
@@ -45,65 +45,46 @@ def serves_generate(app: FastAPI) -> bool:
 @router.post(COMPLETIONS, responses=STOCK_RESPONSES)
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """OpenAI's completions, as vLLM serves them."""
-    answer = _score_completion if is_scoring_completion(request) else stock_completions.create_completion
-    response: Response = await answer(request, raw_request)
+    if is_scoring_completion(request):
+        return await _answer(request, raw_request, scoremode_state(raw_request).completions, COMPLETIONS)
+    response: Response = await stock_completions.create_completion(request, raw_request)
     return response
-
-
-@until_disconnect
-async def _score_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    num_prompts = len(as_prompts(request.prompt)) if request.prompt else 0
-    return await _answer(scoremode_state(raw_request).completions, COMPLETIONS, request, raw_request, num_prompts)
 
 
 @router.post(CHAT, dependencies=[Depends(validate_json_request)], responses=STOCK_RESPONSES)
 async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """OpenAI's chat completions, as vLLM serves them."""
-    scores = scoremode_state(raw_request).chat is not None and is_scoring_chat(request)
-    response: Response = await (_score_chat if scores else stock_chat.create_chat_completion)(request, raw_request)
+    handler = scoremode_state(raw_request).chat
+    if handler is not None and is_scoring_chat(request):
+        # Refuses names that are given twice, of which vLLM's model takes the last.
+        read_fields(await raw_request.body())
+        return await _answer(request, raw_request, handler, CHAT)
+    response: Response = await stock_chat.create_chat_completion(request, raw_request)
     return response
-
-
-@until_disconnect
-async def _score_chat(request: ChatCompletionRequest, raw_request: Request) -> Response:
-    fields, repeated = split(await raw_request.body())
-    check_names(fields, repeated)
-    return await _answer(scoremode_state(raw_request).chat, CHAT, request, raw_request)
 
 
 @generate_router.post(GENERATE, responses=STOCK_RESPONSES)
 async def generate(request: GenerateRequest, raw_request: Request) -> Response:
     """Token ids in, token ids out, as vLLM serves them."""
-    scoring = scoremode_state(raw_request).generate
+    handler = scoremode_state(raw_request).generate
     # Answers have the texts of tokens, which `--tokens-only` leaves out.
-    scores = scoring is not None and scoring.stock.has_tokenizer and is_scoring_generation(request)
-    response: Response = await (_score_tokens if scores else stock_tokens.generate)(request, raw_request)
+    if handler is not None and handler.stock.has_tokenizer and is_scoring_generation(request):
+        return await _answer(request, raw_request, handler, GENERATE)
+    response: Response = await stock_tokens.generate(request, raw_request)
     return response
 
 
 @until_disconnect
-async def _score_tokens(request: GenerateRequest, raw_request: Request) -> Response:
-    return await _answer(scoremode_state(raw_request).generate, GENERATE, request, raw_request)
-
-
-async def _answer(
-    handler: ScoringCompletions | ScoringHandler | None,
-    route: str,
-    request: Any,
-    raw_request: Request,
-    num_prompts: int = 1,
-) -> Response:
-    assert handler is not None
+async def _answer(request: Any, raw_request: Request, handler: ScoringHandler, route: str) -> Response:
     state = scoremode_state(raw_request)
     state.admission.check()
-    state.limits.check_num_sequences(num_prompts, "prompt")
+    if isinstance(request, CompletionRequest) and request.prompt:
+        state.limits.check_num_sequences(len(as_prompts(request.prompt)), "prompt")
     accept = partial(accepted, state.admission, route)
     result = await handler.answer(request, raw_request, state.owner(raw_request.headers), accept)
     if isinstance(result, ErrorResponse):
         shorten_name(result, request.model)
         return JSONResponse(result.model_dump(), status_code=result.error.code)
     format_wanted = raw_request.headers.get(stock_completions.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
-    headers = metrics_header(format_wanted)
-    if isinstance(result, bytes):
-        return Response(result, headers=headers, media_type="application/json")
-    return StreamingResponse(result, headers=headers, media_type="application/json")
+    written: Any = Response if isinstance(result, bytes) else StreamingResponse
+    return cast(Response, written(result, headers=metrics_header(format_wanted), media_type="application/json"))

@@ -1,7 +1,6 @@
 """`GET /scoremode`: the page that scores a text and colors its tokens, from the package's folder `page`."""
 
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -38,16 +37,14 @@ router = APIRouter(route_class=ScoremodeRoute, include_in_schema=False)
 
 
 def _answering_with(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that answers with a file as it was when the server started, or with 304 if the client has it."""
+    """An endpoint that answers with a file as it was when the server started."""
     content = file.read_bytes()
-    etag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
-    headers = HEADERS | {"ETag": etag, "Content-Type": f"{CONTENT_TYPES[file.suffix]}; charset=utf-8"}
+    headers = HEADERS | {"Content-Type": f"{CONTENT_TYPES[file.suffix]}; charset=utf-8"}
 
     async def answer(request: Request) -> Response:
         if getattr(request.app.state.args, "no_page", False):
             raise NotServedError("this server was started with --no-page", None)
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("If-None-Match", "").split(",")]
-        return Response(status_code=304, headers=headers) if etag in known else Response(content, headers=headers)
+        return Response(content, headers=headers)
 
     return answer
 

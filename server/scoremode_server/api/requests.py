@@ -3,13 +3,12 @@ errors in OpenAI's shape."""
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial, wraps
+from functools import wraps
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -26,21 +25,22 @@ from vllm.entrypoints.serve.utils.api_utils import listen_for_disconnect, load_a
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode.wire.protocol import PerplexityRequest, ScoreRequest, TokensRequest
-from scoremode.wire.references import ReferenceRequest
-from scoremode_server import errors, json_fields
+from scoremode.windows import WindowError
+from scoremode_server import errors
 from scoremode_server.app import ScoremodeState
-from scoremode_server.completions.requests import read_completion_request, read_generate_request
+from scoremode_server.completions.requests import CompletionBody, GenerateBody
 from scoremode_server.errors import MAX_NAME, RequestError
+from scoremode_server.json_fields import read_fields
 from scoremode_server.prefix_cache.admission import Admission, RequestQueue, cancel_and_wait
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode")
 
 T = TypeVar("T")
+P = ParamSpec("P")
 RouteHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
-STATUSES = {
+STATUSES: dict[type[BaseException], HTTPStatus] = {
     errors.RequestError: HTTPStatus.BAD_REQUEST,
     errors.NotServedError: HTTPStatus.NOT_FOUND,
     errors.ConflictError: HTTPStatus.CONFLICT,
@@ -71,22 +71,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 EVENT_RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
-_TEXTS = {"prompt": json_fields.ONE_PROMPT, "texts": json_fields.TEXTS}
-_LISTS: dict[type[BaseModel], dict[str, Any]] = {
-    ScoreRequest: {
-        "prompt": json_fields.PROMPTS,
-        "continuations": json_fields.CONTINUATIONS,
-        "candidate_token_ids": json_fields.CANDIDATES,
-        "logprobs_from": json_fields.TOKENS,
-    },
-    PerplexityRequest: _TEXTS,
-    ReferenceRequest: _TEXTS,
-    TokensRequest: {"token_ids": json_fields.TOKENS},
-}
-"""Fields of each request that may be large, and their allowed forms."""
-
-_PLAIN_ID = re.compile(r"[!#-<>-~]*")
-"""Printable ASCII without spaces, quotes and equals signs."""
+_BODIES: dict[type[BaseModel], type[BaseModel]] = {CompletionRequest: CompletionBody, GenerateRequest: GenerateBody}
+"""What is read in place of vLLM's models."""
 
 
 class ScoremodeRoute(APIRoute):
@@ -98,14 +84,10 @@ class ScoremodeRoute(APIRoute):
         model: Any = None if self.body_field is None else self.body_field.field_info.annotation
         # Chat completions are read by vLLM's model as on its own route.
         if model not in (None, ChatCompletionRequest):
-            readers: dict[type[BaseModel], Callable[[bytes], BaseModel]] = {
-                CompletionRequest: read_completion_request,
-                GenerateRequest: read_generate_request,
-            }
-            read = readers.get(model) or partial(_read_model, model)
+            read_as = _BODIES.get(model, model)
 
             async def handle(request: Request) -> Response:
-                response: Response = await self.endpoint(await _read_request(request, read), request)
+                response: Response = await self.endpoint(await _read_request(request, read_as), request)
                 return response
 
         async def handle_with_errors(request: Request) -> Response:
@@ -121,6 +103,8 @@ class ScoremodeRoute(APIRoute):
                 details = error.errors(include_url=False, include_input=False)[:MAX_REPORTED]
                 # A union of types has an error for each of them.
                 failure = RequestError("; ".join(dict.fromkeys(map(_describe, details))), _field(details[0]))
+            except WindowError as error:
+                failure = RequestError(str(error), error.field)
             except EngineDeadError:
                 failure = errors.engine_has_died()
             except RequestError as error:
@@ -133,15 +117,15 @@ class ScoremodeRoute(APIRoute):
 
 
 def until_disconnect(
-    handler: Callable[[T, Request], Coroutine[Any, Any, Response]],
-) -> Callable[[T, Request], Coroutine[Any, Any, Response]]:
+    handler: Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]],
+) -> Callable[Concatenate[T, Request, P], Coroutine[Any, Any, Response]]:
     """A handler that counts in vLLM's load, and is cancelled when the client leaves. Unlike vLLM's `with_cancellation`,
     this waits until the handler has ended: nothing of a request outlives its answer."""
     counted = load_aware_call(handler)
 
     @wraps(handler)
-    async def run(request: T, raw_request: Request) -> Response:
-        handling = asyncio.create_task(counted(request, raw_request))
+    async def run(request: T, raw_request: Request, /, *args: P.args, **kwargs: P.kwargs) -> Response:
+        handling = asyncio.create_task(counted(request, raw_request, *args, **kwargs))
         leaving = asyncio.create_task(listen_for_disconnect(raw_request))
         try:
             await asyncio.wait((handling, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -177,8 +161,8 @@ async def accepted(
             # Texts and tokens never get into the log.
             logger.info(
                 "request id=%s route=%s status=%d sequences=%d tokens=%d cached=%d waited=%.3f ran=%.3f",
-                # The client chose it, and must not write other fields or lines.
-                request_id if _PLAIN_ID.fullmatch(request_id) else json.dumps(request_id),
+                # Quoted: the client chose it, and must not write other fields or lines.
+                json.dumps(request_id),
                 route,
                 status_of(failure),
                 queue.num_scored,
@@ -191,15 +175,11 @@ async def accepted(
 
 def status_of(error: BaseException | None) -> int:
     """The status of a request that ended with an error, or without one."""
-    match error:
-        case None:
-            return HTTPStatus.OK
-        case RequestError():
-            return STATUSES[type(error)]
-        case asyncio.CancelledError() | GeneratorExit():
-            return CLIENT_CLOSED_REQUEST
-        case _:
-            return HTTPStatus.INTERNAL_SERVER_ERROR
+    if error is None:
+        return HTTPStatus.OK
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return CLIENT_CLOSED_REQUEST
+    return STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def error_content(error: Exception) -> dict[str, Any]:
@@ -227,8 +207,7 @@ def _describe(detail: Any) -> str:
     return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
 
 
-async def _read_request(request: Request, read: Callable[[bytes], T]) -> T:
-    """What `read` makes of a request's body."""
+async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
     await validate_json_request(request)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
@@ -237,7 +216,9 @@ async def _read_request(request: Request, read: Callable[[bytes], T]) -> T:
     state = scoremode_state(request)
     with state.admission.until_stopped():
         body = await _read_body(request, state.limits.max_request_bytes)
-        return read(body) if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read, body)
+        if len(body) <= READ_AT_ONCE:
+            return model.model_validate(read_fields(body))
+        return await asyncio.to_thread(lambda: model.model_validate(read_fields(body)))
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -255,29 +236,3 @@ async def _read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise RequestError("the client disconnected before it had sent the body", None) from None
     return b"".join(chunks)
-
-
-def _read_model(model: type[BaseModel], body: bytes) -> BaseModel:
-    """A request of Scoremode's own routes. Pydantic tries each form of a list on each of its values, so it validates a
-    short list in place of one that is decoded already.
-
-    Raises:
-        ValidationError: a field is missing, unknown or wrong.
-    """
-    forms = _LISTS.get(model, {})
-    lists, to_validate, unknown = {}, {}, []
-    fields, repeated = json_fields.split(body)
-    json_fields.check_names({}, repeated)
-    for name, raw in fields.items():
-        if name in forms:
-            lists[name] = json_fields.read_list(raw, name, forms[name])
-            to_validate[name] = json_fields.stand_in(lists[name])
-        elif name in model.model_fields:
-            to_validate[name] = json_fields.read_anything(raw, name)
-        else:
-            unknown.append(name)
-    json_fields.check_names({name: fields[name] for name in to_validate if name not in lists})
-    request = model.model_validate({**to_validate, **dict.fromkeys(unknown[:MAX_REPORTED])})
-    for name, value in lists.items():
-        setattr(request, name, value)
-    return request

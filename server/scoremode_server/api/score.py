@@ -19,6 +19,7 @@ from scoremode.wire.protocol import (
     TokensResponse,
     TurnsRequest,
     TurnsResponse,
+    Usage,
 )
 from scoremode_server.api.requests import ERROR_RESPONSES, ScoremodeRoute, accepted, scoremode_state, until_disconnect
 from scoremode_server.api.responses import json_response, top_entries
@@ -79,15 +80,10 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             answers = [answer async for answer in scores]
 
         def write() -> Response:
+            strings, num_cached = state.tokenizer.strings, sum(answer.num_cached_tokens for answer in answers)
             results = [
-                _result(request, state.tokenizer.strings, each, passes[each.pass_index], answers[each.pass_index])
-                for each in sequences
+                _result(request, strings, each, passes[each.pass_index], answers[each.pass_index]) for each in sequences
             ]
-            usage = {
-                "prompt_tokens": num_tokens,
-                "cached_tokens": sum(answer.num_cached_tokens for answer in answers),
-                "total_tokens": num_tokens,
-            }
             return json_response(
                 {
                     "id": request_id,
@@ -95,7 +91,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
                     "created": int(time.time()),
                     "model": model.name,
                     "data": [{"index": index, **result} for index, result in enumerate(results)],
-                    "usage": usage,
+                    "usage": Usage(prompt_tokens=num_tokens, cached_tokens=num_cached, total_tokens=num_tokens),
                     **({"lane": request.lane, "mean_batch": queue.mean_batch} if request.lane != "prefill" else {}),
                 }
             )
@@ -160,15 +156,15 @@ def _result(
     if request.return_tokens:
         result["tokens"] = strings.texts_of(token_ids)
     if request.encoding_format == "base64":
-        result["logprobs"] = encode_array(_padded(logprobs, num_without, np.nan), "<f4")
+        result["logprobs"] = encode_array(_padded(logprobs, num_without), "<f4")
         if sequence.candidates is not None:
-            padded = _padded(candidate_logprobs, num_without, np.nan)
+            padded = _padded(candidate_logprobs, num_without)
             result["candidate_logprobs"] = {"shape": list(padded.shape), "logprobs": encode_array(padded, "<f4")}
         if request.top_logprobs:
             padded_ids = _padded(top_ids, num_without, -1)
-            result["top_logprobs"] = encode_top_logprobs(padded_ids, _padded(top_logprobs, num_without, np.nan))
+            result["top_logprobs"] = encode_top_logprobs(padded_ids, _padded(top_logprobs, num_without))
         return result
-    result["logprobs"] = _padded(scored, num_without, np.nan)
+    result["logprobs"] = _padded(scored, num_without)
     if sequence.candidates is not None:
         result["candidate_logprobs"] = [*[None] * num_without, *json_logprobs(candidate_logprobs).tolist()]
     if request.top_logprobs:
@@ -183,8 +179,6 @@ def _is_most_likely(rows: Rows, sequence: RequestedSequence, first_top: int) -> 
     return bool(rows.token_ids[-1, first_top] == sequence.token_ids[-1] and first > second)
 
 
-def _padded(values: np.ndarray, num_without: int, missing: float) -> np.ndarray:
+def _padded(values: np.ndarray, num_without: int, missing: float = np.nan) -> np.ndarray:
     """Values after a filler for each position without a row; contiguous."""
-    before = np.full((num_without, *values.shape[1:]), missing, values.dtype)
-    padded: np.ndarray = np.concatenate([before, values])
-    return padded
+    return np.concatenate([np.full((num_without, *values.shape[1:]), missing, values.dtype), values])

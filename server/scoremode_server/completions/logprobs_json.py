@@ -71,10 +71,8 @@ class Written:
 
     @property
     def num_bytes(self) -> int:
-        num_bytes, parts = _ENTRY_BYTES + len(self.full), self.openai
-        if parts is not None:
-            num_bytes += len(parts.names) + len(parts.logprobs) + len(parts.top) + parts.lengths.nbytes
-        return num_bytes
+        """Roughly: OpenAI's parts are together about as long as `full`."""
+        return _ENTRY_BYTES + 2 * len(self.full)
 
 
 class Entries(NamedTuple):

@@ -34,16 +34,13 @@ class PromptTexts:
 
     def text(self, token_ids: Sequence[int], block_hashes: Sequence[bytes]) -> str:
         """The text of a prompt. The text of its first blocks, which have these hashes, is stored for other prompts."""
-        if not block_hashes:
-            return self._decode(token_ids)
         num_blocks = len(block_hashes)
         num_stored = next((count for count in range(num_blocks, 0, -1) if block_hashes[count - 1] in self._stored), 0)
         prefix = self._stored[block_hashes[num_stored - 1]] if num_stored else ""
         end = num_blocks * self._block_size
         if num_stored < num_blocks:
             prefix = self._extended(prefix, token_ids[:end], num_stored * self._block_size)
-            if len(prefix) + _ENTRY_CHARACTERS <= self._stored.maxsize:
-                self._stored[block_hashes[-1]] = prefix
+            self._stored[block_hashes[-1]] = prefix
         return self._extended(prefix, token_ids, end)
 
     def _extended(self, text: str, token_ids: Sequence[int], start: int) -> str:

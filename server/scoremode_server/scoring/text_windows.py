@@ -8,15 +8,7 @@ from math import fsum
 import numpy as np
 
 from scoremode.metrics import count_words, exp
-from scoremode.windows import (
-    Method,
-    Window,
-    WindowError,
-    cut_windows,
-    resolve_context_length,
-    resolve_stride,
-    turn_windows,
-)
+from scoremode.windows import Method, Window, cut_windows, resolve_context_length, resolve_stride, turn_windows
 from scoremode.wire.protocol import PerplexityRequest, PerplexityWindow, ServerInfo, TurnSequence
 from scoremode_server.errors import RequestError
 from scoremode_server.scoring.limits import Limits
@@ -103,30 +95,32 @@ async def cut_texts(
     limits: Limits,
     info: ServerInfo,
 ) -> TextWindows:
-    """Tokenize the texts of a request, and cut their windows; or the windows of its conversations."""
+    """Tokenize the texts of a request, and cut their windows; or the windows of its conversations.
+
+    Raises:
+        WindowError: the method cannot cut such windows.
+    """
     if conversations is not None:
         return _turn_windows(request, conversations, limits)
     method, field_name = request.method, "prompt" if request.texts is None else "texts"
-    try:
-        context_length = resolve_context_length(method, request.context_length, limits.max_model_len)
-        stride = resolve_stride(method, context_length, request.stride)
-        documents = await _documents(request, tokenizer)
+    context_length = resolve_context_length(method, request.context_length, limits.max_model_len)
+    stride = resolve_stride(method, context_length, request.stride)
+    documents = await _documents(request, tokenizer)
+    for document in documents:
+        if document.token_ids:
+            limits.check_vocabulary(document.token_ids, field_name)
+    if request.max_tokens is not None:
+        await _truncate(documents, request, request.max_tokens, tokenizer, info)
+    # Before any is cut: there may be one window fewer per text.
+    limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
+
+    def cut() -> None:
+        special = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
         for document in documents:
-            if document.token_ids:
-                limits.check_vocabulary(document.token_ids, field_name)
-        documents = await _truncated(documents, request, tokenizer, info)
-        # Before any is cut: there may be one window fewer per text.
-        limits.check_num_sequences(sum(len(document.token_ids) // stride + 1 for document in documents), "stride")
+            document.windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
 
-        def cut() -> None:
-            special = {"prefix_token_id": info.prefix_token_id, "bos_token_id": info.chunk_token_id}
-            for document in documents:
-                document.windows = cut_windows(len(document.token_ids), method, context_length, stride, **special)
-
-        # In a thread: a long text with a short stride has tens of thousands of windows.
-        await asyncio.to_thread(cut)
-    except WindowError as error:
-        raise RequestError(str(error), error.field) from None
+    # In a thread: a long text with a short stride has tens of thousands of windows.
+    await asyncio.to_thread(cut)
     texts = TextWindows(method, context_length, stride, documents)
     if not texts.windows:
         raise RequestError(
@@ -143,10 +137,7 @@ def _turn_windows(request: PerplexityRequest, conversations: list[TurnSequence],
             raise RequestError(f"{field_name} cannot be given with messages", field_name)
     if "method" in request.model_fields_set and request.method != "conversation":
         raise RequestError(f"messages are scored by method 'conversation', not {request.method!r}", "method")
-    try:
-        context_length = resolve_context_length("conversation", request.context_length, limits.max_model_len)
-    except WindowError as error:
-        raise RequestError(str(error), error.field) from None
+    context_length = resolve_context_length("conversation", request.context_length, limits.max_model_len)
     documents = []
     for each in conversations:
         limits.check_vocabulary(each["token_ids"], f"messages[{each['conversation']}]")
@@ -173,18 +164,14 @@ async def _documents(request: PerplexityRequest, tokenizer: Tokenizer) -> list[T
     ]
 
 
-async def _truncated(
-    documents: list[TextDocument], request: PerplexityRequest, tokenizer: Tokenizer, info: ServerInfo
-) -> list[TextDocument]:
-    """The first `max_tokens` tokens of all documents together, each document with the text of its tokens."""
-    if request.max_tokens is None:
-        return documents
-    max_tokens, truncated = request.max_tokens, []
+async def _truncate(
+    documents: list[TextDocument], request: PerplexityRequest, max_tokens: int, tokenizer: Tokenizer, info: ServerInfo
+) -> None:
+    """Keep the first `max_tokens` tokens of all documents together, and the text of each document's tokens."""
     for document in documents:
-        token_ids, text = document.token_ids[:max_tokens], document.text
+        token_ids = document.token_ids[:max_tokens]
         max_tokens -= len(token_ids)
-        if len(token_ids) < len(document.token_ids) and text is not None:
+        if len(token_ids) < len(document.token_ids) and document.text is not None:
             special = request.adds_special_tokens and token_ids[:1] == [info.chunk_token_id]
-            text = await tokenizer.decode(token_ids[special:]) if token_ids else ""
-        truncated.append(TextDocument(token_ids, text, index=document.index))
-    return truncated
+            document.text = await tokenizer.decode(token_ids[special:]) if token_ids else ""
+        document.token_ids = token_ids

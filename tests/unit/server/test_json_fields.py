@@ -1,29 +1,46 @@
-"""Fields of a JSON body: in which form each is decoded, and where it goes wrong."""
+"""Fields of a JSON body: what is decoded, and what is refused."""
 
 import json
 from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
-from scoremode_server.json_fields import CONTINUATIONS, PROMPTS, TEXTS, read_anything, read_list, split
+from scoremode_server.errors import RequestError
+from scoremode_server.json_fields import read_fields
 
-token_ids = st.lists(st.integers())
-texts = st.lists(st.text())
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
 
 
-def read(value: Any, forms: dict[str, Any] = PROMPTS) -> Any:
-    return read_list(split(json.dumps({"field": value}, indent=1).encode())[0]["field"], "field", forms)
+@given(st.dictionaries(st.text() | st.just("prompt"), values))
+def test_fields_are_what_json_says(body):
+    assert read_fields(json.dumps(body, indent=1).encode()) == body
 
 
-@settings(max_examples=30)
-@given(st.one_of(st.none(), st.text(), texts, token_ids, st.lists(token_ids)), texts)
-def test_prompts_and_texts_of_any_form_are_what_json_says(prompt, several):
-    assert read(prompt) == prompt
-    assert read(several, TEXTS) == read(several, CONTINUATIONS) == several
+def test_no_field_is_given_twice():
+    with pytest.raises(RequestError, match="echo is given more than once") as failure:
+        read_fields(b'{"echo": false, "echo": true}')
+    assert failure.value.param == "echo"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({str(number): 1 for number in range(1001)}, "the body has 1001 fields"),
+        ({"messages": [{}] * 100_001}, "messages has 100002 lists and objects"),
+        ({"stop": ["a"] * 500_001}, "stop has 500001 values"),
+    ],
+)
+def test_bodies_that_would_occupy_the_server_are_refused(body: dict[str, Any], message: str):
+    with pytest.raises(RequestError, match=message):
+        read_fields(json.dumps(body).encode())
 
 
 def test_brackets_and_commas_in_texts_are_not_counted():
-    assert read(["[" * 200_000]) == ["[" * 200_000]
-    text = "," * 600_000
-    assert read_anything(split(json.dumps({"a": text}).encode())[0]["a"], "a") == text
+    body = {"prompt": ["[" * 200_000], "suffix": "," * 600_000}
+    assert read_fields(json.dumps(body).encode()) == body

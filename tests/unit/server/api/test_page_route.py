@@ -6,6 +6,7 @@ from scoremode_server.api.page import FILES, FOLDER
 from tests.unit.server.api.light_app import app_with_flags, ask, light_app
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE_JS = "/scoremode/page.js"
 
 
 async def test_every_file_of_the_folder_is_served_and_isolated():
@@ -20,8 +21,22 @@ async def test_every_file_of_the_folder_is_served_and_isolated():
         headers = response.headers
         assert headers["Content-Type"] == f"{TYPES[file.suffix]}; charset=utf-8"
         assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
-        policy = headers["Content-Security-Policy"].split("; ")
-        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
+        assert headers["Content-Security-Policy"].split("; ") == [
+            *("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:"),
+            *("connect-src 'self' http: https:", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
+            *("require-trusted-types-for 'script'", "trusted-types 'none'"),
+        ]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/scoremode/../settings.py", "/scoremode/..%2fsettings.py", "/scoremode/%2e%2e/settings.py", "/scoremode/"),
+        *("/scoremode//etc/passwd", "/scoremode/index.html", f"{PAGE_JS}%00", f"{PAGE_JS}/", "/scoremode/PAGE.JS"),
+    ],
+)
+async def test_no_path_leads_to_another_file(path):
+    assert (await ask(light_app(), path)).status_code in (307, 404)
 
 
 @pytest.mark.parametrize("api_key", [None, ["secret"]])
@@ -33,3 +48,11 @@ async def test_the_page_needs_no_key_and_can_be_turned_off(api_key, monkeypatch)
     for path in FILES:
         assert (await ask(served, path)).status_code == 200
         assert (await ask(turned_off, path)).status_code == 404
+
+
+async def test_the_page_loads_below_a_root_path_and_nothing_from_outside():
+    assert (await ask(light_app(), f"/scoring{PAGE_JS}", root_path="/scoring")).status_code == 200
+    for file in FILES.values():
+        code = file.read_text()
+        assert not [part for part in ('src="/', 'href="/', 'from "/', "@import", "url(", "innerHTML") if part in code]
+        assert "https://" not in code.replace("http:// or https://", "")

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from scoremode_server.api import requests
 from scoremode_server.api.requests import STATUSES
 from scoremode_server.errors import RequestError
 from tests.bad_inputs import BAD_INPUTS, COMPLETIONS, JSON, PERPLEXITY, SCORE
-from tests.unit.server.api.light_app import client_of, client_of_model, error_of, light_app
+from tests.models import random_llama
+from tests.unit.server.api.light_app import app_with_completions, client_of, client_of_model, error_of, light_app
+from tests.unit.server.prefix_cache.fake_engine import VOCABULARY
 
 GOOD = {"prompt": [5, 6, 7]}
 BODY = json.dumps(GOOD).encode()
@@ -56,17 +59,38 @@ async def test_a_body_whose_header_exceeds_the_limit_is_not_read():
     assert response.status_code == 413
 
 
+SCORES = {"prompt": [5, 6], "echo": True, "logprobs": 1, "max_tokens": 1}
+
+
 @pytest.mark.parametrize(
-    ("request_id", "logged"),
-    [("run/7:a", "run/7:a"), ('a" route=/v1/kld status=500', r'"score-a\" route=/v1/kld status=500"')],
+    ("route", "body", "headers", "logged"),
+    [
+        (SCORE, {"prompt": [5, 6]}, {"X-Request-Id": "run/7:a"}, 'id="score-run/7:a" route=/v1/score status=200 '),
+        (
+            SCORE,
+            {"prompt": [5, 6]},
+            {"X-Request-Id": 'a" route=/v1/kld status=500'},
+            r'id="score-a\" route=/v1/kld status=500" route=/v1/score status=200 ',
+        ),
+        (
+            COMPLETIONS,
+            SCORES | {"request_id": "a\nrequest id=b\x1b[1m"},
+            {},
+            r'id="cmpl-a\nrequest id=b\u001b[1m" route=/v1/completions status=200 ',
+        ),
+    ],
 )
-async def test_no_id_of_a_request_passes_for_other_fields_of_its_line(monkeypatch, request_id: str, logged: str):
+async def test_no_id_of_a_request_passes_for_other_fields_of_its_line(
+    random_model, monkeypatch, route, body, headers, logged
+):
     lines: list[str] = []
     monkeypatch.setattr(requests.logger, "info", lambda text, *values: lines.append(text % values))
-    async with client_of(light_app()) as client:
-        await client.post(SCORE, json=GOOD, headers={"X-Request-Id": request_id})
+    app, _ = app_with_completions(random_model)
+    async with client_of(app) as client:
+        answer = await client.post(route, json=body, headers=headers)
+    assert answer.status_code == 200
     (line,) = lines
-    assert f"{logged} route=/v1/score status=200 " in line
+    assert line.startswith(f"request {logged}")
 
 
 @pytest.mark.parametrize(
@@ -85,22 +109,54 @@ async def test_one_log_line_has_the_outcome_of_a_request(monkeypatch, error: Bas
     except type(error or ValueError):
         pass
     (line,) = lines
-    assert line.startswith(f"request id=score-7 route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited=")
+    assert line.startswith(
+        f'request id="score-7" route=/v1/score status={status} sequences=1 tokens=10 cached=4 waited='
+    )
 
 
-@pytest.mark.parametrize(("field", "value"), [("lane", "verify"), ("context", 5)])
-async def test_lanes_that_the_engine_lacks_are_refused(field: str, value: object):
+@pytest.mark.parametrize(
+    ("route", "fields", "param"),
+    [
+        ("/v1/score", {"lane": "verify"}, "lane"),
+        ("/v1/perplexity", {"lane": "verify"}, "lane"),
+        ("/v1/score", {"context": 5}, "context"),
+    ],
+)
+async def test_lanes_that_the_engine_lacks_are_refused(route: str, fields: dict[str, object], param: str):
     async with client_of(light_app()) as client:
-        answers = [await client.post(route, json=GOOD | {field: value}) for route in (SCORE, PERPLEXITY)]
-    assert [error_of(answer)[:2] for answer in answers] == [(400, field)] * 2
+        answer = await client.post(route, json={"prompt": [5, 6, 7], **fields})
+    assert error_of(answer)[:2] == (400, param)
 
 
 @pytest.mark.parametrize("lane", ["prefill", "decode"])
 async def test_an_answer_of_another_lane_says_so(lane: str):
     async with client_of(light_app()) as client:
-        score, perplexity = [
-            (await client.post(route, json=GOOD | {"lane": lane})).json() for route in (SCORE, PERPLEXITY)
-        ]
+        score = (await client.post("/v1/score", json={"prompt": [5, 6, 7], "lane": lane})).json()
+        perplexity = (await client.post("/v1/perplexity", json={"prompt": [5, 6, 7], "lane": lane})).json()
     assert score.get("lane", "prefill") == perplexity["lane"] == lane
     for answer in (score, perplexity):
         assert (answer.get("mean_batch") is None) == (lane == "prefill")
+
+
+async def test_an_unknown_model_is_answered_with_the_served_ones_and_adapters():
+    app = light_app()
+    app.state.scoremode.models.models.lora_requests = {"an-adapter": None}
+    async with client_of(app) as client:
+        response = await client.post("/v1/score", json={"model": "foo", "prompt": [5, 6]})
+    message = "The model `foo` does not exist. Valid aliases: m. Adapters: an-adapter."
+    assert error_of(response) == (404, "model", message)
+
+
+async def test_each_token_has_the_text_that_it_decodes_to(tmp_path):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(random_llama(tmp_path, vocab_size=VOCABULARY))
+    part = tokenizer.encode("💡")[0]
+    async with client_of(light_app(tokenizer=tokenizer)) as client:
+        for token_ids in (list(range(VOCABULARY)), [7, 7, part], []):
+            answer = (await client.post("/v1/tokens", json={"token_ids": token_ids})).json()
+            assert answer == {"object": "tokens", "tokens": [tokenizer.decode([each]) for each in token_ids]}
+        assert error_of(await client.post("/v1/tokens", json={"token_ids": [5] * (VOCABULARY + 1)}))[0] == 400
+
+
+async def test_without_a_tokenizer_tokens_have_no_text():
+    async with client_of(light_app()) as client:
+        assert error_of(await client.post("/v1/tokens", json={"token_ids": [5]}))[:2] == (400, "token_ids")
