@@ -1,20 +1,23 @@
 """Plots of a comparison: what is drawn is what was measured."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from made_up_runs import MODELS, NOISE_FLOOR, write_runs
+from made_up_runs import MODELS, NOISE_FLOOR, NUM_PARAMETERS, write_runs
+from PIL import Image
 
-from scoremode.comparison import compare, load_runs
-from scoremode.comparison.plot_style import LIGHT
-from scoremode.comparison.plots import plots, write_plots
+from scoremode.comparison import Figure, compare, load_runs, size_plots
+from scoremode.comparison.plot_style import DARK, LIGHT
+from scoremode.comparison.plots import plots, short_labels, write_plots
+from scoremode.comparison.size_plots import Point
 from scoremode.comparison.token_plots import confidence_means, running_difference, survival
 
 NUM_TOKENS = 5000
 KLD, DISTRIBUTION, BY_CONFIDENCE = (f"kl-divergence{end}" for end in ("", "-distribution", "-by-confidence"))
 PERPLEXITY, DIFFERENCE = "perplexity-ratio", "running-difference"
+ALL = [PERPLEXITY, KLD, DISTRIBUTION, BY_CONFIDENCE, DIFFERENCE]
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +30,27 @@ def changed(comparison, change):
     return replace(comparison, runs=[replace(figures, run=change(figures.run)) for figures in comparison.runs])
 
 
+def without(comparison, *names):
+    """A comparison of runs whose servers did not tell these facts."""
+    unknown = dict.fromkeys(names)
+    return changed(comparison, lambda run: replace(run, server=run.server.model_copy(update=unknown)))
+
+
 def drawn(comparison, name, theme=LIGHT):
     """The figure of a plot, and its axes."""
     figure = next(plot for plot in plots(comparison) if plot.name == name).draw(theme)
     return figure, figure.axes[0]
+
+
+def markers(axes):
+    """The points with error bars, as (x, y), in the order in which they were drawn."""
+    return [tuple(float(value[0]) for value in container[0].get_data()) for container in axes.containers]
+
+
+def log_ratios(comparison):
+    """Of each run's perplexity to the first's, from both."""
+    base = comparison.runs[0].nll.value
+    return [0, *(pytest.approx(figures.nll.value - base, rel=1e-9) for figures in comparison.runs[1:])]
 
 
 def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_path):
@@ -41,15 +61,30 @@ def test_every_plot_is_written_for_both_schemes_with_a_caption(comparison, tmp_p
     captions = (folder / "captions.md").read_text()
     texts = (*(f"**{name}**: " for name in names), f"{NUM_TOKENS:,} tokens scored", "vLLM 0.32.0", "50 resamples")
     assert [text for text in texts if text not in captions] == []
+    for scheme, theme in (("light", LIGHT), ("dark", DARK)):
+        corner = Image.open(folder / f"perplexity-ratio-{scheme}.png").convert("RGB").getpixel((0, 0))
+        assert "#{:02x}{:02x}{:02x}".format(*corner) == theme.paper
 
 
-def test_perplexity_is_drawn_against_size(comparison):
-    axes, base = drawn(comparison, PERPLEXITY)[1], comparison.runs[0].nll.value
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("bits per weight", "ln(perplexity / the base's)")
-    points = [tuple(float(value[0]) for value in container[0].get_data()) for container in axes.containers]
-    for (bits, ratio), model, figures in zip(points, MODELS, comparison.runs, strict=True):
-        assert bits == pytest.approx(model.bits, rel=1e-6)
-        assert ratio == pytest.approx(figures.nll.value - base, rel=1e-9)
+@pytest.mark.parametrize(
+    ("unknown", "axis", "places"),
+    [
+        ((), "bits per weight", [model.bits for model in MODELS]),
+        (("num_parameters",), "weight files (GiB)", [NUM_PARAMETERS * model.bits / 8 / 2**30 for model in MODELS]),
+    ],
+)
+def test_perplexity_is_drawn_against_size(comparison, unknown, axis, places):
+    axes = drawn(without(comparison, *unknown), PERPLEXITY)[1]
+    values = log_ratios(comparison)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == (axis, "ln(perplexity / the base's)")
+    assert markers(axes) == [(pytest.approx(x, rel=1e-6), y) for x, y in zip(places, values, strict=True)]
+
+
+def test_where_no_size_is_known_runs_have_a_row_each(comparison):
+    axes = drawn(without(comparison, "num_parameters", "weight_bytes"), PERPLEXITY)[1]
+    assert markers(axes) == [(value, row) for row, value in enumerate(log_ratios(comparison))]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [model.name for model in MODELS]
+    assert "Pareto front" not in [line.get_label() for line in axes.lines]
 
 
 def test_divergence_has_its_intervals_and_the_noise_floor(comparison):
@@ -58,6 +93,29 @@ def test_divergence_has_its_intervals_and_the_noise_floor(comparison):
         bottom, top = container[2][0].get_segments()[0][:, 1]
         assert (bottom, top) == (pytest.approx(figures.kld.low), pytest.approx(figures.kld.high))
     assert any(line.get_label() == "noise floor" and set(line.get_ydata()) == {NOISE_FLOOR} for line in axes.lines)
+
+
+def test_the_pareto_front_has_what_no_run_beats_in_both():
+    """From the top to the first, and from the last to the right."""
+    values = {"small": (3, 9.0), "beaten": (5, 8.0), "middle": (4, 7.0), "as good, larger": (6, 7.0), "best": (8, 6.0)}
+    points = [Point(0, name, size, value, value, value) for name, (size, value) in values.items()]
+    axes = size_plots.draw(points, "size", "value", None, LIGHT).axes[0]
+    line = next(line for line in axes.lines if line.get_label() == "Pareto front")
+    ends = (3, axes.get_ylim()[1]), (axes.get_xlim()[1], 6)
+    assert np.array_equal(line.get_xydata(), [ends[0], (3, 9), (4, 7), (8, 6), ends[1]])
+    few = size_plots.draw(points[:2], "size", "value", None, LIGHT).axes[0]
+    assert "Pareto front" not in [line.get_label() for line in few.lines]
+
+
+@pytest.mark.parametrize("name", [PERPLEXITY, KLD])
+def test_labels_cover_neither_each_other_nor_a_point(comparison, name):
+    figure, axes = drawn(comparison, name)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [model.name for model in MODELS]
+    assert [(one, other) for one, other in combinations(boxes, 2) if one.overlaps(other)] == []
+    pixels = axes.transData.transform(markers(axes))
+    assert [point for point in pixels for box in boxes if box.contains(*point)] == []
 
 
 def test_the_distribution_is_the_share_of_tokens_with_more(comparison):
@@ -80,6 +138,11 @@ def test_means_by_confidence_are_those_of_the_tokens_in_a_bucket(comparison):
         # Both are sums of a thousand float64, in another order.
         assert means[index] == pytest.approx(mean, rel=1e-12)
         assert errors[index] == pytest.approx(clustered, rel=1e-9)
+    # A bucket without tokens is not drawn.
+    sure = np.minimum(run.reference_confidence, 0.9)
+    unsure = changed(comparison, lambda run: replace(run, reference_confidence=sure))
+    assert np.isnan([values[4] for values in confidence_means(unsure.runs[3].run)]).all()
+    assert drawn(unsure, BY_CONFIDENCE)[1].get_xticklabels()[4].get_text() == "0.95 to 1\nnone"
 
 
 def test_the_running_difference_is_a_mean_of_what_came_before(comparison):
@@ -89,3 +152,49 @@ def test_the_running_difference_is_a_mean_of_what_came_before(comparison):
         assert means[count - 1] == pytest.approx((run.nlls[:count] - base.nlls[:count]).mean(), rel=1e-9)
     line = next(line for line in drawn(comparison, DIFFERENCE)[1].lines if line.get_label() == "RTN-3bit")
     assert line.get_ydata()[-1] == means[-1]
+
+
+def test_a_plot_without_data_is_left_out(comparison):
+    assert [plot.name for plot in plots(comparison)] == ALL
+    without_kld = changed(comparison, lambda run: replace(run, kld=None))
+    identical = changed(comparison, lambda run: replace(run, kld=np.zeros(NUM_TOKENS)))
+    for each in (without_kld, identical):
+        assert [plot.name for plot in plots(each)] == [PERPLEXITY, DIFFERENCE]
+    assert [plot.name for plot in plots(replace(without_kld, runs=without_kld.runs[:1], pairs=[]))] == ["perplexity"]
+
+
+NO_PLACE = "Not drawn, because a log axis has no place for 0 or infinity: "
+BEYOND = "3 infinite values lie beyond the right edge."
+
+
+@pytest.mark.parametrize(
+    ("place", "factor", "infinite", "captions"),
+    [
+        (0, 0, 0, dict.fromkeys((KLD, DISTRIBUTION, BY_CONFIDENCE), f"{NO_PLACE}BF16.")),
+        (5, 1, 3, {KLD: f"{NO_PLACE}RTN-3bit.", DISTRIBUTION: BEYOND}),
+        (5, 0, 3, dict.fromkeys((KLD, DISTRIBUTION, BY_CONFIDENCE), f"{NO_PLACE}RTN-3bit.")),
+    ],
+)
+def test_what_has_no_place_on_a_log_axis_is_in_the_caption(comparison, place, factor, infinite, captions):
+    figures = comparison.runs[place]
+    kld = factor * figures.run.kld
+    kld[:infinite] = np.inf
+    runs = comparison.runs.copy()
+    runs[place] = replace(figures, kld=Figure(kld.mean(), None, None, None), run=replace(figures.run, kld=kld))
+    odd = replace(comparison, runs=runs)
+    found = {plot.name: plot.caption for plot in plots(odd)}
+    for text in (f"{NO_PLACE}BF16.", f"{NO_PLACE}RTN-3bit.", BEYOND):
+        assert {name for name in ALL if text in found[name]} == {name for name in captions if text in captions[name]}
+    for name in (KLD, DISTRIBUTION, BY_CONFIDENCE):
+        assert drawn(odd, name)[1].get_yscale() == "log"
+    assert len(markers(drawn(odd, KLD)[1])) == 5
+
+
+def test_names_are_shortened_and_drawn_as_they_are(comparison):
+    """Text between two `$` is no formula, and one that begins with an underscore is in the legend."""
+    figure, _ = drawn(changed(comparison, lambda run: replace(run, label=f"_a$b_{'c' * 60}{run.label}$")), DIFFERENCE)
+    figure.draw_without_rendering()
+    names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
+    assert [name[:5] for name in names] == ["_a$b_"] * 5
+    assert (len(set(names)), max(map(len, names))) == (5, 40)
+    assert short_labels([f"{'b' * 30}{middle}{'b' * 30}" for middle in "xy"])[1].endswith(" (2)")

@@ -20,12 +20,11 @@ def make_scorer(
     windows: ReferenceWindows | None = None,
     *,
     chunk: int = 3,
-    mode: str = "raw_logprobs",
     group: Any = ALONE,
 ) -> RowScorer:
     """A scorer whose working memory holds so many rows, each with its target."""
     shape = LogitsShape(vocab, 4)
-    return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, mode, group, windows)
+    return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, group, windows)
 
 
 def let_all_be_written(windows: ReferenceWindows) -> None:
