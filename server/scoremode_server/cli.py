@@ -18,6 +18,10 @@ SHUTDOWN_TIMEOUT = 30
 MAX_TOKENIZER_THREADS = 4
 """Each thread has a copy of the tokenizer."""
 
+MMAP_THRESHOLD_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
+MMAP_THRESHOLD = 128 * 1024
+"""Bytes from which glibc gives an allocation its own pages, in the processes of a CPU engine."""
+
 
 def serve(arguments: list[str]) -> None:
     """Run `vllm serve` with `arguments`, until it is stopped.
@@ -33,6 +37,7 @@ def serve(arguments: list[str]) -> None:
         require_supported()
     except RuntimeError as error:
         raise SystemExit(f"scoremode: {error}") from None
+    keep_tensors_off_the_heap()
     # vLLM's command-line module needs distribution metadata that the CPU build lacks; the subcommand itself does not.
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
@@ -90,6 +95,18 @@ def tokenizer_threads() -> int:
     """One for every four cores. A thread encodes some 250,000 tokens per second, as many as a GPU scores of a model
     with a billion parameters."""
     return max(1, min(MAX_TOKENIZER_THREADS, len(os.sched_getaffinity(0)) // 4))
+
+
+def keep_tensors_off_the_heap() -> None:
+    """Fix glibc's threshold for the processes of a CPU engine, unless the environment has one.
+
+    glibc raises it to the largest allocation that was freed, up to 32 MiB. Tensors of a step are then on the heap, and
+    leave holes between objects that stay, so that the heap grows by hundreds of MiB.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        os.environ.setdefault(MMAP_THRESHOLD_VARIABLE, str(MMAP_THRESHOLD))
 
 
 def main() -> None:

@@ -38,6 +38,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 1024,
+    "truncate": False,
+}
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 64, "sliding_window": 128, "tie_word_embeddings": True}
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -62,6 +71,11 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "Falcon-H1 (Mamba hybrid)": lambda: transformers.FalconH1Config(
         **SIZES, mamba_d_ssm=512, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64
+    ),
+    "gpt-oss (attention sinks)": lambda: transformers.GptOssConfig(
+        **SIZES
+        | {"num_attention_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128}
+        | {"rope_parameters": YARN}
     ),
 }
 

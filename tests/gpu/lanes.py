@@ -2,13 +2,13 @@
 
     python -m tests.gpu.lanes MODEL [--dtype float32] [--batch 25] [--length 257] [--eager]
 
-Eagerly it also plants a fault that only a step with one token per sequence has, and says what each lane makes of it.
+Eagerly it also plants faults that only a step with one token per sequence has, and says what each lane makes of them.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,27 @@ def linear_fault(batch: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def attention_fault(batch: int) -> Iterator[None]:
+    """A reduction of decode attention that scales one head of eight wrongly, as where one split's maximum is stale."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    forward = Attention.forward
+
+    def misreduced(self: Any, query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        output = forward(self, query, *rest, **options)
+        if query.shape[0] <= batch:
+            width = output.shape[-1] // 8
+            output = torch.cat((output[..., :width] * 0.8, output[..., width:]), -1)
+        return output
+
+    with patch.object(Attention, "forward", misreduced):
+        yield
+
+
+FAULTS: dict[str, Callable[[int], Any]] = {"linear": linear_fault, "attention": attention_fault}
+
+
 def distances(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
     """Mean, median and largest absolute difference in nats, and the mean difference."""
     difference = one.astype(np.float64) - other
@@ -101,7 +122,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=257)
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
-    # The fault is planted in this process.
+    # Faults are planted in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -133,9 +154,9 @@ def main() -> None:
         "prefill to transformers": distances(prefill[:4], exact),
         "chunks of 3 to prefill": distances(lane_logprobs(engine, texts, 3), prefill),
     }
-    if options.eager:
-        with linear_fault(options.batch):
-            result["fault"] = {
+    for name, fault in FAULTS.items() if options.eager else ():
+        with fault(options.batch):
+            result[name] = {
                 "decode": distances(lane_logprobs(engine, texts, 1, CONTEXT + 1), as_generated),
                 "prefill": distances(lane_logprobs(engine, texts, 0), prefill),
                 "decode to prefill": distances(lane_logprobs(engine, texts, 1, CONTEXT + 1), prefill[:, after]),

@@ -37,15 +37,27 @@ def test_sequences_of_every_length_alone_and_together(served: Served, tokens: li
         oracle.assert_close(other.logprobs[1:], exact, scale=SCALE)
 
 
+def test_an_echo_has_the_logprobs_of_score(served: Served, tokens: list[int]):
+    body = {"prompt": tokens[:300], "echo": True, "logprobs": 1, "max_tokens": 0}
+    (choice,) = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300).json()["choices"]
+    (score,) = served.client.score(tokens[:300], use_cache=False)
+    oracle.assert_close(choice["logprobs"]["token_logprobs"][1:], np.array(score.logprobs[1:]), scale=SCALE)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_top_logprobs_and_candidates_at_a_temperature(served: Served, tokens: list[int], temperature: float):
     sequence, chosen = tokens[:200], [0, 17, 49_151]
     exact = (oracle.logits(served.model, sequence) / temperature).log_softmax(-1).numpy()
-    (score,) = served.client.score(sequence, top_logprobs=50, candidate_token_ids=chosen, temperature=temperature)
+    (score,) = served.client.score(
+        sequence, top_logprobs=50, candidate_token_ids=chosen, temperature=temperature, return_ranks=True
+    )
     top = score.top_logprobs
     oracle.assert_close(top.logprobs[1:], np.sort(exact)[:, ::-1][:, :50], scale=2 * SCALE)
     oracle.assert_close(top.logprobs[1:], np.take_along_axis(exact, top.token_ids[1:], 1), scale=2 * SCALE)
     oracle.assert_close(score.candidate_logprobs[1:], exact[:, chosen], scale=2 * SCALE)
+    for position in range(1, len(sequence)):
+        if score.ranks[position] <= 50:
+            assert top.logprobs[position, score.ranks[position] - 1] == score.logprobs[position]
 
 
 def test_a_prefix_that_is_cached_changes_no_logprob(served: Served, tokens: list[int]):

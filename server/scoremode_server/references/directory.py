@@ -38,6 +38,8 @@ from scoremode_server.references.tensor_files import BrokenFileError, moved_to, 
 _MANIFEST = "manifest.json"
 _SHARD = re.compile(r"(\d{6,})\.safetensors")
 _DELETED = ".deleted-"
+_MOST_NAMED = 20
+"""The most references that a message about an unknown one lists."""
 
 
 class NoReferenceError(Exception):
@@ -174,7 +176,7 @@ class ReferenceDirectory:
         try:
             return StoredReference(name, path, Manifest.from_json((path / _MANIFEST).read_text()))
         except (FileNotFoundError, NotADirectoryError):
-            raise NoReferenceError(f"there is no reference {name!r}") from None
+            raise self._unknown(name) from None
         except (OSError, ValueError) as error:
             raise BrokenFileError(f"{path / _MANIFEST}: {error}") from None
 
@@ -227,7 +229,7 @@ class ReferenceDirectory:
             # No call finds a part of it.
             path.rename(trash)
         except FileNotFoundError:
-            raise NoReferenceError(f"there is no reference {name!r}") from None
+            raise self._unknown(name) from None
         # And those that were not removed completely, because a process was killed or a file was written.
         for each in self.root.glob(f"{_DELETED}*"):
             if each.is_dir() and not each.is_symlink():
@@ -251,6 +253,12 @@ class ReferenceDirectory:
         threads = FileThreads()
         done, _ = wait([threads.submit(name, partial(head_bytes, name)) for name in self.names()], seconds)
         return max((size.result() for size in done if not size.exception()), default=0)
+
+    def _unknown(self, name: str) -> NoReferenceError:
+        names = self.names()
+        named = [*names[:_MOST_NAMED], *([f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else [])]
+        there_are = f"; there are {', '.join(named)}" if named else ""
+        return NoReferenceError(f"there is no reference {name!r}{there_are}")
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(REFERENCE_NAME, name):

@@ -124,7 +124,7 @@ async def test_references_are_listed_by_name_and_deleted(engine, client, monkeyp
         assert error_of(await client.request(method, BASE)) == (
             404,
             "name",
-            "there is no reference 'base'",
+            "there is no reference 'base'; there are a",
         )
     assert (await client.get(REFERENCES)).json()["data"] == [first]
     assert os.listdir(engine.directory.root) == ["a"]
