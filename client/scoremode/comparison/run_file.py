@@ -259,7 +259,7 @@ def _check_arrays(path: Path, kind: str, arrays: Mapping[str, NDArray[Any]]) -> 
     if missing := [name for name in (*needed, "window_sizes") if name not in arrays]:
         raise RunError(f"{path}: its arrays lack {', '.join(missing)}")
     num_windows, num_scored = len(arrays["window_sizes"]), int(arrays["window_sizes"].sum())
-    for name, array in arrays.items():
+    for name, array in sorted(arrays.items()):
         shape = (num_windows,) if name.startswith("window_") else (num_scored,)
         if not name.startswith("top_tokens.") and array.shape != shape:
             raise RunError(f"{path}: {name} is of shape {array.shape} instead of {shape}")

@@ -108,7 +108,7 @@ WRONG_SIZES, NOT_NUMBERS = np.array([1, 2], np.int32), np.full(3000, np.nan, np.
         (lambda path: path.with_suffix(".safetensors").unlink(), "{path}: the values of its tokens, run.safetensors"),
         (lambda path: with_arrays(path, token_ids=None), "{path}: its arrays lack token_ids"),
         (lambda path: with_arrays(write_kld_run(path, NLLS, KLD), kld=None, ranks=None), "its arrays lack kld, ranks"),
-        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "is of shape (30,) instead of (2,)"),
+        (lambda path: with_arrays(path, window_sizes=WRONG_SIZES), "logprobs is of shape (3000,) instead of (3,)"),
         (lambda path: with_arrays(path, logprobs=NOT_NUMBERS), "{path}: logprobs has NaN"),
         (lambda path: with_arrays(path, **EMPTY), "{path} has no scored token"),
         (
