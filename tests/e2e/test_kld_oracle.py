@@ -1,6 +1,7 @@
 """KL divergence on real servers against transformers: float64 over the full logits of both models. And one model
 measured in every way, none of which may show it to be better than itself."""
 
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -9,7 +10,7 @@ import pytest
 
 from scoremode import ScoreClient, cut_windows
 from scoremode.cli import main
-from scoremode.comparison import compare, load_run
+from scoremode.comparison import compare, load_run, load_runs, summary
 from scoremode.kld import KldPositions
 from scoremode.results import KldResult
 from tests import oracle
@@ -60,7 +61,9 @@ def test_a_reference_has_the_perplexity_of_its_model(smollm2_client, reference, 
     assert recorded.complete
     assert recorded.perplexity == pytest.approx(expected.perplexity, rel=1e-5)
     assert (recorded.num_scored, recorded.num_windows) == (expected.num_scored, expected.num_windows)
+    assert recorded.num_recorded == recorded.num_windows
     assert (recorded.num_bytes, recorded.num_words) == (expected.num_bytes, expected.num_words)
+    assert recorded.fingerprint == smollm2_client.info().fingerprint
     # Hidden states in float32, a head of 49,152 rows, and little else.
     hidden = 576 * 4
     assert 1 <= recorded.disk_bytes / (hidden * (recorded.num_scored + 49_152)) < 1.02
@@ -76,12 +79,19 @@ def test_the_decode_lane_has_the_divergences_of_transformers(
         oracle.assert_close(found.kld, exact)
 
 
-def test_both_lanes_of_a_run_agree(smollm2_server, reference, tmp_path, capsys):
+def test_both_lanes_of_a_run_agree(smollm2_server, reference, text, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(text)
+    windows = ["--text-file", str(tmp_path / "text.txt"), "--context-length", str(CONTEXT), "--stride", str(STRIDE)]
     lanes = ["--url", smollm2_server, "--lane", "both", "--decode-batch", "2", "--quiet"]
-    assert main(["kld", "--reference", reference, *lanes, "--output", str(tmp_path / "run.json")]) == 0
-    assert "decode agrees with prefill" in capsys.readouterr().out
-    prefill, decode = (load_run(tmp_path / f"run-{lane}.json") for lane in ("prefill", "decode"))
-    assert (prefill.lane, decode.lane, decode.label) == ("prefill", "decode", f"{prefill.label} (decode)")
+    for command in (windows, ["kld", "--reference", reference]):
+        assert main([*command, *lanes, "--output", str(tmp_path / "run.json")]) == 0
+        assert "decode agrees with prefill" in capsys.readouterr().out
+        prefill, decode = runs = load_runs([tmp_path / f"run-{lane}.json" for lane in ("prefill", "decode")])
+        assert (prefill.lane, decode.lane, decode.label) == ("prefill", "decode", f"{prefill.label} (decode)")
+        assert any(f"{decode.label} and {prefill.label} by" in sentence for sentence in summary(compare(runs)))
+        assert json.loads(decode.path.read_text())["settings"]["concurrency"] == 2
+        for each in tmp_path.glob("run-*"):
+            each.unlink()
 
 
 def test_a_model_does_not_diverge_from_itself(smollm2_client, reference):
@@ -95,7 +105,8 @@ def test_a_model_does_not_diverge_from_itself(smollm2_client, reference):
 def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
     rounded_client, smollm2, rounded_smollm2, reference, sequences
 ):
-    found = positions_of(rounded_client.kld(reference))
+    compared = rounded_client.kld(reference)
+    found = positions_of(compared)
     assert found.kld.mean() > 0.1
     expected = oracle.divergences(smollm2, rounded_smollm2, [tokens for tokens, _ in sequences])
     for name in oracle.Divergence._fields:
@@ -108,6 +119,9 @@ def test_four_bits_and_a_head_of_its_own_diverge_as_transformers_says(
             assert np.mean(ours == theirs) > 0.99
         else:
             oracle.assert_close(ours, theirs)
+    alone = positions_of(rounded_client.kld(reference, windows=(1, 2)))
+    start = compared.data[0].num_scored
+    oracle.assert_close(alone.kld, found.kld[start : start + STRIDE])
 
 
 def test_llama_cpp_gets_the_references_distributions_from_any_models_server(

@@ -250,7 +250,7 @@ def rows_of_a_step(root: Path, config: VllmConfig) -> None:
     plain, warm = RowSpec(1, 500, 3), RowSpec(2, 501, 2, 0.5, 2, np.array([5, 998], np.int32).tobytes())
     for model, shape in ((Model(1000), LogitsShape(1000, 4, group.world_size)), (Masked(1000), LogitsShape(1000, 4))):
         states = model.hidden_states()
-        scorer = RowScorer(2**30, shape, "raw_logprobs", group)
+        scorer = RowScorer(2**30, shape, group)
         scorer.begin("plain", plain)
         scorer.begin("warm", warm)
         parts = [StepPart("plain", 0, 0, 3, 3), StepPart("warm", 0, 3, 2, 2)]
