@@ -55,8 +55,8 @@ class RequestRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """Rows of a request, from its row `first` on, that are `rows` of the step's hidden states. A target have
-    `num_wanted` of them: all, or all but the last."""
+    """A request's rows from row `first` on, which are `rows` of the step's hidden states. `num_wanted` of them have a
+    target: all, or all but the last."""
 
     request: RequestRows
     first: int
