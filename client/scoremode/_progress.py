@@ -87,7 +87,7 @@ def export_bar(*, quiet: bool) -> Iterator[OnBytes]:
 
 @contextmanager
 def _bar(counted: str, middle: str, time: ProgressColumn, figure: str, *, quiet: bool) -> Iterator[Callable[..., None]]:
-    """Show a bar; gives the function that updates it."""
+    """Show a bar; gives the function that updates it. One that never had a figure is not left above an error."""
     columns = (TextColumn(counted), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(middle), time)
     so_far = TextColumn(f"{figure} {{task.fields[figure]}}")
     bar = ProgressBar(*columns, so_far, console=Console(stderr=True), disable=quiet)
@@ -98,5 +98,15 @@ def _bar(counted: str, middle: str, time: ProgressColumn, figure: str, *, quiet:
         rate = f"{num_tokens / task.elapsed:,.0f}" if task.elapsed else "-"
         bar.update(task.id, total=total, completed=completed, rate=rate, **fields)
 
-    with bar:
+    bar.start()
+    try:
         yield update
+    except BaseException:
+        if task.fields["figure"] == "-":
+            # The bar's own `stop` leaves it on a terminal, and an empty line elsewhere.
+            bar.live.transient = True
+            bar.live.stop()
+        else:
+            bar.stop()
+        raise
+    bar.stop()
