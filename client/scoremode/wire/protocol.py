@@ -6,7 +6,6 @@ per token would cost more than the scoring.
 """
 
 import math
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args
 
@@ -269,11 +268,6 @@ class ScoreResponse(TypedDict):
     """With `mean_batch`, in the other lanes than prefill."""
     mean_batch: NotRequired[float | None]
     """Sequences of these lanes in the engine on average while the request ran; null if it had none there."""
-
-
-def is_old_fingerprint(fingerprint: object) -> bool:
-    """Whether it is of a model's name and of its files' names and sizes, as servers made them before `v2-`."""
-    return isinstance(fingerprint, str) and re.fullmatch(r"[0-9a-f]{32}", fingerprint) is not None
 
 
 class ComputedBy(BaseModel):

@@ -16,7 +16,6 @@ from transformers import AutoConfig, Gemma2Config, LlamaConfig
 from vllm.config import LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
 
-from scoremode.wire.protocol import is_old_fingerprint
 from scoremode_server.references.manifest import ModelIdentity
 from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes, with_adapter
 from tests.models import int8_model, random_llama, random_model_of
@@ -61,7 +60,6 @@ def test_the_same_files_elsewhere_and_later_are_the_same_model(folder: Path, tmp
     (copied / "training_args.bin").write_bytes(b"not a weight")
     assert fingerprint(copied) == fingerprint(folder)
     assert fingerprint(folder).startswith("v2-")
-    assert not is_old_fingerprint(fingerprint(folder))
 
 
 def test_one_tensor_quantized_again_with_the_same_size_makes_another_model(folder: Path):
