@@ -116,7 +116,7 @@ async def make_state(client: EngineClient, state: State, settings: Namespace, *,
 
     def handler(name: str, method: str, param: str) -> ScoringHandler | None:
         stock = getattr(state, name, None)
-        return None if stock is None else ScoringHandler(stock, method, param, engine, writer)
+        return None if stock is None else ScoringHandler(stock, method, param, engine, writer, Turns())
 
     models = ServedModels(state.openai_serving_models, client.model_config)
     identity = await asyncio.to_thread(model_identity, client.vllm_config, client.renderer.tokenizer)

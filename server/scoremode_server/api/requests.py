@@ -216,9 +216,11 @@ async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
     state = scoremode_state(request)
     with state.admission.until_stopped():
         body = await _read_body(request, state.limits.max_request_bytes)
-        if len(body) <= READ_AT_ONCE:
+
+        def read() -> BaseModel:
             return model.model_validate(read_fields(body))
-        return await asyncio.to_thread(lambda: model.model_validate(read_fields(body)))
+
+        return read() if len(body) <= READ_AT_ONCE else await asyncio.to_thread(read)
 
 
 async def _read_body(request: Request, limit: int) -> bytes:

@@ -55,9 +55,10 @@ class ScoringHandler:
     """Answers requests by vLLM's own handler with an engine client that scores: by its `method`. `param` is the field
     that requests have their sequences in."""
 
-    def __init__(self, stock: Any, method: str, param: str, engine: ScoringEngine, writer: LogprobsWriter) -> None:
-        self.stock, self.engine, self.param = stock, engine, param
-        self.turns = Turns()
+    def __init__(
+        self, stock: Any, method: str, param: str, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
+    ) -> None:
+        self.stock, self.engine, self.param, self.turns = stock, engine, param, turns
         self._long_turns = Turns(at_once=1)
         self._method = method
         self._writer = writer
@@ -100,8 +101,7 @@ class ScoringCompletions(ScoringHandler):
     def __init__(
         self, stock: OpenAIServingCompletion, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns
     ) -> None:
-        super().__init__(stock, "create_completion", "prompt", engine, writer)
-        self.turns = turns
+        super().__init__(stock, "create_completion", "prompt", engine, writer, turns)
         self._texts = PromptTexts(stock.renderer.get_tokenizer, engine.block_size)
 
     async def respond(self, stock: Any, request: CompletionRequest, raw_request: Request) -> Any:

@@ -143,7 +143,7 @@ class ReferenceWindows:
         begun = self._read.get(ticket) or self.heads.progress(ticket)
         if begun is None or not begun.done():
             return None
-        return "" if (error := begun.exception()) is None else str(error) or repr(error)
+        return "" if (error := begun.exception()) is None else _reason(error)
 
     def _read_shard(self, mark: WindowMark) -> torch.Tensor:
         # Opened anew for each: it may have been deleted or moved, and another may have its name.
@@ -184,7 +184,7 @@ class ReferenceWindows:
                 write()
             # As text: an exception would keep the tensors of the calls that it came through.
             except Exception as error:
-                return str(error) or repr(error)
+                return _reason(error)
             return ""
 
         self._unwritten = [each for each in self._unwritten if not each[0].done()]
@@ -195,3 +195,7 @@ class ReferenceWindows:
             written = self._threads.submit(name, attempt)
             self._unwritten.append((written, name, num_bytes))
         self._written[ticket] = written
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or repr(error)

@@ -157,14 +157,11 @@ class RowScorer:
         # Without top tokens a chunk has more rows, with them more bytes per row: either may need more memory.
         for num_top in (0, RESERVED_TOP):
             rows = min(self._chunk_rows(head, num_top, 0), runner.max_num_tokens)
-            # Zeros, because a dummy run may leave NaN in its hidden states.
-            states = hidden_states.new_zeros((rows, hidden_states.shape[-1]))
-            targets = states.new_zeros(rows, dtype=torch.int64)
+            targets, states = _zeros(rows, hidden_states)
             fused_logprobs.compute(targets, states, head.project, num_top, rows, head.shard)
         if self.windows is not None:
             self.windows.allocate_heads(runner.vllm_config, hidden_states.device)
-            states = hidden_states.new_zeros((runner.max_num_tokens, hidden_states.shape[-1]))
-            targets = states.new_zeros(runner.max_num_tokens, dtype=torch.int64)
+            targets, states = _zeros(runner.max_num_tokens, hidden_states)
             reference = ReferenceHead(head.project, self.shape.logit_bytes)
             self._compared(targets, states, states, head, reference, RESERVED_TOP)
 
@@ -282,6 +279,11 @@ class RowScorer:
     def _rows_within(self, row_bytes: int, num_budgets: int = 1, *, in_blocks: bool = False) -> int:
         of_blocks = working_memory.block_bytes(self.shape) if in_blocks or self.group.device.type == "cpu" else 0
         return working_memory.rows_per_chunk(max(1, num_budgets * self.budget_bytes - of_blocks), row_bytes)
+
+
+def _zeros(rows: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets and hidden states: a dummy run may leave NaN in its own."""
+    return like.new_zeros(rows, dtype=torch.int64), like.new_zeros((rows, like.shape[-1]))
 
 
 def _reference_states(piece: _Piece) -> torch.Tensor:

@@ -37,7 +37,7 @@ def has_lanes(config: VllmConfig) -> bool:
     """Whether an engine's scheduler is one that is patched, and gives all ranks the same tokens; and whether its model
     begins a text in a step of one token as it does in a longer one."""
     model = config.model_config
-    # Its linear attention takes that step for a decode, and goes on from the state that its slot had before.
+    # Its linear attention takes that step for a decode, and continues from the state that its slot had before.
     if model.architecture == "BailingMoeV2_5ForCausalLM":
         return False
     # V1 replays a full graph for that step, with the slots of states that an earlier step had.

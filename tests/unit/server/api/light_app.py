@@ -109,7 +109,7 @@ def app_with_completions(model: Path, size: EngineSize = LARGE) -> tuple[FastAPI
     stock = OpenAIServingCompletion(engine, models, online_renderer=renderer, request_logger=None)
     state.completions = ScoringCompletions(stock, scoring, writer, Turns())
     tokens = ServingTokens(engine, models, renderer, request_logger=None)
-    state.generate = ScoringHandler(tokens, "serve_tokens", "token_ids", scoring, writer)
+    state.generate = ScoringHandler(tokens, "serve_tokens", "token_ids", scoring, writer, Turns())
     state.conversations, state.chat = Conversations(renderer, model_config), None
     return app, engine
 
