@@ -142,7 +142,7 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
 )
 async def export_reference(name: str, raw_request: Request, first: int = 0) -> Response:
     """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
-    method `llama.cpp`. `first` leaves out the header and the windows before it. Where the server cannot go on, the
+    method `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot continue, the
     connection ends."""
     state, references = scoremode_state(raw_request), references_of(raw_request)
     state.admission.check()
