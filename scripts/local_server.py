@@ -71,7 +71,7 @@ def server_process(
     """`scoremode serve MODEL FLAGS`, ready for requests; stopped on leaving.
 
     `environment` is added to what it inherits. `command` replaces the command before MODEL, for servers to compare
-    with. A server that has not ended `stop_seconds` after it was asked to is killed.
+    with. A server that has not ended `stop_seconds` after it was asked to is killed, and so is one whose starter was.
 
     Raises:
         ServerError: it ended, or was not ready in time.
@@ -91,12 +91,23 @@ def server_process(
             process = subprocess.Popen(
                 arguments, env=settings, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
+        # Waits for the end of its input, which comes when this process has died too, then ends the server's group.
+        guard = subprocess.Popen(
+            ("sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(process.pid)),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         url = f"http://127.0.0.1:{port}"
         try:
             _wait_until_ready(process, url, log)
             yield ServerProcess(url, process)
         finally:
-            _stop(process, stop_seconds)
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=stop_seconds)
+            guard.communicate()
+            process.wait()
 
 
 @contextmanager
@@ -124,16 +135,6 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
             pass
         time.sleep(0.5)
     raise ServerError(f"the server was not ready after {START_SECONDS} s\n{log.read_text()[-8000:]}")
-
-
-def _stop(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Ask the server to end; then end its process group, so that no engine process is left."""
-    process.send_signal(signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=seconds)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":
