@@ -115,7 +115,7 @@ def check(version: str, write: bool = False) -> bool:
         record(version, hashes)
     counts = Counter(comparison.status for comparison in comparisons)
     totals = ", ".join(f"{counts[status]} {status}" for status in ("same", "changed", "gone"))
-    print(f"\nvLLM {version} beside {newest}, the newest version known: {totals}")
+    print(f"\nvLLM {version} compared with {newest}, the newest version known: {totals}")
     return _is_as_recorded(version, hashes)
 
 
@@ -127,7 +127,9 @@ def _is_as_recorded(version: str, hashes: dict[str, str | None]) -> bool:
     # Not None, which is the hash of a name that a version lacks.
     differing = [key for key in sorted({*hashes, *recorded}) if hashes.get(key, "") != recorded.get(key, "")]
     print(
-        f"vLLM {version} beside its own manifest: {len(hashes)} names, {len(differing)} differ", *differing, sep="\n  "
+        f"vLLM {version} compared with its own manifest: {len(hashes)} names, {len(differing)} differ",
+        *differing,
+        sep="\n  ",
     )
     return not differing
 

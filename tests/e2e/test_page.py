@@ -93,7 +93,7 @@ def number(text: str) -> float:
 
 
 def shown_text(page: Page) -> str:
-    """The text that the tokens are, without special tokens that are no part of it."""
+    """The text that the tokens are, without special tokens, which are not part of it."""
     texts = tokens(page).evaluate_all(
         "spans => spans.filter(span => !span.classList.contains('special')).map(span => span.textContent)"
     )

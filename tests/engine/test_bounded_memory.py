@@ -25,7 +25,7 @@ LARGE_VOCABULARY = 262_144
 LONG_PROMPT = 640
 LONG_STEP_TOKENS = 512
 TOLERANCE = 48 * MEBIBYTE
-"""For what is no working memory of prompt logprobs: a step's activations, a queue of the vocabulary's size that top-k
+"""For what is not working memory of prompt logprobs: a step's activations, a queue of the vocabulary's size that top-k
 keeps for each thread (4 MiB a thread), the request's results, and what the allocator keeps of small blocks."""
 
 

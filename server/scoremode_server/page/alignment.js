@@ -1,7 +1,7 @@
 // Which part of a text each of its tokens is.
 //
 // The server sends each token's text alone. The bytes of a part of a character are "\uFFFD" there: a token may end
-// within a character, and the next one go on. What those bytes are, the text itself says.
+// within a character, and the next one resume inside it. What those bytes are, the text itself says.
 
 const INCOMPLETE = "\uFFFD";
 
@@ -64,7 +64,7 @@ function ends(bytes, start, token) {
   const parts = partsOf(token);
   for (const [index, part] of parts.entries()) {
     if (part.isIncomplete && isWithinCharacter(bytes, position)) {
-      // Bytes that go on with a character are shown one by one.
+      // Bytes that continue a character are shown one by one.
       position += 1;
     } else if (part.isIncomplete && index === parts.length - 1) {
       // The bytes that begin a character are shown as one, and the text may have this very character.

@@ -1,4 +1,4 @@
-// What is known of one token: a card beside it.
+// The figures of one token, on a card next to it.
 
 import { element, row, visible } from "./dom.js";
 import { differenceOf, formatCount, formatNumber, formatProbability } from "./figures.js";
@@ -51,7 +51,7 @@ function figures(index, names, results) {
   return element("table", {}, ...rows);
 }
 
-/** The likeliest tokens in the place of this one; the token itself stands out among them. */
+/** The top tokens at this token's position; the token itself is marked among them. */
 function alternatives(index, result, name) {
   const rows = result.top_logprobs[index].map((each) => {
     const cells = [formatProbability(each.logprob), formatNumber(each.logprob)];
@@ -59,7 +59,7 @@ function alternatives(index, result, name) {
     made.classList.toggle("same", each.token_id === result.token_ids[index]);
     return made;
   });
-  const caption = name ? `likeliest, ${name}` : "likeliest";
+  const caption = name ? `top tokens, ${name}` : "top tokens";
   const headings = element("thead", {}, row(caption, ["probability", "logprob"], "th"));
   return element("table", { class: "alternatives" }, headings, element("tbody", {}, ...rows));
 }

@@ -27,7 +27,7 @@ export function differenceColour(logprob, second) {
   return hue(difference > 0 ? "--likelier" : "--less-likely", Math.abs(difference) / DIFFERENCE_LIMIT);
 }
 
-/** 0 for the likeliest token, 4 for ranks above all of RANKS. */
+/** 0 for the top token, 4 for ranks above all of RANKS. */
 export function rankClass(rank) {
   const index = RANKS.findIndex((last) => rank <= last);
   return index < 0 ? RANKS.length : index;

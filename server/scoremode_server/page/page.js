@@ -147,7 +147,7 @@ async function scoreOnServers(signal) {
     return server.scoresOfTokens(answer);
   };
   const secondAnswer = second && ask(second);
-  // It is waited for below, unless the first one fails.
+  // Awaited below, unless the first one fails.
   secondAnswer?.catch(() => {});
   const answer = await ask(first);
   showScored(text, asked, windows, answer);

@@ -28,7 +28,7 @@ def conditioned_targets(windows: list[Window], num_tokens: int) -> list[tuple[li
 
 def hugging_face_loop(num_tokens: int, max_length: int, stride: int) -> list[tuple[list[int], int]]:
     """transformers' documentation, "Perplexity of fixed-length models": labels of what was scored before are -100,
-    and the model shifts the labels by one, so that a window's own first token is no target."""
+    and the model shifts the labels by one, so that a window's own first token is not a target."""
     asked = []
     previous_end = 0
     for begin in range(0, num_tokens, stride):

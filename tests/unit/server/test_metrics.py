@@ -22,7 +22,7 @@ def shown(registry: CollectorRegistry) -> dict[str, float]:
     return {name: float(value) for name, value in samples}
 
 
-@pytest.mark.parametrize("trouble", [{"losses": 1.0}, {"give_ups": 1.0}], ids=str)
+@pytest.mark.parametrize("trouble", [{"losses": 1.0}, {"aborts": 1.0}], ids=str)
 async def test_requests_that_the_engine_aborted_do_not_count(trouble):
     made = setup(**trouble)
     assert await outcome(made, Ask(range(10))) is None

@@ -29,7 +29,7 @@ def test_p_is_that_of_the_exact_test(flips):
 
 @pytest.mark.parametrize("flips", TABLES)
 def test_ends_of_the_interval_are_just_not_rejected(flips):
-    """The variance comes from the likeliest shares of losses and gains that differ by an end, found by search."""
+    """The variance comes from the most likely shares of losses and gains that differ by an end, found by search."""
     n, kept = flips.num_questions, flips.num_questions - flips.lost - flips.gained
 
     def unlikeliness(lost: float, difference: float) -> float:

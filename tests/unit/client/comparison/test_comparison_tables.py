@@ -22,7 +22,7 @@ NOT_ALIKE = "Not all was computed alike"
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory):
-    """A base without a reference, a run that is no worse, and a worse one whose server told its size."""
+    """A base without a reference, a run that is not worse, and a worse one whose server told its size."""
     folder = tmp_path_factory.mktemp("runs")
     kld = np.random.default_rng(1).exponential(0.01, 3000)
     reference = made_up_reference(noise_floor=0.02)

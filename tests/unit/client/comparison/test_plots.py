@@ -191,7 +191,7 @@ def test_what_has_no_place_on_a_log_axis_is_in_the_caption(comparison, place, fa
 
 
 def test_names_are_shortened_and_drawn_as_they_are(comparison):
-    """Text between two `$` is no formula, and one that begins with an underscore is in the legend."""
+    """Text between two `$` is not a formula, and one that begins with an underscore is in the legend."""
     figure, _ = drawn(changed(comparison, lambda run: replace(run, label=f"_a$b_{'c' * 60}{run.label}$")), DIFFERENCE)
     figure.draw_without_rendering()
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]

@@ -169,7 +169,7 @@ async def test_a_reference_keeps_what_was_said_first_and_one_of_before_is_read(e
     del fields["corpus"], fields["checksum"]
     path.write_text(json.dumps({**fields, "checksum": _checksum(fields)}))
     assert (await client.get(f"{REFERENCES}/base")).json()["corpus"] is None
-    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "now that it is said"
+    assert (await record(client, corpus=CORPUS))["corpus"] == CORPUS, "once it was given"
     unhashed = await client.post(REFERENCES, json={**BODY, "corpus": {"name": "wikitext"}})
     assert error_of(unhashed) == (400, "corpus", "corpus.sha256 is required")
 

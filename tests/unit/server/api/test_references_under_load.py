@@ -100,7 +100,7 @@ async def test_a_run_that_never_pauses_leaves_turns_to_others(
     monkeypatch.setattr(worker_files, "TURN_SECONDS", 0.2)
     is_over = False
 
-    async def go_on(client: httpx.AsyncClient, first: int) -> int:
+    async def resume(client: httpx.AsyncClient, first: int) -> int:
         number = first
         while not is_over:
             assert (await kld(client, "base", number % NUM_WINDOWS)).status_code == 200
@@ -108,7 +108,7 @@ async def test_a_run_that_never_pauses_leaves_turns_to_others(
         return number - first
 
     async with serving(root) as client:
-        runs = [asyncio.create_task(go_on(client, first)) for first in range(4)]
+        runs = [asyncio.create_task(resume(client, first)) for first in range(4)]
         while not placed:  # noqa: ASYNC110
             await asyncio.sleep(0)
         for index in range(3):

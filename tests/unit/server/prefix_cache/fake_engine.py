@@ -79,7 +79,7 @@ def expected_rows(
 
 
 class FakeEngine:
-    """Chances are of each request: `losses` to fail, `give_ups` to end aborted, `evictions` to lose parts of the prefix
+    """Chances are of each request: `losses` to fail, `aborts` to end aborted, `evictions` to lose parts of the prefix
     cache before it, `preemptions` to start twice. The caller's salt is what follows the third dash of a salt.
     """
 
@@ -88,7 +88,7 @@ class FakeEngine:
     ) -> None:
         self.block_size = block_size
         self.random = random.Random(seed)
-        self.chances = dict.fromkeys(("losses", "give_ups", "evictions", "preemptions"), 0.0) | chances
+        self.chances = dict.fromkeys(("losses", "aborts", "evictions", "preemptions"), 0.0) | chances
         self.latency = latency
         self.in_order = in_order
         """Requests are scheduled as they come and take equally long, instead of as chance has it."""
@@ -151,7 +151,7 @@ class FakeEngine:
         await self._pause()
         if self._happens("losses"):
             raise LostRequestError(request_id)
-        if self._happens("give_ups"):
+        if self._happens("aborts"):
             completion = CompletionOutput(0, "", [], None, FlatLogprobs(), finish_reason="abort")
             return RequestOutput(
                 request_id, None, token_ids, PromptLogprobs(), [completion], True, num_cached_tokens=reported

@@ -49,7 +49,7 @@ async def run_stream(seed: int, num_asks: int, *, trouble: float, changes: float
     draws = random.Random(seed)
     size = draws.choice([1, 2, 3, 4])
     max_bytes = draws.choice([ROOM, 20 * ENTRY_BYTES, 3 * ENTRY_BYTES, ENTRY_BYTES])
-    chances = dict.fromkeys(("losses", "give_ups", "evictions", "preemptions"), trouble)
+    chances = dict.fromkeys(("losses", "aborts", "evictions", "preemptions"), trouble)
     made = setup(max_bytes, size, seed=seed, latency=draws.choice([0, 3, 8]), **chances)
     known: list[list[int]] = []
     pending: set[asyncio.Task[EngineResult | None]] = set()

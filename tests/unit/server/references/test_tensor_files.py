@@ -92,7 +92,7 @@ def test_what_was_written_is_read(perplexity: float):
 
 
 def test_no_character_that_means_something_can_change_or_be_cut_off():
-    """Other white space between fields is no change."""
+    """Other white space between fields is not a change."""
     text = manifest().to_json()
     for position, character in enumerate(text):
         for changed in (text[:position], text[:position] + chr(ord(character) ^ 1) + text[position + 1 :]):
