@@ -1,18 +1,24 @@
 """lm-eval against our server, with its own `local-completions` backend and with `python -m scoremode.lm_eval`: the
-numbers of its `hf` backend, request by request, in float32.
+numbers of its `hf` backend, request by request, in float32, also after a kill.
 
 lm-eval's API backends cut rolling windows two tokens shorter than its `hf` backend, so they get two tokens more.
 Tolerance a request: 1e-3 nats, over up to some thousands of tokens whose float32 errors are below 1e-4 each.
 """
 
 import json
-import shutil
+import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import httpx
 import pytest
 
 import lm_eval_tasks
@@ -20,6 +26,7 @@ from scoremode.accuracy.compare_tasks import compare_tasks
 from scoremode.accuracy.flips import Flips
 from scoremode.accuracy.samples import load_tasks
 from tests.shared_servers import API_KEY
+from tests.unit.client.fake_server import serve
 
 MAX_LENGTH = 512
 TASK, ROLLING = "python_reference", "python_documents"
@@ -198,17 +205,49 @@ def test_another_tokenizer_than_the_servers_is_refused(server, smollm2):
         ScoremodeLM(server, tokenizer=str(smollm2))
 
 
-def test_the_program_resumes_from_its_cache(server, tasks, reference, tmp_path):
-    def command(num_questions: int) -> list[str]:
+@contextmanager
+def gated(server: str) -> Iterator[str]:
+    """A relay to the server that has the first texts scored, and lets all others wait until the end."""
+    asked, over = count(1), Event()
+
+    def relay(request: httpx.Request) -> httpx.Response | None:
+        if (request.method, request.url.path) == ("POST", "/v1/score") and next(asked) > 1:
+            over.wait()
+            return None
+        headers = {"Content-Type": "application/json"}
+        answer = http.request(request.method, request.url.path, content=request.content, headers=headers)
+        return httpx.Response(answer.status_code, content=answer.content)
+
+    with httpx.Client(base_url=server, timeout=300) as http, serve(relay) as url:
+        try:
+            yield url
+        finally:
+            over.set()
+
+
+def test_a_killed_run_resumes_from_its_cache(server, tasks, reference, tmp_path):
+    def command(url: str) -> list[str]:
         start = (sys.executable, "-m", "scoremode.lm_eval", "run", "--model", "scoremode", "--log_samples")
-        options = ("--model_args", f"base_url={server}", "--tasks", TASK, "--limit", str(num_questions))
+        options = ("--model_args", f"base_url={url},num_concurrent=2", "--tasks", TASK, "--limit", str(NUM_QUESTIONS))
         cache = ("--use_cache", str(tmp_path / "cache"))
         return [*start, *options, *cache, "--include_path", str(tasks), "--output_path", str(tmp_path / "samples")]
 
-    half = subprocess.run(command(NUM_QUESTIONS // 2), capture_output=True, text=True)
-    assert half.returncode == 0, half.stderr
-    shutil.rmtree(tmp_path / "samples")
-    resumed = subprocess.run(command(NUM_QUESTIONS), capture_output=True, text=True)
+    def num_cached() -> int:
+        for path in tmp_path.glob("cache_rank0-*.db"):
+            with closing(sqlite3.connect(path)) as cache, suppress(sqlite3.OperationalError):
+                return int(cache.execute("SELECT count(*) FROM unnamed").fetchone()[0])
+        return 0
+
+    # Of two requests, each for half of the questions, one is answered.
+    with gated(server) as url, subprocess.Popen(command(url)) as killed:
+        try:
+            end = time.monotonic() + 300
+            while num_cached() < 2 * NUM_QUESTIONS:
+                assert (killed.poll(), time.monotonic() < end) == (None, True)
+                time.sleep(0.1)
+        finally:
+            killed.kill()
+    resumed = subprocess.run(command(server), capture_output=True, text=True)
     assert f"Cached requests: {2 * NUM_QUESTIONS}, Requests remaining: {2 * NUM_QUESTIONS}" in resumed.stderr
     [path] = (tmp_path / "samples").rglob(f"samples_{TASK}_*.jsonl")
     samples = sorted(map(json.loads, path.read_text().splitlines()), key=lambda sample: sample["doc_id"])

@@ -1,5 +1,7 @@
 """The page at `/scoremode` in a real browser, with two made-up servers: a character is a token."""
 
+import csv
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -158,6 +160,19 @@ def test_a_response_of_another_kind_of_server(page, body):
     expect(page.locator("#preferred")).to_be_empty()
 
 
+def test_results_of_an_earlier_text_look_stale(page):
+    page.locator("#continuations").fill("one\ntwo")
+    score(page, "a text")
+    page.locator("#compare").click()
+    expect(page.locator("#answers")).to_be_visible()
+    notes = page.locator(".note")
+    expect(notes.locator("visible=true")).to_have_count(0)
+    page.locator("#continuations").fill("one\nthree")
+    assert [note.is_visible() for note in notes.all()] == [False, True]
+    page.locator("#text").fill("another")
+    assert [note.is_visible() for note in notes.all()] == [True, True]
+
+
 def test_both_servers_say_which_continuation_they_prefer(page, servers):
     servers[1].logprob = lambda tokens, position: -0.5 * (tokens[position] == ord("a"))
     page.locator("#second-url").fill(SECOND)
@@ -208,3 +223,15 @@ def test_a_link_has_the_text_and_what_it_is_coloured_by(page):
     expect(opened.locator("#tokens [data-index]")).to_have_count(len(text))
     expect(opened.locator("#text")).to_have_value(text)
     expect(opened.get_by_role("radio", name="rank")).to_be_checked()
+
+
+def test_the_figures_of_every_token_are_copied_as_csv(page, servers):
+    text = 'a "text", of 2\nlines'
+    score(page, text, SECOND)
+    rows = list(csv.DictReader(io.StringIO(pasted(page, "Copy as CSV"))))
+    assert "".join(row["text"] for row in rows) == text
+    assert (rows[0]["logprob"], rows[0]["difference"]) == ("", "")
+    tokens = [*map(ord, text)]
+    assert float(rows[5]["logprob"]) == servers[0].logprob(tokens, 5)
+    assert float(rows[5]["second_logprob"]) == servers[1].logprob(tokens, 5)
+    assert {row["difference"] for row in rows[1:]} == {"-0.25"}

@@ -111,6 +111,21 @@ def test_tokens_and_plots_have_the_colors_of_the_scheme(shown, runs, scheme, pap
         assert_colors(page, worst.nlls - base.nlls, DIFFERENCE_STEPS)
 
 
+def test_the_table_sorts_by_a_column(shown, runs):
+    """What is infinite is the largest, and what is not known is last in both orders."""
+    infinite = replace(runs[1], nlls=np.where(np.arange(NUM_TOKENS) == 10, np.inf, runs[1].nlls))
+    with shown([runs[0], infinite, runs[2]]) as page:
+        rows, headers = page.locator("#runs ~ .scrolls tbody th"), page.locator("#runs ~ .scrolls thead th")
+        perplexity, labels = headers.filter(has_text="perplexity"), [run.label for run in runs]
+        by_nll = [labels[place] for place in (0, 2, 1)]
+        for order, expected in (("ascending", by_nll), ("descending", by_nll[::-1])):
+            perplexity.locator("button").click()
+            assert (rows.all_inner_texts(), perplexity.get_attribute("aria-sort")) == (expected, order)
+        for _ in range(2):
+            headers.filter(has_text="PPL ratio").locator("button").click()
+            assert rows.last.inner_text() == labels[0], "the base has no ratio to itself"
+
+
 def figures(page):
     """The table of the chosen token, by the run's name."""
     rows = page.locator("#token .figures tbody tr").all()
@@ -217,6 +232,17 @@ def test_a_search_lists_places_and_leads_to_them(page, runs):
     assert_focus(page, first)
 
 
+def test_a_cell_of_the_strip_is_a_window(page, runs):
+    starts = np.cumsum(runs[2].window_sizes) - runs[2].window_sizes
+    means = np.add.reduceat(runs[2].kld, starts) / runs[2].window_sizes
+    cells = page.locator("#strip button")
+    darkness = cells.evaluate_all("all => all.map(each => Number(each.className.slice(1)))")
+    assert (len(darkness), np.argmax(darkness)) == (NUM_WINDOWS, means.argmax())
+    cells.nth(13).click()
+    assert 0 < page.locator(".passage", has=token_at(page, int(starts[13]))).bounding_box()["y"] < 300
+    assert "window 14 · 54 %" in page.locator("#tip").inner_text()
+
+
 def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     base, _, worst = runs
     token_at(page, 30).hover()
@@ -235,11 +261,14 @@ def test_the_figures_of_a_token_and_the_list_follow_the_colors(page, runs):
     assert float(shown.split()[0]) == pytest.approx(100 * math.exp(logprob), abs=0.06)
 
 
-def test_plots_are_saved_and_the_published_table_is_copied(page, runs, tmp_path):
+def test_plots_show_values_and_are_saved_and_the_published_table_is_copied(page, runs, tmp_path):
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
     page.click("#copy")
     expect(page.locator("#copy")).to_have_text("Copied")
     assert page.evaluate("window.copied") == card(compare(runs, num_resamples=10))
+    page.locator("#perplexity-ratio [data-tip] use").last.hover()
+    ratio = runs[2].nlls.mean() - runs[0].nlls.mean()
+    assert page.locator("#tip").inner_text().startswith(f"{runs[2].label}: {ratio:.4g} [")
     files = []
     for name in ("SVG", "PNG"):
         with page.expect_download() as download:

@@ -7,6 +7,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from statistics import median
@@ -220,6 +222,15 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("has_answered", "options", "seconds"), [(False, "", 30), (False, "--retry-for 90", 90), (True, "", 600)]
+)
+def test_a_server_that_never_answered_is_waited_for_half_a_minute(has_answered, options, seconds, waits, clock):
+    with serve(Server(allowed=0) if has_answered else lambda request: None) as url:
+        assert run(f"SERVER TEXT --concurrency 1 {options}", url) == 1
+    assert sum(waits) == pytest.approx(seconds)
+
+
 def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
     server, over = Server(), threading.Event()
 
@@ -239,3 +250,16 @@ def test_ctrl_c_is_status_130_and_one_line(folder, capsys):
             signal.signal(signal.SIGINT, handler)
     kept = f"{folder}/new.json.journal has 2 of 20 windows: the same command with --resume resumes it"
     assert capsys.readouterr().err == f"ppl-client: interrupted; {kept}\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("missing", "command", "extra"),
+    [("arch", "compare near.json far.json", "report"), ("pyarrow", "corpus a.parquet --output out --quiet", "corpora")],
+)
+def test_commands_name_the_missing_extra_that_they_need(folder, missing, command, extra):
+    code = f"import sys; sys.modules[{missing!r}] = None; from scoremode.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *shlex.split(command)], capture_output=True, text=True)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert (f"error: {missing} is missing;" in line, line.endswith(f" none {extra}")) == (True, True)

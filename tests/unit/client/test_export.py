@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 import httpx
 import pytest
 
-from scoremode.errors import TransportError
+from scoremode.errors import OutputError, TransportError
 from scoremode.runs.export import export_llama_cpp
 from tests.unit.client.fake_server import CutShort, FakeServer, StoredReference, client_of
 
@@ -54,8 +54,24 @@ async def test_a_lost_connection_is_resumed_after_the_last_whole_window(server: 
     assert os.listdir(tmp_path) == [path.name]
 
 
-async def test_without_a_whole_window_the_server_is_not_tried_again(server: Server, tmp_path: Path) -> None:
-    server.most = len(HEADER) - 1
+async def test_what_is_unfinished_is_kept_and_resumed(server: Server, tmp_path: Path) -> None:
+    server.most, path = len(HEADER) + len(WINDOWS[0]) + 5, tmp_path / "base.kld"
     async with client_of(server) as client:
+        # Without a whole window the server is not tried again.
         with pytest.raises(TransportError):
+            await export_llama_cpp(client, "base", path, on_bytes=lambda *_: setattr(server, "most", 5))
+        assert not path.exists()
+        server.most = 10**9
+        await export_llama_cpp(client, "base", path)
+    assert path.read_bytes() == HEADER + b"".join(WINDOWS)
+    assert server.firsts == [0, 1, 1]
+
+
+async def test_a_disk_without_room_is_refused_before_a_byte_is_sent(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    async with client_of(server) as client:
+        with pytest.raises(OutputError, match=r"needs 11,2\d\d bytes more, and its disk has 10"):
             await export_llama_cpp(client, "base", tmp_path / "base.kld")
+    assert not hasattr(server, "firsts")

@@ -122,11 +122,13 @@ def test_a_damaged_line_is_named_and_nothing_is_changed(path, line):
     assert path.read_bytes() == damaged
 
 
-def test_another_file_of_that_name_is_left_alone(path):
-    path.write_bytes(b"my notes")
-    with pytest.raises(OutputError, match="not a journal"):
-        open_journal(path, PLAN)
-    assert path.read_bytes() == b"my notes"
+@pytest.mark.parametrize("content", [b"my notes", b'{"object": "score"}\n', b'["a"]\n', b"\xff\xfe\n"])
+def test_another_file_of_that_name_is_left_alone(path, content):
+    path.write_bytes(content)
+    for attempt in (lambda: open_journal(path, PLAN), lambda: count_windows(path)):
+        with pytest.raises(OutputError, match="not a journal"):
+            attempt()
+    assert path.read_bytes() == content
 
 
 def test_a_journal_belongs_to_one_process_and_is_deleted_if_empty(path):
@@ -229,6 +231,17 @@ def test_an_interrupted_run_scores_each_missing_window_once(output, journal_file
     assert server.num_scored == NUM_WINDOWS - 10, "the torn line's window again"
     assert figures(output) == unbroken
     assert not journal_file.exists(), "the output has all"
+
+
+@pytest.mark.parametrize("more", ["--force", "--resume"])
+def test_a_journal_that_outlived_its_output_is_removed(output, journal_file, unbroken, more, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", lambda self: self._file.close())
+        assert run(output, "--resume") == 0
+    assert journal_file.exists()
+    assert run(output, more) == 0
+    assert not journal_file.exists()
+    assert figures(output) == unbroken
 
 
 def test_a_journal_is_kept_if_the_output_cannot_be_written(output, journal_file, unbroken, monkeypatch, capsys):

@@ -226,6 +226,18 @@ async def test_unusable_inputs_are_refused_by_name(tmp_path, monkeypatch, inputs
         await run(inputs.split(), folder)
 
 
+async def test_a_damaged_file_does_not_cost_the_one_before_it(parquet, output):
+    whole, broken = parquet.read_bytes(), parquet.with_name("second.parquet")
+    # The end, where the schema is, is whole; a page before it is not.
+    broken.write_bytes(whole[:100] + b"?" * 600 + whole[700:])
+    with pytest.raises(CorpusError, match=r"second\.parquet"):
+        await run([parquet, broken], output)
+    assert column(output / "rows.parquet") == NLLS
+    broken.write_bytes(whole)
+    done = await run([parquet, broken], output, resume=True)
+    assert (done.files_done, done.num_finished_before) == (2, 1)
+
+
 TABLE = pa.table(
     {
         "row": [0, 1, 2, 3],

@@ -13,7 +13,8 @@ from typing import Any
 
 import fake_server
 import pytest
-from fake_server import ALLOWED, BOS, FakeServer, logprob, serve
+from fake_server import ALLOWED, BOS, FakeServer, StoredReference, logprob, serve
+from safetensors.numpy import load_file
 
 from scoremode.cli import main
 from scoremode.sweep import SweepPlan, SweepResult, run_sweep
@@ -189,3 +190,30 @@ def test_a_sweep_that_is_stopped_leaves_no_server(tmp_path: Path, signal_number:
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 9) == b"", "the end: nobody writes any more"
     os.close(pipe)
+
+
+def test_local_models_are_looked_for_before_any_is_served(tmp_path: Path, capsys):
+    (tmp_path / "int8").mkdir()
+    models = [{"name": each, "model": f"./{each}", "command": ["false"]} for each in ("int8", "int4")]
+    assert main(["sweep", write_plan(tmp_path, *models)]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"int4: there is no {tmp_path}/int4")
+    assert not (tmp_path / "runs").exists()
+
+
+async def test_a_sweep_scores_the_text_of_its_first_model_once(tmp_path: Path, monkeypatch):
+    event = StoredReference.event
+
+    def with_ranks(self, index):
+        logprobs = [-each for each in self.nlls([index])]
+        return {**event(self, index), "logprobs": logprobs, "ranks": [7 + index] * len(logprobs)}
+
+    monkeypatch.setattr(StoredReference, "event", with_ranks)
+    server = FakeServer()
+    with serve(server) as url:
+        await sweep(tmp_path, {"name": "base", "url": url})
+    assert server.score_requests == []
+    [stored] = server.references.values()
+    arrays = load_file(tmp_path / "runs" / "base.safetensors")
+    assert (-arrays["logprobs"]).tolist() == stored.nlls(range(NUM_WINDOWS))
+    assert arrays["ranks"].tolist()[::7] == [7 + index for index in range(len(arrays["ranks"][::7]))]

@@ -10,8 +10,9 @@ import pytest
 from scoremode_server.api.completions import GENERATE
 from scoremode_server.api.requests import CLIENT_CLOSED_REQUEST
 from scoremode_server.scoring.tokenizer import Tokenizer
-from tests.bad_inputs import COMPLETIONS, JSON, PERPLEXITY, SCORE
+from tests.bad_inputs import COMPLETIONS, JSON, KLD, PERPLEXITY, REFERENCES, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
+from tests.unit.server.api.reference_engine import BODY, ReferenceEngine, record
 from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
@@ -55,7 +56,7 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
         stays = asyncio.create_task(client.post(route, json=body, headers={"X-Request-Id": "the same"}))
         await entered(engine, 2 * num_sequences)
         leave.set()
-        assert (await leaves)[0]["status"] == CLIENT_CLOSED_REQUEST
+        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
         # The answer comes after the end of what was cancelled.
         assert engine.num_running == num_sequences
         assert {each for call in engine.aborted for each in call} <= set(engine.inside[:num_sequences])
@@ -64,6 +65,22 @@ async def test_a_client_that_leaves_aborts_no_request_of_the_same_id(random_mode
         answer = await stays
     assert answer.status_code == 200
     assert answer.json().get("id", answer.json().get("request_id")).endswith("-the same")
+
+
+@pytest.mark.parametrize("route", [REFERENCES, KLD])
+async def test_a_client_that_leaves_ends_its_recording_or_comparison(tmp_path, route):
+    app, leave = light_app(engine := ReferenceEngine(tmp_path)), asyncio.Event()
+    async with client_of(app) as client:
+        if route == KLD:
+            await record(client)
+        engine.let_go.clear()
+        body = {"reference": "base"} if route == KLD else BODY
+        leaves = asyncio.create_task(leaving(app, route, body, leave))
+        while not engine.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        leave.set()
+        assert (await asyncio.wait_for(leaves, 60))[0]["status"] == CLIENT_CLOSED_REQUEST
+        assert engine.num_running == 0
 
 
 async def entered(engine: HeldEngine, num_sequences: int) -> None:

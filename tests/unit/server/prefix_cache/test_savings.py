@@ -56,6 +56,15 @@ async def test_the_queue_counts_only_what_is_new():
         await scoring
 
 
+async def test_another_process_gives_no_hit_without_rows():
+    made = setup()
+    await made.ask(Ask(list(range(33))))
+    other = Setup(made.engine, RowStore(SIZE, ROOM))
+    await other.ask(Ask(list(range(6))))
+    assert (await other.ask(Ask(list(range(33))))).num_cached_tokens == SIZE
+    assert made.engine.num_requests == 3
+
+
 @pytest.mark.parametrize("name", CHANGES)
 async def test_every_change_drops_the_rows_and_the_salt_before_and_after(name: str):
     made = setup()

@@ -17,7 +17,16 @@ from vllm.config import LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
 
 from scoremode_server.references.manifest import ModelIdentity
-from scoremode_server.scoring.model_files import model_identity, num_parameters, weight_bytes, with_adapter
+from scoremode_server.scoring.model_files import (
+    BLOCK_BYTES,
+    MAX_TENSORS,
+    WHOLE_BYTES,
+    digest_of,
+    model_identity,
+    num_parameters,
+    weight_bytes,
+    with_adapter,
+)
 from tests.models import int8_model, random_llama, random_model_of
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -70,6 +79,51 @@ def test_one_tensor_quantized_again_with_the_same_size_makes_another_model(folde
         known.add(fingerprint(folder))
     assert len(known) == 4
     assert (folder / SHARDS[1]).stat().st_size == size
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pth", "model.gguf"])
+def test_weights_of_other_formats_are_sampled(tmp_path: Path, name: str):
+    (tmp_path / "config.json").write_text("{}")
+    weights = np.random.default_rng(0).integers(0, 256, 3 * WHOLE_BYTES, np.uint8).tobytes()
+    found = set()
+    for content in (weights, weights[:-1] + b"\0", bytes(len(weights) // 2) + weights[len(weights) // 2 :]):
+        (tmp_path / name).write_bytes(content)
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 3
+
+
+def test_all_parts_of_a_gguf_file_count(tmp_path: Path):
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"GGUF first")
+    before = fingerprint(parts[0])
+    parts[1].write_bytes(b"GGUF other")
+    assert fingerprint(parts[0]) != before
+
+
+def test_of_more_tensors_than_are_sampled_every_second_is_seen(tmp_path: Path):
+    """Each has the size of a block, and the three that change lie between the blocks at even distances."""
+    places = range(0, 2 * MAX_TENSORS * BLOCK_BYTES, BLOCK_BYTES)
+    tensors = {str(place): {"data_offsets": [place, place + BLOCK_BYTES]} for place in places}
+    header = json.dumps(tensors).encode()
+    path, found = tmp_path / "model.safetensors", set()
+    for place, value in ((1000, 0), (1000, 1), (1002, 1), (1004, 1)):
+        with path.open("wb") as file:
+            weights = file.write(len(header).to_bytes(8, "little") + header)
+            file.truncate(weights + places.stop)
+            file.seek(weights + places[place])
+            file.write(bytes([value]))
+        found.add(digest_of([path]))
+    assert len(found) == 4
+
+
+def test_a_header_that_is_not_one_is_read_as_weights(tmp_path: Path):
+    path, found = tmp_path / "model.safetensors", set()
+    for header in (b"{", b"[" * 100_000, b'{"a": {"data_offsets": [1]}}', b'{"a": 3}'):
+        content = len(header).to_bytes(8, "little") + header
+        path.write_bytes(content + bytes(WHOLE_BYTES + 9 - len(content)))
+        found.add(digest_of([path]))
+    assert len(found) == 4
 
 
 def test_configuration_and_flags_decide(folder: Path):

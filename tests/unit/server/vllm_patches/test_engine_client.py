@@ -1,11 +1,13 @@
 """What vLLM's output processing and bounds of queues do with scoring requests."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.admission_control import SharedAdmissionStats
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -52,10 +54,10 @@ class Client:
     _record_admission_rejection = AsyncLLM._record_admission_rejection
     logger_manager = None
 
-    def __init__(self, requests: int | None = None, tokens: int | None = None) -> None:
+    def __init__(self, requests: int | None = None, tokens: int | None = None, stats: Any = None) -> None:
         self.scheduler_config = SimpleNamespace(max_num_queued_reqs=requests, max_num_queued_tokens=tokens)
-        self.admission_stats = None
-        self.output_processor = OutputProcessor(None, log_stats=False, admission_stats=None)
+        self.admission_stats = stats
+        self.output_processor = OutputProcessor(None, log_stats=False, admission_stats=stats)
         bound_generation_alone(self)
 
     def add(self, request_id: str, params: SamplingParams) -> None:
@@ -76,6 +78,21 @@ def test_scoring_uses_nothing_of_a_bound_and_none_refuses_it(bounds: dict[str, i
         client.check_admission()
     with exempt_from_queue_bounds():
         client.check_admission(9)
+
+
+def test_scores_use_nothing_of_a_bound_that_two_servers_share():
+    counters = [0] * SharedAdmissionStats.num_counters(2)
+    stats = [SharedAdmissionStats({"mp_admission_counters": counters}, 2, index) for index in range(2)]
+    scoring, generating = (Client(requests=2, stats=each) for each in stats)
+    for number in range(50):
+        scoring.add(f"score-{number}", score_params([5, 6]))
+    generating.add("cmpl-0", SamplingParams(max_tokens=1, detokenize=False))
+    generating.check_admission()
+    scoring.add("cmpl-1", SamplingParams(max_tokens=1, detokenize=False))
+    # And allow no more when they end.
+    scoring.output_processor.abort_requests([f"score-{number}" for number in range(50)], internal=True)
+    with pytest.raises(QueueOverflowError):
+        generating.check_admission()
 
 
 def test_scoring_requests_keep_arrays_and_all_others_vllms_objects():

@@ -78,6 +78,14 @@ def test_a_release_that_changed_something_is_refused_with_its_name(package: Path
         require_supported()
 
 
+def test_a_release_that_mixes_two_known_ones_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch):
+    installed = recorded_hashes()[VERSION]
+    mixed = {"0.32.0": installed | {CHUNK_SIZE: "0123"}, "0.33.0": installed | {METHODS: "0123"}}
+    monkeypatch.setattr(versions, "recorded_hashes", lambda: mixed)
+    with pytest.raises(RuntimeError, match=re.escape(CHUNK_SIZE)):
+        require_supported()
+
+
 def test_the_range_is_that_of_the_extra_and_holds_the_known_versions():
     assert f'"vllm{SUPPORTED}"' in PYPROJECT.read_text()
     newest = max(int(series.split(".")[1]) for series in SUPPORTED_SERIES)
@@ -97,6 +105,13 @@ def test_without_the_plugin_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_PLUGINS", "lora,scoremode")
     with pytest.raises(RuntimeError, match=r"found vLLM 0\.31\.0"):
         plugin.general_plugin()
+
+
+def test_enable_twice_adds_the_plugin_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "lora")
+    enable()
+    enable()
+    assert plugin.os.environ["VLLM_PLUGINS"] == "lora,scoremode"
 
 
 # The manifest
