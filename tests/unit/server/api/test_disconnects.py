@@ -2,17 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from scoremode_server.api import requests
 from scoremode_server.api.completions import GENERATE
 from scoremode_server.api.requests import CLIENT_CLOSED_REQUEST
+from scoremode_server.api.responses import Stream, owned
 from scoremode_server.scoring.tokenizer import Tokenizer
 from tests.bad_inputs import COMPLETIONS, JSON, KLD, PERPLEXITY, REFERENCES, SCORE
 from tests.unit.server.api.light_app import app_with_completions, client_of, leaving, light_app
 from tests.unit.server.api.reference_engine import BODY, ReferenceEngine, record
+from tests.unit.server.prefix_cache.cache_setup import LARGE
 from tests.unit.server.prefix_cache.fake_engine import HeldEngine
 
 SCORES = {"echo": True, "logprobs": 1, "max_tokens": 1}
@@ -109,3 +114,50 @@ async def test_stopping_refuses_texts_that_are_read_or_tokenized(route, fields):
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the server is shutting down"
     assert int(answer.headers["Retry-After"]) > 0
+
+
+async def test_a_stream_that_no_client_can_read_is_closed_at_once():
+    closed, sending = asyncio.Event(), asyncio.Event()
+
+    async def contents(queue: None) -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"1"
+        finally:
+            closed.set()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await asyncio.Event().wait()
+
+    # Referenced here, so that the garbage collector does not close it.
+    stored = Stream(owned(nullcontext(), contents))
+    streaming = asyncio.create_task(stored.stream_response(send))
+    await sending.wait()
+    streaming.cancel()
+    await asyncio.gather(streaming, return_exceptions=True)
+    assert closed.is_set()
+
+
+async def test_a_stream_that_is_read_slowly_ends_with_the_error(monkeypatch):
+    """Its time runs out while the client reads the first event."""
+    limits, make_timeout, is_over = dict[float | None, asyncio.Timeout](), asyncio.timeout, asyncio.Event()
+
+    def timeout(delay: float | None) -> asyncio.Timeout:
+        limits[delay] = make_timeout(delay)
+        return limits[delay]
+
+    async def read_slowly() -> None:
+        if not is_over.is_set():
+            limits[12_345].reschedule(0)
+        await is_over.wait()
+
+    monkeypatch.setattr(asyncio, "timeout", timeout)
+    monkeypatch.setattr(requests.logger, "info", lambda *_: is_over.set())
+    body = {"prompt": [5, 6, 7], "context_length": 2, "stride": 1, "stream": True}
+    app = light_app(size=replace(LARGE, request_timeout=12_345))
+    sent = await leaving(app, PERPLEXITY, body, asyncio.Event(), read=read_slowly)
+    first, *_, error, done, nothing = [message["body"] for message in sent if "body" in message]
+    assert b"error" not in first
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 504
+    assert (done, nothing) == (b"data: [DONE]\n\n", b"")
