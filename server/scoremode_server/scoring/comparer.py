@@ -31,6 +31,12 @@ from scoremode_server.vllm_patches.worker_extension import call_workers
 
 T = TypeVar("T")
 
+TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Token ids and logprobs [scored, k] of the top k of both sides, by the names of their fields."""
+
+PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
+"""A window's index, and its targets."""
+
 EXPORTED_BYTES = 256 * 1024**2
 """Of windows that are exported, between the engine and the client."""
 
@@ -118,38 +124,25 @@ class MarkedWindow:
             raise missing_row(self.first + int(is_nan.argmax()))
 
 
-@dataclass(frozen=True, slots=True)
-class WindowComparison:
-    """The targets of a window."""
-
-    index: int
-    positions: KldPositions
-    """Arrays over the targets."""
-    top: tuple[np.ndarray, np.ndarray]
-    """Token ids and logprobs [scored, k] of the served model's top k."""
-    reference_top: tuple[np.ndarray, np.ndarray]
-
-    @classmethod
-    def from_columns(cls, index: int, columns: Columns) -> "WindowComparison":
-        """From a worker's columns, whose order `vllm_patches.row_scorer` decides."""
-        token_ids, logprobs, ranks = columns
-        width = token_ids.shape[1] // 2
-        served, reference = slice(1, width), slice(width + 1, 2 * width)
-        positions = KldPositions(
-            token_ids=token_ids[:, 0],
-            kld=logprobs[:, -3],
-            reverse_kld=logprobs[:, -2],
-            acceptance=logprobs[:, -1],
-            logprobs=logprobs[:, 0],
-            reference_logprobs=logprobs[:, width],
-            ranks=ranks,
-            reference_ranks=token_ids[:, -1],
-            top_token_ids=token_ids[:, 1],
-            reference_top_token_ids=token_ids[:, width + 1],
-            reference_confidence=np.exp(logprobs[:, width + 1]),
-        )
-        top, reference_top = ((token_ids[:, part], logprobs[:, part]) for part in (served, reference))
-        return cls(index, positions, top, reference_top)
+def _positions(index: int, columns: Columns) -> PositionsOfWindow:
+    """From a worker's columns, whose order `vllm_patches.row_scorer` decides."""
+    token_ids, logprobs, ranks = columns
+    width = token_ids.shape[1] // 2
+    positions = KldPositions(
+        token_ids=token_ids[:, 0],
+        kld=logprobs[:, -3],
+        reverse_kld=logprobs[:, -2],
+        acceptance=logprobs[:, -1],
+        logprobs=logprobs[:, 0],
+        reference_logprobs=logprobs[:, width],
+        ranks=ranks,
+        reference_ranks=token_ids[:, -1],
+        top_token_ids=token_ids[:, 1],
+        reference_top_token_ids=token_ids[:, width + 1],
+        reference_confidence=np.exp(logprobs[:, width + 1]),
+    )
+    sides = {"top_logprobs": slice(1, width), "reference_top_logprobs": slice(width + 1, 2 * width)}
+    return index, positions, {name: (token_ids[:, side], logprobs[:, side]) for name, side in sides.items()}
 
 
 @dataclass(slots=True)
@@ -191,15 +184,15 @@ class Comparer:
 
     def compare(
         self, reference: StoredReference, indices: list[int], settings: ScoreSettings
-    ) -> AsyncGenerator[WindowComparison, None]:
+    ) -> AsyncGenerator[PositionsOfWindow, None]:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
 
-        async def compared(window: MarkedWindow) -> WindowComparison:
+        async def compared(window: MarkedWindow) -> PositionsOfWindow:
             columns = await self._columns(reference, window)
             # Infinite divergences are numbers.
             window.check_rows(np.any(np.isnan(columns[1]), axis=1))
             await self.turns.wait()
-            return WindowComparison.from_columns(window.mark.index, columns)
+            return _positions(window.mark.index, columns)
 
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
         return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ)
