@@ -83,13 +83,8 @@ class Admission:
         self._is_draining = self.is_stopped = False
 
     def check(self, num_tokens: int = 0) -> None:
-        """Refuse a request with `num_tokens` tokens for which the server has no space, before anything is done for it.
-
-        Raises:
-            TooLargeError: it never fits.
-            BusyError: it does not fit now.
-            UnavailableError: the server stops.
-        """
+        """Refuse a request with `num_tokens` tokens for which the server has no space, before anything is done for
+        it: TooLargeError if it never fits, BusyError if it does not fit now, UnavailableError if the server stops."""
         most = self.size.max_scoring_tokens
         if self._is_draining:
             raise stopping()
@@ -117,11 +112,8 @@ class Admission:
 
     @asynccontextmanager
     async def until_stopped(self, seconds: float | None = None) -> AsyncGenerator[None, None]:
-        """Let this task work on a request, such as tokenize it, until the server stops or the time is over.
-
-        Raises:
-            OverdueError: it took longer than `--request-timeout`.
-        """
+        """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError)
+        or so many seconds are over (OverdueError)."""
         if self.is_stopped:
             raise stopping()
         limit = asyncio.timeout(seconds)

@@ -142,11 +142,8 @@ async def in_engine(
     suffix: str = "",
 ) -> RequestOutput:
     """The engine's finished output for a request. If the caller is cancelled, the engine's request, whose id ends in
-    `suffix`, is aborted. Of its tokens, `num_known` are probably in the prefix cache.
-
-    Raises:
-        UnavailableError: the engine has died.
-    """
+    `suffix`, is aborted. Of its tokens, `num_known` are probably in the prefix cache. UnavailableError if the engine
+    has died."""
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id, queue, output = request.request_id + suffix, request.queue, None

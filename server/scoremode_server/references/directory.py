@@ -200,11 +200,7 @@ class ReferenceDirectory:
             os.close(folder)
 
     def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
-        """Create a reference.
-
-        Raises:
-            FileExistsError: there is one of that name.
-        """
+        """Create a reference; FileExistsError if there is one of that name."""
         # Written elsewhere and moved, so that there is never a reference without a manifest.
         path = self._path(name)
         self.root.mkdir(parents=True, exist_ok=True)

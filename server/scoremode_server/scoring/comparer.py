@@ -44,8 +44,7 @@ EXPORTED_BYTES = 256 * 1024**2
 def llama_cpp_header(reference: StoredReference) -> bytes:
     """What llama.cpp's base file begins with: context length, vocabulary, number of windows, and their tokens, which
     are the text's. llama-perplexity itself puts BOS in the place of a window's first."""
-    head, plan, text = reference.manifest.head, reference.manifest.text, reference.text
-    assert head is not None
+    file, plan, text = base_file_of(reference), reference.manifest.text, reference.text
     if plan.method != "llama.cpp":
         raise RequestError(
             f"reference {reference.name!r} was recorded with method {plan.method!r}, and llama-perplexity reads "
@@ -53,8 +52,8 @@ def llama_cpp_header(reference: StoredReference) -> bytes:
             "name",
         )
     ends = (text.windows[:, 0] + text.windows[:, 2])[:, None]
-    tokens = text.token_ids[ends + np.arange(-plan.context_length, 0)]
-    numbers = np.array([plan.context_length, head.vocab_size, plan.num_windows])
+    tokens = text.token_ids[ends + np.arange(-file.context_length, 0)]
+    numbers = np.array([file.context_length, file.vocab_size, file.num_windows])
     return b"".join((b"_logits_", numbers.astype("<i4").data, np.ascontiguousarray(tokens, "<i4").data))
 
 
@@ -160,27 +159,29 @@ class Comparer:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
         head, model = reference.manifest.head, reference.manifest.model
-        if self._head_bytes is None:
-            # Of the largest LM head that fits, which stays the same. Workers answer between two steps.
-            answers = await call_workers(self.client, "scoremode_head_bytes")
-            self._head_bytes = min(answer for answer in answers if answer is not None)
-        longest = int((await self.references.text(reference)).num_tokens.max())
         if head is None or reference.manifest.result is None:
             reason = "is not complete: record it again to resume"
         elif head.vocab_size != limits.vocab_size:
             reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
         elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
             reason = "was made with another tokenizer"
-        elif longest > limits.max_model_len:
+        elif (longest := int((await self.references.text(reference)).num_tokens.max())) > limits.max_model_len:
             reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
-        elif head.num_bytes > self._head_bytes:
+        elif head.num_bytes > (reserved := await self._reserved_bytes()):
             reason = (
-                f"has an LM head of {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
+                f"has an LM head of {head.num_bytes} bytes, and this server reserved {reserved}: "
                 f"start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
             )
         else:
             return reference
         raise RequestError(f"reference {name!r} {reason}", "reference")
+
+    async def _reserved_bytes(self) -> int:
+        """The largest LM head that fits. It stays the same, and workers answer between two steps."""
+        if self._head_bytes is None:
+            answers = await call_workers(self.client, "scoremode_head_bytes")
+            self._head_bytes = min(answer for answer in answers if answer is not None)
+        return self._head_bytes
 
     def compare(
         self, reference: StoredReference, indices: list[int], settings: ScoreSettings

@@ -41,11 +41,8 @@ ALIGNMENT = 256
 
 
 def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
-    """The format of the served model's head.
-
-    Raises:
-        ValueError: its logits are not those of one unquantized projection, scaled and capped.
-    """
+    """The format of the served model's head. ValueError if its logits are not those of one unquantized projection,
+    scaled and capped."""
     if source is None:
         raise ValueError(
             "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"

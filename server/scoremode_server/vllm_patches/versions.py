@@ -42,10 +42,7 @@ PRIVATE: dict[str, str] = {
 def require_supported() -> None:
     """Make sure that the installed vLLM is one that Scoremode runs on: a release that the manifest knows, or another
     one in the supported range, if all that is private has the same source text as in one that the manifest knows.
-
-    Raises:
-        RuntimeError: it is not, or the API server is that in Rust.
-    """
+    RuntimeError if it is not, or if the API server is the one in Rust."""
     import vllm
 
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
