@@ -159,7 +159,7 @@ class StoredText:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDirectory:
-    """The folder of references. Whatever is asked for a reference raises NoReferenceError if there is none of that
+    """The folder of references. What needs a reference raises NoReferenceError if there is none of that
     name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
 
     root: Path

@@ -51,11 +51,7 @@ class Recorder:
         """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
         for each text or conversation. ConflictError if there is another reference of that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
-        answers, model = await call_workers(self.client, "scoremode_describe_head"), self.references.model
-        described = next((each for each in answers if isinstance(each, dict)), None)
-        if described is None:
-            raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
-        head = HeadFormat.model_validate(described)
+        head, model = await self._served_head(), self.references.model
         new = Manifest(
             identity=uuid.uuid4().hex, created=int(time.time()), model=model, head=head, text=plan, corpus=corpus
         )
@@ -74,6 +70,13 @@ class Recorder:
         if None not in (before, now) and before != now:
             logger.warning("Reference %s was begun on other GPUs or kernels: %s; here: %s", name, before, now)
         return await self.references.save(reference, {"head": of_disk.head or head, "corpus": of_disk.corpus or corpus})
+
+    async def _served_head(self) -> HeadFormat:
+        answers = await call_workers(self.client, "scoremode_describe_head")
+        described = next((each for each in answers if isinstance(each, dict)), None)
+        if described is None:
+            raise RequestError(f"this model cannot be a reference: {answers[-1]}", "model")
+        return HeadFormat.model_validate(described)
 
     async def record(self, reference: StoredReference, settings: ScoreSettings) -> AsyncGenerator[WindowOnDisk, None]:
         """Every window in order, once it is on disk. Windows that were recorded before are read."""
