@@ -18,15 +18,15 @@ def segment(sources: Sources, key: str, seen: frozenset[str] = frozenset()) -> s
     found = sources.module(module)
     if found is None or key in seen:
         return None
-    text = sources.segment(key)
-    for statement, original in _imports_of(found.tree, name):
+    (whole, tree), text = found, sources.segment(key)
+    for statement, original in _imports_of(tree, name):
         if text is not None:
             break
         source = _absolute(sources, module, statement)
         if source.partition(".")[0] == PACKAGE:
             text = segment(sources, f"{source}:{original}", seen | {key})
         elif statement.names[0].name != "*":
-            text = as_written(found.text, statement)
+            text = as_written(whole, statement)
     return text
 
 

@@ -96,11 +96,8 @@ class ScoremodeState:
 
 
 async def make_state(client: EngineClient, state: State, settings: Namespace, *, has_api_keys: bool) -> ScoremodeState:
-    """Assemble the parts around an engine and vLLM's own app state.
-
-    Raises:
-        ValueError: a setting of the server changes what logprobs are.
-    """
+    """Assemble the parts around an engine and vLLM's own app state. ValueError if a setting of the server changes what
+    logprobs are."""
     check_engine(client.vllm_config)
     limits = Limits.from_model(client.model_config, settings.max_request_sequences, settings.max_request_bytes)
     await _warm_up(client, limits)

@@ -24,11 +24,8 @@ MMAP_THRESHOLD = 128 * 1024
 
 
 def serve(arguments: list[str]) -> None:
-    """Run `vllm serve` with `arguments`, until it is stopped.
-
-    Raises:
-        SystemExit: the arguments are wrong, or Scoremode does not run on this vLLM.
-    """
+    """Run `vllm serve` with `arguments`, until it is stopped. SystemExit if they are wrong, or Scoremode does not
+    run on this vLLM."""
     # vLLM reads its environment while it is imported.
     allow_plugin()
     from scoremode_server.vllm_patches.versions import require_supported
@@ -63,11 +60,7 @@ def serve(arguments: list[str]) -> None:
 
 
 def parse(command: "ServeSubcommand", arguments: list[str]) -> argparse.Namespace:
-    """The arguments of vLLM's command.
-
-    Raises:
-        SystemExit: the arguments are wrong, or have no model, for which vLLM has a default.
-    """
+    """The arguments of vLLM's command. SystemExit if they are wrong, or have no model, for which vLLM has a default."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog=PLUGIN, description="Exact log-probabilities of given text, over HTTP.")

@@ -5,8 +5,8 @@ MAX_NAME = 100
 
 
 class RequestError(Exception):
-    """A request that is refused or fails; `param` names the field at fault, if one is. Whatever works for a request may
-    raise it, so docstrings mention only subclasses. An error without a subclass is the request's fault."""
+    """A request that is refused or fails; `param` names the field at fault, if one is. All code that works on a
+    request may raise it, so docstrings mention only subclasses. An error without a subclass is the request's fault."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ def stopping() -> UnavailableError:
 
 
 class EngineOutputError(RuntimeError):
-    """The engine returned wrong or incomplete rows: status 500. Whatever reads its output may raise this."""
+    """The engine returned wrong or incomplete rows: status 500. All code that reads its output may raise this."""
 
 
 class UnfinishedError(EngineOutputError):

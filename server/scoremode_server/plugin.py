@@ -57,11 +57,7 @@ class ScoremodeEndpoints:
 
 def general_plugin() -> None:
     """Entry point `vllm.general_plugins`, which vLLM calls in every process, possibly several times. It does nothing
-    unless VLLM_PLUGINS names Scoremode.
-
-    Raises:
-        RuntimeError: VLLM_PLUGINS names Scoremode, and it does not run on this vLLM.
-    """
+    unless VLLM_PLUGINS names Scoremode. RuntimeError if it does, and Scoremode does not run on this vLLM."""
     if PLUGIN not in os.environ.get(PLUGINS_VARIABLE, "").split(","):
         return
     from scoremode_server.vllm_patches.versions import require_supported

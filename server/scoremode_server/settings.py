@@ -26,13 +26,8 @@ PLUGIN = "scoremode"
 
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
-_ALLOWED_BY_DEFAULT = (
-    "vllm.general_plugins",
-    "vllm.io_processor_plugins",
-    "vllm.platform_plugins",
-    "vllm.stat_logger_plugins",
-)
-"""Groups whose plugins vLLM loads if VLLM_PLUGINS is unset."""
+_ALLOWED_BY_DEFAULT = ("general_plugins", "io_processor_plugins", "platform_plugins", "stat_logger_plugins")
+"""Groups below `vllm` whose plugins vLLM loads if VLLM_PLUGINS is unset."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -88,11 +83,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def server_settings(arguments: Namespace) -> Namespace:
-    """The flags above, or their defaults: stock `vllm serve` has none of them.
-
-    Raises:
-        ValueError: the environment's size of the cache is not valid.
-    """
+    """The flags above, or their defaults: stock `vllm serve` has none of them. ValueError if the environment's size of
+    the cache is not valid."""
     parser = ArgumentParser()
     add_arguments(parser)
     settings = parser.parse_args([], Namespace(**vars(arguments)))
@@ -103,10 +95,7 @@ def server_settings(arguments: Namespace) -> Namespace:
 
 def logprob_bytes() -> int:
     """Bytes of working memory for prompt logprobs that every engine worker reserves, from the environment.
-
-    Raises:
-        ValueError: the size is 0 or not valid.
-    """
+    ValueError if that is 0 or not valid."""
     num_bytes = _from_environment(LOGPROB_VARIABLE, LOGPROB_BYTES)
     if not num_bytes:
         raise ValueError(f"{LOGPROB_VARIABLE}: scoring needs some working memory")
@@ -114,11 +103,8 @@ def logprob_bytes() -> int:
 
 
 def configure_references(arguments: Namespace) -> None:
-    """Give the engine's workers the folder of references, through the environment, and our methods.
-
-    Raises:
-        SystemExit: the folder cannot be created, or `--worker-extension-cls` names another class.
-    """
+    """Give the engine's workers the folder of references, through the environment, and our methods. SystemExit if
+    the folder cannot be created, or `--worker-extension-cls` names another class."""
     directory = arguments.reference_dir or reference_directory()
     if directory is None:
         return
@@ -141,11 +127,8 @@ def reference_directory() -> Path | None:
 
 
 def reference_head_bytes() -> int | None:
-    """Bytes of memory for LM heads of references, from the environment, if it has them.
-
-    Raises:
-        ValueError: the size is not valid.
-    """
+    """Bytes of memory for LM heads of references, from the environment, if it has them. ValueError if the size
+    is not valid."""
     return _from_environment(REFERENCE_HEADS_VARIABLE, 0) if REFERENCE_HEADS_VARIABLE in os.environ else None
 
 
@@ -162,7 +145,8 @@ def allow_plugin() -> None:
     if (current := os.environ.get(PLUGINS_VARIABLE)) is not None:
         names = current.split(",")
     else:
-        names = [point.name for group in _ALLOWED_BY_DEFAULT for point in importlib.metadata.entry_points(group=group)]
+        points = (importlib.metadata.entry_points(group=f"vllm.{group}") for group in _ALLOWED_BY_DEFAULT)
+        names = [point.name for of_group in points for point in of_group]
     os.environ[PLUGINS_VARIABLE] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
 
 

@@ -12,13 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from scoremode.metrics import perplexity, text_metrics
 from scoremode.wire.protocol import PerplexityRequest, PerplexityResponse, Usage
-from scoremode_server.api.requests import (
-    ERROR_RESPONSES,
-    EVENT_RESPONSES,
-    ScoremodeRoute,
-    scoremode_state,
-    until_disconnect,
-)
+from scoremode_server.api.requests import ERROR_RESPONSES, EVENT_RESPONSES, ScoremodeRoute, prepared, until_disconnect
 from scoremode_server.api.responses import respond
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
@@ -35,13 +29,9 @@ router = APIRouter(route_class=ScoremodeRoute, tags=["scoring"], responses=ERROR
 @until_disconnect
 async def create_perplexity(request: PerplexityRequest, raw_request: Request) -> Response:
     """Score a text's windows and sum them up; with `stream`, an event for each window on the way."""
-    state = scoremode_state(raw_request)
-    state.admission.check()
-    with state.admission.until_stopped():
-        model = await state.models.resolve(request.model)
+    async with prepared(raw_request, request.model) as (state, model, options):
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
-        options = await state.models.engine_options(raw_request, model)
         lane = state.lanes.settings(request)
     request_id = f"ppl-{raw_request.state.request_id}"
 

@@ -28,6 +28,7 @@ from scoremode_server.api.requests import (
     EVENT_RESPONSES,
     ScoremodeRoute,
     accepted,
+    prepared,
     scoremode_state,
     until_disconnect,
 )
@@ -37,7 +38,7 @@ from scoremode_server.errors import NotServedError, RequestError
 from scoremode_server.prefix_cache.admission import RequestQueue
 from scoremode_server.prefix_cache.run import engine_id
 from scoremode_server.rows import json_logprobs
-from scoremode_server.scoring.comparer import WindowComparison, base_file_of, llama_cpp_header
+from scoremode_server.scoring.comparer import TopOfSides, base_file_of, llama_cpp_header
 from scoremode_server.scoring.model_files import with_adapter
 from scoremode_server.scoring.scorer import ScoreSettings
 from scoremode_server.scoring.text_windows import RunningPerplexity, cut_texts
@@ -98,10 +99,8 @@ async def delete_reference(name: str, raw_request: Request) -> ReferenceDeleted:
 @until_disconnect
 async def record_reference(request: ReferenceRequest, raw_request: Request) -> Response:
     """Score a text's windows and store their hidden states. The same request again resumes where it was interrupted."""
-    state, references = scoremode_state(raw_request), references_of(raw_request)
-    state.admission.check()
-    with state.admission.until_stopped():
-        model = await state.models.resolve(request.model)
+    references = references_of(raw_request)
+    async with prepared(raw_request, request.model) as (state, model, options):
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         texts = await cut_texts(request, conversations, state.tokenizer, state.limits, state.info)
         num_texts = len(request.conversations if request.messages is not None else request.texts or [request.prompt])
@@ -111,7 +110,6 @@ async def record_reference(request: ReferenceRequest, raw_request: Request) -> R
             raise RequestError("lane: a reference is recorded in the prefill lane, for all lanes", "lane")
         if model.lora is not None:
             raise RequestError("an adapter cannot be recorded as a reference", "model")
-        options = await state.models.engine_options(raw_request, model)
         reference = await references.recorder.begin(request.name, texts, request.labels, request.corpus)
     request_id = f"ppl-{raw_request.state.request_id}"
 
@@ -144,15 +142,12 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
     """What `llama-perplexity --kl-divergence-base FILE --kl-divergence` reads, of a reference that was recorded with
     method `llama.cpp`. `first` leaves out the header and the windows before it. If the server cannot continue, the
     connection ends."""
-    state, references = scoremode_state(raw_request), references_of(raw_request)
-    state.admission.check()
-    with state.admission.until_stopped():
-        model = await state.models.resolve(None)
+    references = references_of(raw_request)
+    async with prepared(raw_request, None) as (state, _, options):
         reference = await references.comparer.open(name, state.limits)
         num_windows, header = reference.manifest.text.num_windows, llama_cpp_header(reference)
         if not 0 <= first < num_windows:
             raise RequestError(f"first must be one of the {num_windows} windows of the reference", "first")
-        options = await state.models.engine_options(raw_request, model)
     request_id = f"export-{raw_request.state.request_id}"
 
     async def parts(queue: RequestQueue) -> AsyncGenerator[bytes | memoryview, None]:
@@ -180,11 +175,9 @@ async def export_reference(name: str, raw_request: Request, first: int = 0) -> R
 @until_disconnect
 async def create_kld(request: KldRequest, raw_request: Request) -> Response:
     """Score windows of a reference with the served model, and compare the distributions over the whole vocabulary."""
-    state, references = scoremode_state(raw_request), references_of(raw_request)
-    state.admission.check()
-    state.limits.check_top_logprobs(request.top_logprobs)
-    with state.admission.until_stopped():
-        model = await state.models.resolve(request.model)
+    references = references_of(raw_request)
+    async with prepared(raw_request, request.model) as (state, model, options):
+        state.limits.check_top_logprobs(request.top_logprobs)
         reference = await references.comparer.open(request.reference, state.limits)
         windows = _windows(request, reference.manifest.text.num_windows)
         is_own = references.stored.model.may_continue(reference.manifest.model) and model.lora is None
@@ -192,7 +185,6 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
             raise RequestError(
                 "a noise floor is of the reference's own model, and this server serves another", "as_noise_floor"
             )
-        options = await state.models.engine_options(raw_request, model)
         lane = state.lanes.settings(request)
     request_id = f"kld-{raw_request.state.request_id}"
 
@@ -206,9 +198,8 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         compared = references.comparer.compare(reference, indices, settings)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
-            async for window in in_order:
-                positions[window.index] = window.positions
-                yield await asyncio.to_thread(_window, request, window)
+            async for index, positions[index], top in in_order:
+                yield await asyncio.to_thread(_window, request, index, positions[index], top)
         parts = [positions[index] for index in windows]
         lengths = list(map(len, parts))
         figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))
@@ -254,11 +245,11 @@ def _windows(request: KldRequest, num_windows: int) -> range:
     return range(first, last)
 
 
-def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
+def _window(request: KldRequest, index: int, positions: KldPositions, top: TopOfSides) -> dict[str, Any]:
     encoded = request.encoding_format == "base64"
-    content: dict[str, Any] = {"object": "kld.window", "index": window.index, "num_scored": len(window.positions)}
+    content: dict[str, Any] = {"object": "kld.window", "index": index, "num_scored": len(positions)}
     for name, dtype in POSITION_DTYPES.items():
-        values = getattr(window.positions, name)
+        values = getattr(positions, name)
         if encoded:
             content[name] = encode_array(values, dtype)
         elif name.endswith("logprobs"):
@@ -268,6 +259,5 @@ def _window(request: KldRequest, window: WindowComparison) -> dict[str, Any]:
             content[name] = values.astype(np.float64 if dtype == "<f4" else np.int32)
     if request.top_logprobs:
         write: Callable[..., Any] = encode_top_logprobs if encoded else top_entries
-        content["top_logprobs"] = write(*window.top)
-        content["reference_top_logprobs"] = write(*window.reference_top)
+        content |= {name: write(*of_side) for name, of_side in top.items()}
     return content

@@ -32,6 +32,7 @@ from scoremode_server.completions.requests import CompletionBody, GenerateBody
 from scoremode_server.errors import MAX_NAME, RequestError
 from scoremode_server.json_fields import read_fields
 from scoremode_server.prefix_cache.admission import Admission, RequestQueue, cancel_and_wait
+from scoremode_server.vllm_patches.served_models import ServedModel
 
 # vLLM prints what loggers below its own write.
 logger = init_logger("vllm.scoremode")
@@ -143,6 +144,19 @@ def scoremode_state(request: Request) -> ScoremodeState:
 
 
 @asynccontextmanager
+async def prepared(
+    raw_request: Request, model: str | None
+) -> AsyncGenerator[tuple[ScoremodeState, ServedModel, dict[str, Any]], None]:
+    """The state, the model of that name and the engine's options, if the server is not full. What is done inside, such
+    as tokenizing, ends when the server stops."""
+    state = scoremode_state(raw_request)
+    state.admission.check()
+    async with state.admission.until_stopped():
+        served = await state.models.resolve(model)
+        yield state, served, await state.models.engine_options(raw_request, served)
+
+
+@asynccontextmanager
 async def accepted(
     admission: Admission, route: str, request_id: str, num_sequences: int = 0, num_tokens: int = 0
 ) -> AsyncGenerator[RequestQueue, None]:
@@ -214,7 +228,7 @@ async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:
         message = f"Content-Encoding {encoding} is not supported: send the body as it is"
         raise errors.EncodingError(message, None)
     state = scoremode_state(request)
-    with state.admission.until_stopped():
+    async with state.admission.until_stopped():
         body = await _read_body(request, state.limits.max_request_bytes)
 
         def read() -> BaseModel:

@@ -21,7 +21,14 @@ from scoremode.wire.protocol import (
     TurnsResponse,
     Usage,
 )
-from scoremode_server.api.requests import ERROR_RESPONSES, ScoremodeRoute, accepted, scoremode_state, until_disconnect
+from scoremode_server.api.requests import (
+    ERROR_RESPONSES,
+    ScoremodeRoute,
+    accepted,
+    prepared,
+    scoremode_state,
+    until_disconnect,
+)
 from scoremode_server.api.responses import json_response, top_entries
 from scoremode_server.prefix_cache.engine import ScoredRows
 from scoremode_server.prefix_cache.run import engine_id
@@ -49,11 +56,8 @@ async def score_info(raw_request: Request, model: str | None = None) -> ServerIn
 @until_disconnect
 async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
     """Score every token of every prompt, or every token of every continuation of every prompt."""
-    state = scoremode_state(raw_request)
-    state.admission.check()
-    state.limits.check_top_logprobs(request.top_logprobs)
-    with state.admission.until_stopped():
-        model = await state.models.resolve(request.model)
+    async with prepared(raw_request, request.model) as (state, model, options):
+        state.limits.check_top_logprobs(request.top_logprobs)
         conversations = None if request.messages is None else await state.conversations.sequences(request)
         sequences, passes = await read_sequences(request, conversations, state.tokenizer, state.limits)
     num_tokens = sum(len(each.token_ids) for each in passes)
@@ -73,7 +77,7 @@ async def create_score(request: ScoreRequest, raw_request: Request) -> Response:
             use_cache=request.use_cache,
             cache_salt=request.cache_salt,
             owner=state.owner(raw_request.headers),
-            options=await state.models.engine_options(raw_request, model),
+            options=options,
             **lane,
         )
         async with aclosing(state.scorer.scores(passes, settings)) as scores:

@@ -48,11 +48,7 @@ class Conversations:
         return self.online.renderer.tokenizer
 
     async def sequences(self, request: MessagesFields) -> list[TurnSequence]:
-        """Sequences of the conversations of a request, each of which has at least one turn to score.
-
-        Raises:
-            RequestError: `messages` or `tools` cannot be rendered, or no message has one of the `roles`.
-        """
+        """Sequences of the conversations of a request, each of which has at least one turn to score."""
         if not isinstance(self.online.renderer, HfRenderer) or self.online.use_harmony or self.tokenizer is None:
             raise RequestError("messages: this server renders conversations without a Jinja template", "messages")
         refused = self.online.validate_chat_template(

@@ -138,7 +138,7 @@ class ScoringCompletions(ScoringHandler):
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
         stock = self.stock
         prompts = _token_prompts(request)
-        with self.engine.admission.until_stopped():
+        async with self.engine.admission.until_stopped():
             if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
                 return await stock.render_completion_request(request)
             error = await stock._check_model(request)

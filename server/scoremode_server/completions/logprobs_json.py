@@ -195,12 +195,13 @@ class LogprobsWriter:
 
     def _entries(self, token_ids: Sequence[int], rows: Rows, start: int) -> Entries:
         """What is written of rows of a prompt, of which the first is row `start`."""
-        within = self._pieces.fill(rows.token_ids.ravel())
-        return Entries(
-            _as_json(json_logprobs(rows.logprobs)),
-            _repeats(rows.token_ids),
-            self._strings.texts_within(token_ids, start + 1, rows.token_ids, within) if within else [],
-        )
+        ids = rows.token_ids
+        within = self._pieces.fill(ids.ravel())
+        logprobs = orjson.dumps(json_logprobs(rows.logprobs).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)
+        repeats: np.ndarray = ids == ids[:, :1]
+        repeats[:, 0] = False
+        completed = self._strings.texts_within(token_ids, start + 1, ids, within) if within else []
+        return Entries(logprobs[1:-1].split(b","), np.flatnonzero(repeats).tolist(), completed)
 
     def _full(self, rows: Rows, entries: Entries) -> bytes:
         """vLLM's `prompt_logprobs`. Each entry has four pieces: the token's id, logprob, rank and text."""
@@ -294,21 +295,8 @@ def _top(names: list[bytes], entries: Entries, num_columns: int, num_top: int) -
     return b"".join(pieces).removeprefix(b"},") + b"}"
 
 
-def _repeats(ids: np.ndarray) -> list[int]:
-    """Places in ids [rows, actual token and top k], row after row, where the top k have the row's actual token."""
-    found: np.ndarray = ids == ids[:, :1]
-    found[:, 0] = False
-    places: list[int] = found.ravel().nonzero()[0].tolist()
-    return places
-
-
 def _rank(rank: int) -> bytes:
     return b',"rank":%d' % rank
-
-
-def _as_json(values: np.ndarray) -> list[bytes]:
-    """Each number of an array, which is not empty, as JSON."""
-    return orjson.dumps(np.ascontiguousarray(values).ravel(), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
 
 
 @lru_cache(maxsize=2**14)

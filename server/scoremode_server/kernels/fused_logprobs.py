@@ -16,6 +16,8 @@ from scoremode_server.kernels import torch_kernels
 from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, gather_rows, highest, share_targets
 from scoremode_server.kernels.working_memory import MAX_TOP, TILE_ROWS
 
+LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
+
 
 def kernels_for(device: torch.device) -> Any:
     """The module with the kernels for a device: Triton's for a GPU, PyTorch's elsewhere, where there is no Triton."""
@@ -36,7 +38,7 @@ def chunk_rows(rows: int, limit: int) -> int:
 def compute(
     targets: torch.Tensor,
     hidden_states: torch.Tensor | JoinedRows,
-    logits_fn: Callable[[torch.Tensor], torch.Tensor],
+    logits_fn: LogitsFunction,
     num_top: int,
     limit: int,
     shard: Shard | None = None,

@@ -14,15 +14,12 @@ Under tensor parallelism ranks exchange for each chunk the logits of the targets
 together, and at the end the sums of all rows.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from scoremode_server.kernels.fused_logprobs import chunk_rows, kernels_for
+from scoremode_server.kernels.fused_logprobs import LogitsFunction, chunk_rows, kernels_for
 from scoremode_server.kernels.reduced_rows import JoinedRows, ReducedRows, Shard, add_up, gather_rows, share_targets
-
-LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ DEPTH = 16.0
 STEPS = 65535
 
 LOGIT_BYTES = 16
-"""For each logit that `quantized` needs besides."""
+"""That `quantized` needs for each logit, in addition to it."""
 
 
 def quantized(logits: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ MAX_TOP = 256
 """Top tokens per row that the Triton kernels find; PyTorch's find any number."""
 
 RESERVED_TOP = 20
-"""Likeliest tokens a position that are counted and reserved: vLLM's default `max_logprobs`."""
+"""Top tokens per position that are counted and reserved: vLLM's default `max_logprobs`."""
 
 FLOAT32_BYTES = 4
 FLOAT64_BYTES = 8

@@ -7,8 +7,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -78,18 +78,13 @@ class Admission:
         self._show = show
         self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
         self._queues: set[RequestQueue] = set()
-        self._not_accepted: set[asyncio.Task[Any]] = set()
-        """Tasks that read and tokenize requests."""
+        self._limits: set[asyncio.Timeout] = set()
+        """Of the tasks that read, tokenize and score requests."""
         self._is_draining = self.is_stopped = False
 
     def check(self, num_tokens: int = 0) -> None:
-        """Refuse a request with `num_tokens` tokens for which the server has no space, before anything is done for it.
-
-        Raises:
-            TooLargeError: it never fits.
-            BusyError: it does not fit now.
-            UnavailableError: the server stops.
-        """
+        """Refuse a request with `num_tokens` tokens for which the server has no space, before anything is done for
+        it: TooLargeError if it never fits, BusyError if it does not fit now, UnavailableError if the server stops."""
         most = self.size.max_scoring_tokens
         if self._is_draining:
             raise stopping()
@@ -102,46 +97,40 @@ class Admission:
     @asynccontextmanager
     async def request(self, num_sequences: int = 0, num_tokens: int = 0) -> AsyncGenerator["RequestQueue", None]:
         """Accept an HTTP request with all of its sequences, or with none if it counts each when it begins. The timeout
-        cancels the current task, so do not use this in a generator that yields within: it would cancel the consumer.
-
-        Raises:
-            OverdueError: it took longer than `--request-timeout`.
-        """
+        cancels the current task, so do not use this in a generator that yields within: it would cancel the consumer."""
         self.check(num_tokens)
         queue = RequestQueue(self)
         self._queues.add(queue)
         queue.add(num_sequences, num_tokens)
         try:
-            async with asyncio.timeout(self.size.request_timeout) as limit:
+            async with self.until_stopped(self.size.request_timeout):
                 yield queue
-        except TimeoutError:
-            # Else it is another one, such as a file system's.
-            if limit.expired():
-                message = f"the request was not scored within {self.size.request_timeout:g} s (--request-timeout)"
-                raise OverdueError(message, None) from None
-            raise
         finally:
             self._queues.remove(queue)
             if queue.num_sequences:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
-    @contextmanager
-    def until_stopped(self) -> Iterator[None]:
-        """Let this task work on a request that is not accepted yet, such as tokenize it, until the server stops."""
+    @asynccontextmanager
+    async def until_stopped(self, seconds: float | None = None) -> AsyncGenerator[None, None]:
+        """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError)
+        or so many seconds are over (OverdueError)."""
         if self.is_stopped:
             raise stopping()
-        task = asyncio.current_task()
-        assert task is not None
-        self._not_accepted.add(task)
+        limit = asyncio.timeout(seconds)
+        self._limits.add(limit)
         try:
-            yield
-        except asyncio.CancelledError:
-            # If the client has left as well, it stays cancelled.
-            if self.is_stopped and not task.uncancel():
+            async with limit:
+                yield
+        except TimeoutError:
+            # Else it is another one, such as a file system's.
+            if not limit.expired():
+                raise
+            if self.is_stopped:
                 raise stopping() from None
-            raise
+            message = f"the request was not scored within {seconds:g} s (--request-timeout)"
+            raise OverdueError(message, None) from None
         finally:
-            self._not_accepted.remove(task)
+            self._limits.remove(limit)
 
     @asynccontextmanager
     async def inside(
@@ -149,8 +138,6 @@ class Admission:
     ) -> AsyncGenerator[None, None]:
         """Wait until a sequence, of which `num_tokens` must be computed, may enter the engine and its gate is open. It
         is in the engine inside this; it `decodes` in another lane than prefill."""
-        if self.is_stopped:
-            raise stopping()
         waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, gate, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
@@ -181,10 +168,10 @@ class Admission:
                 self._count(first, 1)
                 first.admitted.set_result(None)
 
-    def refuse(self, gate: Gate | None, error: Callable[[], Exception]) -> None:
-        """End all sequences that wait at a gate with an error, or all that wait."""
+    def refuse(self, gate: Gate, error: Callable[[], Exception]) -> None:
+        """End all sequences that wait at a gate with an error."""
         for each in (each for line in self._waiting.values() for each in line):
-            if gate in (None, each.gate) and not each.admitted.done():
+            if each.gate is gate and not each.admitted.done():
                 each.admitted.set_exception(error())
         self.admit_waiting()
 
@@ -199,9 +186,9 @@ class Admission:
                 while self._queues:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
         self.is_stopped = True
-        for task in self._not_accepted:
-            task.cancel()
-        self.refuse(None, stopping)
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self) -> _Waiting | None:

@@ -18,7 +18,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from scoremode_server.errors import EngineOutputError, UnfinishedError, engine_has_died, stopping
+from scoremode_server.errors import EngineOutputError, engine_has_died
 from scoremode_server.prefix_cache.admission import Gate, RequestQueue
 from scoremode_server.rows import Rows, check_finished, missing_row, read_columns, read_rows
 from scoremode_server.vllm_patches.engine_client import exempt_from_queue_bounds
@@ -142,11 +142,8 @@ async def in_engine(
     suffix: str = "",
 ) -> RequestOutput:
     """The engine's finished output for a request. If the caller is cancelled, the engine's request, whose id ends in
-    `suffix`, is aborted. Of its tokens, `num_known` are probably in the prefix cache.
-
-    Raises:
-        UnavailableError: the engine has died, or the server stops.
-    """
+    `suffix`, is aborted. Of its tokens, `num_known` are probably in the prefix cache. UnavailableError if the engine
+    has died."""
     params = copy(request.params)
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id, queue, output = request.request_id + suffix, request.queue, None
@@ -167,7 +164,3 @@ async def in_engine(
         return output
     except EngineDeadError:
         raise engine_has_died() from None
-    except UnfinishedError:
-        if queue is not None and queue.admission.is_stopped:
-            raise stopping() from None
-        raise

@@ -159,7 +159,7 @@ class StoredText:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceDirectory:
-    """The folder of references. Whatever is asked for a reference raises NoReferenceError if there is none of that
+    """The folder of references. What needs a reference raises NoReferenceError if there is none of that
     name, or the name is not valid, and BrokenFileError if its manifest cannot be read."""
 
     root: Path
@@ -200,11 +200,7 @@ class ReferenceDirectory:
             os.close(folder)
 
     def create(self, name: str, manifest: Manifest, text: StoredText) -> StoredReference:
-        """Create a reference.
-
-        Raises:
-            FileExistsError: there is one of that name.
-        """
+        """Create a reference; FileExistsError if there is one of that name."""
         # Written elsewhere and moved, so that there is never a reference without a manifest.
         path = self._path(name)
         self.root.mkdir(parents=True, exist_ok=True)

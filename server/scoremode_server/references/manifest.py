@@ -112,11 +112,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """The reverse of `to_json`.
-
-        Raises:
-            ValueError: it is not what was written, or has another version.
-        """
+        """The reverse of `to_json`; ValueError if it is not what was written, or has another version."""
         fields = from_json(text)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")

@@ -46,11 +46,8 @@ def moved_to(path: Path) -> Iterator[Path]:
 
 
 def read_tensors(path: Path, about: Mapping[str, str | int]) -> dict[str, torch.Tensor]:
-    """The tensors of a file that `write_tensors` wrote.
-
-    Raises:
-        BrokenFileError: it is missing, cut short, changed, or has another description.
-    """
+    """The tensors of a file that `write_tensors` wrote. BrokenFileError if it is missing, cut short, changed, or has
+    another description."""
     try:
         # Not mapped into memory: if another host cuts the file short or removes it, the process would end.
         with path.open("rb", buffering=0) as file:

@@ -31,6 +31,12 @@ from scoremode_server.vllm_patches.worker_extension import call_workers
 
 T = TypeVar("T")
 
+TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Token ids and logprobs [scored, k] of the top k of both sides, by the names of their fields."""
+
+PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
+"""A window's index, and its targets."""
+
 EXPORTED_BYTES = 256 * 1024**2
 """Of windows that are exported, between the engine and the client."""
 
@@ -38,8 +44,7 @@ EXPORTED_BYTES = 256 * 1024**2
 def llama_cpp_header(reference: StoredReference) -> bytes:
     """What llama.cpp's base file begins with: context length, vocabulary, number of windows, and their tokens, which
     are the text's. llama-perplexity itself puts BOS in the place of a window's first."""
-    head, plan, text = reference.manifest.head, reference.manifest.text, reference.text
-    assert head is not None
+    file, plan, text = base_file_of(reference), reference.manifest.text, reference.text
     if plan.method != "llama.cpp":
         raise RequestError(
             f"reference {reference.name!r} was recorded with method {plan.method!r}, and llama-perplexity reads "
@@ -47,8 +52,8 @@ def llama_cpp_header(reference: StoredReference) -> bytes:
             "name",
         )
     ends = (text.windows[:, 0] + text.windows[:, 2])[:, None]
-    tokens = text.token_ids[ends + np.arange(-plan.context_length, 0)]
-    numbers = np.array([plan.context_length, head.vocab_size, plan.num_windows])
+    tokens = text.token_ids[ends + np.arange(-file.context_length, 0)]
+    numbers = np.array([file.context_length, file.vocab_size, file.num_windows])
     return b"".join((b"_logits_", numbers.astype("<i4").data, np.ascontiguousarray(tokens, "<i4").data))
 
 
@@ -118,38 +123,25 @@ class MarkedWindow:
             raise missing_row(self.first + int(is_nan.argmax()))
 
 
-@dataclass(frozen=True, slots=True)
-class WindowComparison:
-    """The targets of a window."""
-
-    index: int
-    positions: KldPositions
-    """Arrays over the targets."""
-    top: tuple[np.ndarray, np.ndarray]
-    """Token ids and logprobs [scored, k] of the served model's top k."""
-    reference_top: tuple[np.ndarray, np.ndarray]
-
-    @classmethod
-    def from_columns(cls, index: int, columns: Columns) -> "WindowComparison":
-        """From a worker's columns, whose order `vllm_patches.row_scorer` decides."""
-        token_ids, logprobs, ranks = columns
-        width = token_ids.shape[1] // 2
-        served, reference = slice(1, width), slice(width + 1, 2 * width)
-        positions = KldPositions(
-            token_ids=token_ids[:, 0],
-            kld=logprobs[:, -3],
-            reverse_kld=logprobs[:, -2],
-            acceptance=logprobs[:, -1],
-            logprobs=logprobs[:, 0],
-            reference_logprobs=logprobs[:, width],
-            ranks=ranks,
-            reference_ranks=token_ids[:, -1],
-            top_token_ids=token_ids[:, 1],
-            reference_top_token_ids=token_ids[:, width + 1],
-            reference_confidence=np.exp(logprobs[:, width + 1]),
-        )
-        top, reference_top = ((token_ids[:, part], logprobs[:, part]) for part in (served, reference))
-        return cls(index, positions, top, reference_top)
+def _positions(index: int, columns: Columns) -> PositionsOfWindow:
+    """From a worker's columns, whose order `vllm_patches.row_scorer` decides."""
+    token_ids, logprobs, ranks = columns
+    width = token_ids.shape[1] // 2
+    positions = KldPositions(
+        token_ids=token_ids[:, 0],
+        kld=logprobs[:, -3],
+        reverse_kld=logprobs[:, -2],
+        acceptance=logprobs[:, -1],
+        logprobs=logprobs[:, 0],
+        reference_logprobs=logprobs[:, width],
+        ranks=ranks,
+        reference_ranks=token_ids[:, -1],
+        top_token_ids=token_ids[:, 1],
+        reference_top_token_ids=token_ids[:, width + 1],
+        reference_confidence=np.exp(logprobs[:, width + 1]),
+    )
+    sides = {"top_logprobs": slice(1, width), "reference_top_logprobs": slice(width + 1, 2 * width)}
+    return index, positions, {name: (token_ids[:, side], logprobs[:, side]) for name, side in sides.items()}
 
 
 @dataclass(slots=True)
@@ -167,39 +159,41 @@ class Comparer:
         """A reference that the served model can be compared with, with its text."""
         reference = await self.references.open(name)
         head, model = reference.manifest.head, reference.manifest.model
-        if self._head_bytes is None:
-            # Of the largest LM head that fits, which stays the same. Workers answer between two steps.
-            answers = await call_workers(self.client, "scoremode_head_bytes")
-            self._head_bytes = min(answer for answer in answers if answer is not None)
-        longest = int((await self.references.text(reference)).num_tokens.max())
         if head is None or reference.manifest.result is None:
             reason = "is not complete: record it again to resume"
         elif head.vocab_size != limits.vocab_size:
             reason = f"has a vocabulary of {head.vocab_size} tokens, and the served model one of {limits.vocab_size}"
         elif model.tokenizer_fingerprint != self.references.model.tokenizer_fingerprint:
             reason = "was made with another tokenizer"
-        elif longest > limits.max_model_len:
+        elif (longest := int((await self.references.text(reference)).num_tokens.max())) > limits.max_model_len:
             reason = f"has windows of {longest} tokens, and the served model takes {limits.max_model_len}"
-        elif head.num_bytes > self._head_bytes:
+        elif head.num_bytes > (reserved := await self._reserved_bytes()):
             reason = (
-                f"has an LM head of {head.num_bytes} bytes, and this server reserved {self._head_bytes}: "
+                f"has an LM head of {head.num_bytes} bytes, and this server reserved {reserved}: "
                 f"start it again now that the reference is there, or with {REFERENCE_HEADS_FLAG}"
             )
         else:
             return reference
         raise RequestError(f"reference {name!r} {reason}", "reference")
 
+    async def _reserved_bytes(self) -> int:
+        """The largest LM head that fits. It stays the same, and workers answer between two steps."""
+        if self._head_bytes is None:
+            answers = await call_workers(self.client, "scoremode_head_bytes")
+            self._head_bytes = min(answer for answer in answers if answer is not None)
+        return self._head_bytes
+
     def compare(
         self, reference: StoredReference, indices: list[int], settings: ScoreSettings
-    ) -> AsyncGenerator[WindowComparison, None]:
+    ) -> AsyncGenerator[PositionsOfWindow, None]:
         """Score the windows of an opened reference with the served model, in the order of `indices`."""
 
-        async def compared(window: MarkedWindow) -> WindowComparison:
+        async def compared(window: MarkedWindow) -> PositionsOfWindow:
             columns = await self._columns(reference, window)
             # Infinite divergences are numbers.
             window.check_rows(np.any(np.isnan(columns[1]), axis=1))
             await self.turns.wait()
-            return WindowComparison.from_columns(window.mark.index, columns)
+            return _positions(window.mark.index, columns)
 
         # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
         return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from vllm.config import ModelConfig
 
-from scoremode.wire.protocol import MAX_CANDIDATES, MAX_TOP_LOGPROBS
+from scoremode.wire.protocol import MAX_TOP_LOGPROBS
 from scoremode_server.errors import RequestError, TooLargeError
 from scoremode_server.settings import MAX_REQUEST_BYTES, MAX_SEQUENCES
 
@@ -57,7 +57,7 @@ class Limits:
         self.check_vocabulary(token_ids, name)
 
     def check_vocabulary(self, token_ids: Sequence[int], name: str) -> None:
-        for token_id in (min(token_ids), max(token_ids)):
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
                 message = f"{name} has token id {token_id}, outside the vocabulary of {self.vocab_size} tokens"
                 raise RequestError(message, name.partition("[")[0])
@@ -66,21 +66,13 @@ class Limits:
         if len(token_ids) > self.vocab_size:
             message = f"token_ids has {len(token_ids)} tokens, and the vocabulary has {self.vocab_size}"
             raise RequestError(message, "token_ids")
-        if token_ids:
-            self.check_vocabulary(token_ids, "token_ids")
+        self.check_vocabulary(token_ids, "token_ids")
 
     def check_top_logprobs(self, top_logprobs: int) -> None:
         if top_logprobs > self.max_top_logprobs:
             raise RequestError(
                 f"top_logprobs: {top_logprobs} exceeds this server's limit of {self.max_top_logprobs} (--max-logprobs)",
                 "top_logprobs",
-            )
-
-    def check_num_candidates(self, num_candidates: int) -> None:
-        if num_candidates > MAX_CANDIDATES:
-            raise RequestError(
-                f"candidate_token_ids has {num_candidates} tokens for a position, of at most {MAX_CANDIDATES}",
-                "candidate_token_ids",
             )
 
     def check_num_values(self, of_sequences: Sequence[int], encoding_format: str) -> None:

@@ -49,11 +49,7 @@ class Recorder:
         self, name: str, texts: TextWindows, labels: list[str] | None = None, corpus: CorpusInfo | None = None
     ) -> StoredReference:
         """The reference to record into: a new one, or an incomplete one of the same model and text. `labels` has one
-        for each text or conversation.
-
-        Raises:
-            ConflictError: there is another reference of that name.
-        """
+        for each text or conversation. ConflictError if there is another reference of that name."""
         text, plan = await asyncio.to_thread(_plan, texts, labels)
         head, model = await self._served_head(), self.references.model
         new = Manifest(

@@ -67,13 +67,8 @@ class References:
             raise UnavailableError(message, self.param if name else None) from None
 
     async def use(self, name: str, call: Callable[[], T]) -> T:
-        """`in_thread` for a call that needs a reference.
-
-        Raises:
-            NotServedError: there is none of that name.
-            ConflictError: it is damaged.
-            StorageError: a file cannot be written.
-        """
+        """`in_thread` for a call that needs a reference: NotServedError if there is none of that name, ConflictError if
+        it is damaged, StorageError if a file cannot be written."""
         try:
             return await self.in_thread(name, call)
         except NoReferenceError as error:

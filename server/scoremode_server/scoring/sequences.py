@@ -195,7 +195,6 @@ def _with_candidates(
     if given is None:
         return sequences
     if not given or isinstance(given[0], int):
-        limits.check_num_candidates(len(given))
         shared = _table(given, 1, limits)
         return [replace(sequence, candidates=shared) for sequence in sequences]
     if request.continuations is not None:
@@ -213,7 +212,6 @@ def _with_candidates(
                 f"candidate_token_ids has {len(lists)} lists for the {num_positions} positions of {sequence.name}",
                 "candidate_token_ids",
             )
-        limits.check_num_candidates(max(map(len, lists)))
         with_own.append(replace(sequence, candidates=_table(lists, 2, limits)))
     return with_own
 
@@ -228,5 +226,8 @@ def _table(lists: Any, num_dimensions: int, limits: Limits) -> np.ndarray:
         raise RequestError(
             "candidate_token_ids must be one or more token ids, the same number at each position", "candidate_token_ids"
         )
+    if table.shape[-1] > MAX_CANDIDATES:
+        message = f"candidate_token_ids has {table.shape[-1]} tokens for a position, of at most {MAX_CANDIDATES}"
+        raise RequestError(message, "candidate_token_ids")
     limits.check_vocabulary([int(table.min()), int(table.max())], "candidate_token_ids")
     return table

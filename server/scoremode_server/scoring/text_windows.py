@@ -95,11 +95,8 @@ async def cut_texts(
     limits: Limits,
     info: ServerInfo,
 ) -> TextWindows:
-    """Tokenize the texts of a request, and cut their windows; or the windows of its conversations.
-
-    Raises:
-        WindowError: the method cannot cut such windows.
-    """
+    """Tokenize the texts of a request, and cut their windows; or the windows of its conversations. WindowError if
+    the method cannot cut such windows."""
     if conversations is not None:
         return _turn_windows(request, conversations, limits)
     method, field_name = request.method, "prompt" if request.texts is None else "texts"
@@ -107,8 +104,7 @@ async def cut_texts(
     stride = resolve_stride(method, context_length, request.stride)
     documents = await _documents(request, tokenizer)
     for document in documents:
-        if document.token_ids:
-            limits.check_vocabulary(document.token_ids, field_name)
+        limits.check_vocabulary(document.token_ids, field_name)
     if request.max_tokens is not None:
         await _truncate(documents, request, request.max_tokens, tokenizer, info)
     # Before any is cut: there may be one window fewer per text.

@@ -121,7 +121,7 @@ class WorkerFiles:
         self._admission = admission
         self._holder = secrets.token_hex(8)
         self._outcomes: dict[asyncio.Future[Exception | None], tuple[str, int | None]] = {}
-        """What is waited for: a ticket, or the key of a head, and the rank of the engine, None for any."""
+        """What tasks wait for: a ticket, or the key of a head, and the rank of the engine, None for any."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         parallel = client.vllm_config.parallel_config
@@ -141,7 +141,7 @@ class WorkerFiles:
 
         Raises:
             UnreadableFileError: a file is missing, or not what was written.
-            RequestError: a file was not read in time, or the engine has died (503); or there is no such engine.
+            UnavailableError: a file was not read in time, or the engine has died.
         """
         engines = self._engines
         if rank is not None and not 0 <= rank < len(engines):

@@ -1,6 +1,5 @@
-"""What computes a server's numbers besides the weights: asked of the first worker, and read of vLLM's configuration.
-
-Readers of a run see it, and nothing depends on it.
+"""What computes a server's numbers, in addition to the weights: asked of the first worker, and read from vLLM's
+configuration. Readers of a run see it, and nothing depends on it.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ _KERNELS = "vllm.model_executor.kernels."
 
 
 async def what_computes(client: EngineClient) -> ComputedBy:
-    """What computes at an engine, all replicas together."""
+    """What computes at an engine, in all replicas."""
     config = client.vllm_config
     parallel, drafts = config.parallel_config, config.speculative_config
     described: dict[str, Any] = {}

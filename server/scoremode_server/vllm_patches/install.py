@@ -17,11 +17,8 @@ SECONDS_FOR_MANIFESTS = 10
 
 def install() -> None:
     """Patch the vLLM of this process; once is enough, and more does no harm. The model runners are patched when a
-    worker of this process has its device: some are not importable before.
-
-    Raises:
-        ValueError: a setting of memory is not a number of bytes.
-    """
+    worker of this process has its device: some are not importable before. ValueError if a setting of memory is not
+    a number of bytes."""
     budget, for_heads = logprob_bytes(), reference_head_bytes()
     if getattr(WorkerWrapperBase, "_scoremode_patched", False):
         return

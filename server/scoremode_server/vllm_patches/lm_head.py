@@ -5,7 +5,6 @@ assumed of these, and their logits are gathered from all ranks as in vLLM. Types
 """
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,10 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
+from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.reduced_rows import Shard, agreed
 
 logger = init_logger(f"vllm.{__name__}")
-
-LogitsFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.utils import set_weight_attrs
 
+from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.references.directory import ReferenceDirectory, StoredReference
 from scoremode_server.references.file_threads import FileThreads
 from scoremode_server.references.manifest import HeadDtype, HeadFormat
-from scoremode_server.vllm_patches.lm_head import LogitsFunction, LogitsSource
+from scoremode_server.vllm_patches.lm_head import LogitsSource
 from scoremode_server.vllm_patches.row_spec import WindowMark
 
 GATHERED_ROWS = 8192
@@ -41,11 +42,8 @@ ALIGNMENT = 256
 
 
 def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: torch.dtype) -> HeadFormat:
-    """The format of the served model's head.
-
-    Raises:
-        ValueError: its logits are not those of one unquantized projection, scaled and capped.
-    """
+    """The format of the served model's head. ValueError if its logits are not those of one unquantized projection,
+    scaled and capped."""
     if source is None:
         raise ValueError(
             "its logits are not one projection of its hidden states that vLLM's LogitsProcessor scales and caps"
@@ -258,7 +256,7 @@ class HeadMemory:
             head.placed = self._placing.submit("", partial(head.layer.place, self._memory[start:end]))
 
     def _make_space(self, size: int) -> int | None:
-        """Where so many bytes are free, after heads that nobody holds were evicted; None if nowhere."""
+        """Where so many bytes are free, after heads without a holder were evicted; None if nowhere."""
         while True:
             taken = sorted((head.start, head.end) for head in self._heads.values() if head.placed)
             for (_, end), (start, _) in pairwise([(0, 0), *taken, (len(self._memory), 0)]):

@@ -14,9 +14,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 
 from scoremode_server.kernels import fused_logprobs, kl_divergence, llama_cpp, working_memory
+from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.reduced_rows import JoinedRows, agreed
 from scoremode_server.kernels.working_memory import MAX_TOP, RESERVED_TOP, LogitsShape
-from scoremode_server.vllm_patches.lm_head import LMHead, LogitsFunction, examine
+from scoremode_server.vllm_patches.lm_head import LMHead, examine
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
 from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, ReferenceWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec

@@ -94,11 +94,8 @@ class ScoringParams(SamplingParams):
 
     @classmethod
     def of(cls, params: SamplingParams, spec: RowSpec) -> Self:
-        """The same parameters, which were checked when they were made, of a request for these rows.
-
-        Raises:
-            ValueError: a client has set what rows it wants.
-        """
+        """The same parameters, which were checked when they were made, of a request for these rows. ValueError
+        if a client has set what rows it wants."""
         _check(params)
         marked = copy(params)
         marked.__class__ = cls

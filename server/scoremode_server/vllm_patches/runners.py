@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 from vllm.v1.worker.gpu.sample import prompt_logprob
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused, rows_per_chunk
-from scoremode_server.vllm_patches.lm_head import LogitsFunction
 from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
 from scoremode_server.vllm_patches.row_spec import RowSpec

@@ -31,11 +31,7 @@ class ServedModels(BaseServing):
     """vLLM's own look-up of model names, so that aliases and adapters (also those loaded later) work as in vLLM."""
 
     async def resolve(self, name: str | None) -> ServedModel:
-        """The model of that name, or the served one.
-
-        Raises:
-            RequestError: there is none, or an adapter cannot be loaded.
-        """
+        """The model or adapter of that name, or the served model."""
         request = SimpleNamespace(model=name)
         if (failure := await self._check_model(request)) is not None:
             shorten_name(failure, name)

@@ -1,9 +1,9 @@
 """Time for scoring requests to finish after the server is told to stop, and connections that the server ends.
 
 On SIGTERM vLLM shuts its engine down while requests are still in it. `--shutdown-timeout` lets the engine finish, but
-the API server stops reading what it computes. vLLM calls `shutdown` of the engine client from a thread, so there
-scoring requests can be waited for while the event loop still answers them. Then uvicorn waits for every connection to
-close, which one whose client reads nothing never does.
+the API server stops reading what it computes. vLLM calls `shutdown` of the engine client from a thread, which waits
+for scoring requests here while the event loop still answers them. Then uvicorn waits for every connection to close,
+which one whose client reads nothing never does.
 """
 
 import asyncio

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import NamedTuple
 
 SUPPORTED = ">=0.32,<0.34"
 SUPPORTED_SERIES = ("0.32.", "0.33.")
@@ -42,10 +41,7 @@ PRIVATE: dict[str, str] = {
 def require_supported() -> None:
     """Make sure that the installed vLLM is one that Scoremode runs on: a release that the manifest knows, or another
     one in the supported range, if all that is private has the same source text as in one that the manifest knows.
-
-    Raises:
-        RuntimeError: it is not, or the API server is that in Rust.
-    """
+    RuntimeError if it is not, or if the API server is the one in Rust."""
     import vllm
 
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
@@ -66,11 +62,6 @@ def require_supported() -> None:
         raise RuntimeError(f"{refusal}, which differs from these in what Scoremode patches: {', '.join(changes)}")
 
 
-class Module(NamedTuple):
-    text: str
-    tree: ast.Module
-
-
 class Sources:
     """The modules under a folder, which may be inside a wheel. Each is parsed once."""
 
@@ -80,17 +71,18 @@ class Sources:
     def segment(self, key: str) -> str | None:
         """The source text that defines "module:name", such as "vllm.outputs:RequestOutput.add"; None where none does.
 
-        A name that is defined several times, as overloads and properties are, has all definitions. Imports are none.
+        A name that is defined several times, as overloads and properties are, has all of them. Imports do not count.
         For "module:Class.*": the class's bases and the names of its public attributes, one per line.
         """
         module, _, name = key.partition(":")
         found = self.module(module)
         if found is None:
             return None
+        text, tree = found
         if name.endswith(".*"):
-            owners = _definitions(found.tree, *name.split(".")[:-1])
+            owners = _definitions(tree, *name.split(".")[:-1])
             return "\n".join(_interface(owner) for owner in owners if isinstance(owner, ast.ClassDef)) or None
-        return "\n".join(as_written(found.text, node) for node in _definitions(found.tree, *name.split("."))) or None
+        return "\n".join(as_written(text, node) for node in _definitions(tree, *name.split("."))) or None
 
 
 def digest(segment: str | None) -> str | None:
@@ -107,11 +99,11 @@ def as_written(text: str, node: ast.stmt) -> str:
     return "\n".join(line.removeprefix(" " * node.col_offset) for line in lines)
 
 
-def _parse(root: Traversable, path: str) -> Module | None:
-    """The module of a dotted name, or None where there is none."""
+def _parse(root: Traversable, path: str) -> tuple[str, ast.Module] | None:
+    """The text and the tree of the module of a dotted name, if it exists."""
     files = [root / f"{path.replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), None)
-    return None if text is None else Module(text, ast.parse(text))
+    return None if text is None else (text, ast.parse(text))
 
 
 def _definitions(scope: ast.AST, name: str, *inner: str) -> list[ast.stmt]:

@@ -117,11 +117,13 @@ async def test_fields_that_do_not_fit_the_reference_are_refused(root, field, val
 async def test_references_that_do_not_fit_the_server_are_refused(root, changes, longest, identity, message):
     reference = ReferenceDirectory(root).open("base")
     reference.save(reference.manifest.model_copy(update=changes))
-    app = light_app(ReferenceEngine(root, **identity))
+    app = light_app(engine := ReferenceEngine(root, **identity))
     app.state.scoremode.limits = replace(app.state.scoremode.limits, max_model_len=longest)
     async with client_of(app) as client:
         status, param, text = error_of(await client.post(KLD, json=BODY))
     assert (status, param, message in text) == (400, "reference", True)
+    # Workers, which answer between two steps, are asked for nothing but their memory.
+    assert ("scoremode_head_bytes" in engine.asked) == ("bytes" in message)
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
