@@ -88,7 +88,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "warnings": warnings,
         "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
         "matrices": pair_matrices(comparison),
-        "groups": [(section, rows) for sections, rows in group_tables(comparison) for section in sections],
+        "groups": [section for sections in group_tables(comparison) for section in sections],
         "group_notes": group_notes(comparison),
         "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
         "plots": [
