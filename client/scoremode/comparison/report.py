@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from scoremode.comparison.card import card
 from scoremode.comparison.compare import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_element
 from scoremode.comparison.plots import common_caption, measured, plots
-from scoremode.comparison.report_data import text_data
+from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile, compare_command
 from scoremode.comparison.summary import computed_differently, in_words, summary
@@ -58,7 +57,8 @@ def write_report(
     without_text = template.render(**context, data="", text_note="")
     data = text_data([figures.run for figures in comparison.runs], max_bytes - len(without_text.encode()) - 1000)
     data["largest_kld"] = _largest_kld(comparison)
-    html = template.render(**context, data=_script_json(data), text_note=_text_note(data["num_kept"], comparison))
+    text_note = _text_note(data["num_kept"], comparison)
+    html = template.render(**context, data=Markup(script_json(data)), text_note=text_note)
     Path(path).write_text(html, encoding="utf-8")
 
 
@@ -168,8 +168,3 @@ def _text_note(num_kept: int, comparison: RunComparison) -> str:
 
 def _policy_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
-
-
-def _script_json(data: dict[str, Any]) -> Markup:
-    """JSON that nothing ends or begins a tag in, for inside a `script` element."""
-    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))

@@ -139,41 +139,27 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
 
     Kernels are those of a quantization: they are compared among equal ones.
     """
-    dtypes: dict[str, dict[str, None]] = {}
-    lanes: dict[str, dict[str, None]] = {}
-    for run in runs:
-        lanes.setdefault(run.lane, {})[run.label] = None
-        dtypes.setdefault(run.server.dtype, {})[run.label] = None
-        if run.reference is not None:
-            dtypes.setdefault(run.reference.dtype, {})[f"reference {run.reference.name}"] = None
-    parts = [_differing(words, of) for words, of in (("dtype", dtypes), ("lane", lanes)) if len(of) > 1]
-    for name, words in _IN_WORDS.items():
-        if name in _WITHOUT_INFLUENCE:
-            continue
-        found: dict[str | None, dict[str, dict[str, None]]] = {}
-        for label, quantization, computed_by in _all_computed(runs):
-            if (value := getattr(computed_by, name)) is not None:
-                alike = found.setdefault(quantization if name == "kernels" else None, {})
-                alike.setdefault(_value(value), {})[label] = None
-        parts += [_differing(words, values) for values in found.values() if len(values) > 1]
+    references = [run.reference for run in runs if run.reference is not None]
+    sources = [
+        *((run.label, run.server, {"lane": run.lane}) for run in runs),
+        *((f"reference {reference.name}", reference, {}) for reference in references),
+    ]
+    # By what it is and, of kernels, the quantization: every value with the labels that have it.
+    found: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
+    for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):
+        for label, model, more in sources:
+            known = {"dtype": model.dtype, **more, **(dict(model.computed_by) if model.computed_by else {})}
+            if known.get(name) is not None:
+                alike = found.setdefault((name, model.quantization if name == "kernels" else None), {})
+                alike.setdefault(_value(known[name]), {})[label] = None
+    parts = [
+        f"{_IN_WORDS.get(name, name)}: " + ", ".join(f"{value} ({', '.join(labels)})" for value, labels in alike.items())
+        for (name, _), alike in found.items()
+        if len(alike) > 1
+    ]
     if not parts:
         return []
     return [f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}."]
-
-
-def _all_computed(runs: Sequence[RunFile]) -> Iterator[tuple[str, str | None, ComputedBy]]:
-    """Label, quantization and what computed it, of runs and of their references, where that is known."""
-    for run in runs:
-        if run.server.computed_by is not None:
-            yield run.label, run.server.quantization, run.server.computed_by
-    for run in runs:
-        reference = run.reference
-        if reference is not None and reference.computed_by is not None:
-            yield f"reference {reference.name}", reference.quantization, reference.computed_by
-
-
-def _differing(words: str, labels: Mapping[str, Iterable[str]]) -> str:
-    return f"{words}: " + ", ".join(f"{value} ({', '.join(of_value)})" for value, of_value in labels.items())
 
 
 def _value(value: object) -> str:
