@@ -13,16 +13,11 @@ _END = 300
 """Characters of a question's prompt that are shown, its last."""
 
 
-def tasks_as_text(tasks: TaskComparison) -> str:
-    """A table for each model, and what its verdicts are."""
-    tables = [aligned(_columns(tasks, model)) for model in tasks.models]
-    return paragraphs(*tables, accuracy_notes(tasks))
-
-
-def tasks_as_markdown(tasks: TaskComparison) -> str:
-    """As `tasks_as_text`, as GitHub shows it."""
-    tables = [markdown_rows(_columns(tasks, model)) for model in tasks.models]
-    return paragraphs(*tables, [f"- {escaped(note)}" for note in accuracy_notes(tasks)])
+def tasks_as_text(tasks: TaskComparison, *, is_markdown: bool = False) -> str:
+    """A table for each model, and what its verdicts are; for a terminal, or in Markdown."""
+    tables = [(markdown_rows if is_markdown else aligned)(_columns(tasks, model)) for model in tasks.models]
+    notes = accuracy_notes(tasks)
+    return paragraphs(*tables, [f"- {escaped(note)}" for note in notes] if is_markdown else notes)
 
 
 def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:

@@ -22,11 +22,10 @@ from scoremode.runs.lanes import lane_fields, lane_rows
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import (
     finite_or_none,
-    labels_record,
     origin_arrays,
     record_beginning,
     server_rows,
-    token_texts_record,
+    tokens_record,
     weights_in_words,
     window_rows,
 )
@@ -118,9 +117,7 @@ def as_json(
 ) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
     return {
-        **record_beginning("kld", urls),
-        "model": measurement.model,
-        "server": measurement.server.model_dump(),
+        **record_beginning("kld", urls, measurement.model, measurement.server),
         "reference": finite_or_none(measurement.reference.model_dump()),
         "settings": {
             "concurrency": measurement.concurrency,
@@ -132,8 +129,7 @@ def as_json(
         "most_divergent": [finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],
         "seconds": measurement.seconds,
         "positions_per_second": measurement.positions_per_second,
-        **token_texts_record(measurement.token_texts),
-        **labels_record(measurement.origins),
+        **tokens_record(measurement.token_texts, measurement.origins),
         **({} if overlap is None else overlap.record(overlap.without)),
     }
 
