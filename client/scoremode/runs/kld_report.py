@@ -198,11 +198,10 @@ def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
     rest = overlap.without
     lines = ["====== Text of the calibration ======", overlap.in_words]
     if rest is not None:
-        ratio, kld = (rest["ppl_ratio"], rest["ppl_ratio_stderr"]), (rest["kld"]["mean"], rest["kld"]["stderr"])
         lines += [
             "Without these windows:",
-            f"Mean PPL(Q)/PPL(base)         : {' ± '.join(_number(each, 10, 6) for each in ratio)}",
-            f"Mean    KLD: {' ± '.join(_number(each, 10, 6) for each in kld)}",
+            f"Mean PPL(Q)/PPL(base)         : {_pair(rest, 'ppl_ratio')}",
+            f"Mean    KLD: {_pair(rest['kld'], 'mean', 'stderr')}",
         ]
     return lines
 

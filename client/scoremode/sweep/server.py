@@ -93,7 +93,12 @@ async def model_server(
             )
         server = ModelServer(f"http://127.0.0.1:{port}", log, process)
         try:
-            await _wait_until_ready(server, start_seconds)
+            try:
+                async with asyncio.timeout(start_seconds):
+                    await server.while_it_runs(_healthy(server.url))
+            except TimeoutError:
+                message = f"the server was not ready after {start_seconds:.0f} s{_reason(log)}"
+                raise ServerProcessError(message) from None
             yield server
         finally:
             await _stop(process)
@@ -129,20 +134,13 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-async def _wait_until_ready(server: ModelServer, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds), httpx.AsyncClient(base_url=server.url, timeout=5, trust_env=False) as http:
-            await server.while_it_runs(_healthy(http))
-    except TimeoutError:
-        raise ServerProcessError(f"the server was not ready after {seconds:.0f} s{_reason(server.log)}") from None
-
-
-async def _healthy(http: httpx.AsyncClient) -> None:
-    while True:
-        with suppress(httpx.TransportError):
-            if (await http.get("/health")).is_success:
-                return
-        await asyncio.sleep(_POLL_SECONDS)
+async def _healthy(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as http:
+        while True:
+            with suppress(httpx.TransportError):
+                if (await http.get("/health")).is_success:
+                    return
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _stop(process: Process) -> None:
