@@ -128,11 +128,7 @@ def _figure(value: str | float, stderr: str | None = None) -> Figure:
 def with_logs(
     comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]], qbench: Iterable[str] = ()
 ) -> RunComparison:
-    """A comparison with what other engines found.
-
-    Args:
-        llama_cpp: Of each log of llama-perplexity, a label and the path.
-        qbench: Paths of qbench's results.
+    """A comparison with logs of llama-perplexity, by labels and paths, and qbench's results.
 
     Raises:
         RunError: a log cannot be read, is of other windows than the runs, or of another base than their reference, or a

@@ -7,8 +7,8 @@ where those say as much as anybody reads, of 32 where not.
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,14 +33,8 @@ _INFINITE = 65_535
 """Of fixed-point values."""
 
 Floats = NDArray[np.float64]
-
-
-class Packed(TypedDict):
-    """Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
-
-    type: str
-    scale: float | None
-    data: str
+Packed = dict[str, str | float | None]
+"""Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,35 +139,30 @@ def _series(
     largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     references = [run.reference_identity for run in runs]
 
-    def series(
-        label: str,
-        run: RunFile,
-        nlls: Floats,
-        tops: NDArray[np.int32] | None,
-        kld: Floats | None = None,
-        ranks: NDArray[np.int32] | None = None,
-        confidence: Floats | None = None,
-    ) -> dict[str, Any]:
-        return {
-            "label": label,
-            "is_reference": confidence is not None,
-            # Equal for runs that were compared with the same one.
-            "reference": references.index(run.reference_identity),
-            "nll": pack_fixed(nlls[positions], largest_nll),
-            "kld": None if kld is None else pack_klds(kld[positions]),
-            "ranks": None if ranks is None else pack_integers(ranks[positions]),
-            "tops": None if tops is None else pack_integers(np.searchsorted(vocabulary, tops[positions])),
-            "confidence": None if confidence is None else pack_fixed(confidence[positions], 1),
-            "mean_nll": _packed(passages.means(nlls), "float32", None),
-            "mean_kld": None if kld is None else _packed(passages.means(kld), "float32", None),
-        }
-
-    found = [series(run.label, run, run.nlls, run.top_token_ids, run.kld, run.ranks) for run in runs]
+    # A reference is shown as a run that has a confidence.
+    shown = [replace(run, reference_confidence=None) for run in runs]
     for run in {run.reference_identity: run for run in reversed(runs)}.values():
         if run.reference is not None and run.reference_nlls is not None:
             label, tops = f"reference {run.reference.name}", run.reference_top_token_ids
-            found.append(series(label, run, run.reference_nlls, tops, confidence=run.reference_confidence))
-    return found
+            shown.append(replace(run, label=label, nlls=run.reference_nlls, top_token_ids=tops, kld=None, ranks=None))
+    return [
+        {
+            "label": run.label,
+            "is_reference": run.reference_confidence is not None,
+            # Equal for runs that were compared with the same one.
+            "reference": references.index(run.reference_identity),
+            "nll": pack_fixed(run.nlls[positions], largest_nll),
+            "kld": None if run.kld is None else pack_klds(run.kld[positions]),
+            "ranks": None if run.ranks is None else pack_integers(run.ranks[positions]),
+            "tops": None
+            if (tops := run.top_token_ids) is None
+            else pack_integers(np.searchsorted(vocabulary, tops[positions])),
+            "confidence": None if (shares := run.reference_confidence) is None else pack_fixed(shares[positions], 1),
+            "mean_nll": _packed(passages.means(run.nlls), "float32", None),
+            "mean_kld": None if run.kld is None else _packed(passages.means(run.kld), "float32", None),
+        }
+        for run in shown
+    ]
 
 
 def _shown_tops(runs: Sequence[RunFile], num_shown: int) -> dict[int, TopTokens]:

@@ -59,12 +59,7 @@ def paragraphs(*parts: Sequence[str]) -> str:
 
 
 def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
-    """One line per figure that is known, in full precision. A pair's `run` is the second, `beside` the first.
-
-    Args:
-        comparison: Of runs, if there are any.
-        accuracies: More rows, by the names of columns.
-    """
+    """One line per figure that is known, in full precision. A pair's `run` is the second, `beside` the first."""
     rows = [] if comparison is None else _csv_rows(comparison)
     file = io.StringIO()
     writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")

@@ -81,15 +81,9 @@ class TextOptions(_Part):
         dataset = self.dataset
         if dataset is not None and (folder / dataset).exists():
             dataset = str(folder / dataset)
-        return load_corpus(
-            dataset,
-            text=self.text,
-            text_file=None if self.text_file is None else folder / self.text_file,
-            config=self.dataset_config,
-            split=self.split,
-            column=self.text_column,
-            num_samples=self.num_samples,
-        )
+        file = None if self.text_file is None else folder / self.text_file
+        options = self.model_dump(include={"text", "split", "num_samples"})
+        return load_corpus(dataset, text_file=file, config=self.dataset_config, column=self.text_column, **options)
 
 
 class WindowOptions(_Part):
