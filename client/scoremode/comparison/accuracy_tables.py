@@ -28,18 +28,14 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
             shared = {"run": model.label, "beside": tasks.base, "task": row.task}
             difference = {"figure": "accuracy_difference", "value": flips.difference, "low": low, "high": high}
             yield {**shared, **difference, "verdict": figures.verdict}
-            for name, value in (
-                ("base_accuracy", flips.base_accuracy),
-                ("accuracy", flips.accuracy),
-                ("num_questions", flips.num_questions),
-                ("lost", flips.lost),
-                ("gained", flips.gained),
-                ("p", figures.p),
-                ("smallest_difference_shown", figures.smallest_shown),
-                ("num_questions_needed", figures.num_needed),
-            ):
-                if value is not None:
-                    yield {**shared, "figure": name, "value": value}
+            values = {
+                **{"base_accuracy": flips.base_accuracy, "accuracy": flips.accuracy},
+                **{"num_questions": flips.num_questions, "lost": flips.lost, "gained": flips.gained},
+                **{"p": figures.p, "smallest_difference_shown": figures.smallest_shown},
+                "num_questions_needed": figures.num_needed,
+            }
+            for name, value in values.items():
+                yield {**shared, "figure": name, "value": value}
 
 
 def report_sections(tasks: TaskComparison) -> list[dict[str, object]]:

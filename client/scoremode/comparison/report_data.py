@@ -138,7 +138,6 @@ def _series(
     # The largest finite one: with one scale for all, values that are equal in two series stay equal.
     largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     references = [run.reference_identity for run in runs]
-
     # A reference is shown as a run that has a confidence.
     shown = [replace(run, reference_confidence=None) for run in runs]
     for run in {run.reference_identity: run for run in reversed(runs)}.values():

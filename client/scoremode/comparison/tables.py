@@ -60,12 +60,11 @@ def paragraphs(*parts: Sequence[str]) -> str:
 
 def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
     """One line per figure that is known, in full precision. A pair's `run` is the second, `beside` the first."""
-    rows = [] if comparison is None else _csv_rows(comparison)
+    rows = [*(() if comparison is None else _csv_rows(comparison)), *accuracies]
     file = io.StringIO()
     writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")
     writer.writeheader()
     writer.writerows(row for row in rows if row["value"] is not None)
-    writer.writerows(accuracies)
     return file.getvalue()
 
 

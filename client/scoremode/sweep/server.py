@@ -111,8 +111,7 @@ def _found(command: Sequence[str], folder: Path) -> list[str]:
     if "/" in name:
         found = shutil.which((folder / Path(name).expanduser()).absolute())
     else:
-        installed = Path(sys.executable).parent / name
-        found = str(installed) if installed.is_file() else shutil.which(name)
+        found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
     if found is None:
         command = f"scripts/install.sh {sys.executable} cuda report"
         raise ServerProcessError(
