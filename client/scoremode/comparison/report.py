@@ -90,14 +90,7 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "groups": [section for sections in group_tables(comparison) for section in sections],
         "group_notes": group_notes(comparison),
         "has_kld": _largest_kld(comparison) is not None,
-        "plots": [
-            {
-                "name": plot.name,
-                "caption": plot.caption,
-                "svg": Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject)),
-            }
-            for plot in plots(comparison)
-        ],
+        "plots": [(plot, Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject))) for plot in plots(comparison)],
         "plots_caption": common_caption(comparison),
         "references": dict.fromkeys(f"{each.name}: {each.model}, {weights_in_words(each)}" for each in references),
         "run_settings": _run_settings(runs),

@@ -1,7 +1,7 @@
 """What a report's page draws its text from: the tokens of the passages that fit, and means of all.
 
 A passage is a window, or a piece of a long one that a page can draw at once. Arrays are base64 of 16 bits per value
-where those say as much as anybody reads, of 32 where not.
+where those are as exact as what the page shows, of 32 where not.
 """
 
 import base64

@@ -137,7 +137,7 @@ class SweepPlan(_Part):
     env: Environment = {}
     """For each server, in addition to its own."""
     start_timeout: PositiveInt = 3600
-    """Seconds until a server is given up that does not come up."""
+    """Seconds that a server has until it answers."""
     floor: bool = False
     """Whether the first model's noise floor is measured."""
     compare: CompareOptions = CompareOptions()

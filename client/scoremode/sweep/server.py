@@ -43,7 +43,7 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """The result of some work with the server, which is given up when the server ends."""
+        """The result of some work with the server, which is cancelled when the server ends."""
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ async def _stop(process: Process) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
     finally:
-        # Whoever presses Ctrl-C again does not wait, and leaves nothing either.
+        # A second Ctrl-C ends the wait, and leaves no process either.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
