@@ -79,7 +79,8 @@ def compare_tasks(
     for label, tasks in others:
         shared = [task for task in base_tasks if task in tasks]
         if not shared:
-            raise RunError(f"{label} and {base} have no task in common: {_listed(tasks)}, and {_listed(base_tasks)}")
+            named, named_base = (", ".join(each) or "none" for each in (tasks, base_tasks))
+            raise RunError(f"{label} and {base} have no task in common: {named}, and {named_base}")
         if missing := sorted(set(base_tasks) ^ set(tasks)):
             warnings.append(f"Left out, as {label} or {base} does not have it: {', '.join(missing)}.")
         pairs = [(base_tasks[task], tasks[task]) for task in shared]
@@ -130,7 +131,3 @@ def _check(label: str, base: TaskSamples, other: TaskSamples) -> list[str]:
         differ = "prompt differs" if num_others == 1 else "prompts differ"
         return [f"{base.task}: {num_others:,} {differ} between {label} and the base (examples, chat template?)."]
     return []
-
-
-def _listed(tasks: Mapping[str, TaskSamples]) -> str:
-    return ", ".join(tasks) or "none"

@@ -119,15 +119,13 @@ def _sample(record: dict[str, Any], metric: str) -> Sample:
         target_hash=str(record["target_hash"]),
         prompt=printable(str(arguments[0]["arg_0"])),
         target=printable(str(record["target"])),
-        answers=tuple(_answers(arguments, record["filtered_resps"])),
+        answers=tuple(map(_answer, arguments, record["filtered_resps"])),
         is_right=_RIGHT[str(record[metric])],
     )
 
 
-def _answers(arguments: Sequence[dict[str, Any]], answers: Sequence[Any]) -> Iterator[Answer]:
+def _answer(option: dict[str, Any], answer: object) -> Answer:
     """Options have [logprob, is_greedy] as strings, generated texts are strings."""
-    for option, answer in zip(arguments, answers, strict=False):
-        if isinstance(answer, list):
-            yield Answer(printable(str(option["arg_1"])), float(answer[0]))
-        else:
-            yield Answer(printable(str(answer)), None)
+    if isinstance(answer, list):
+        return Answer(printable(str(option["arg_1"])), float(answer[0]))
+    return Answer(printable(str(answer)), None)

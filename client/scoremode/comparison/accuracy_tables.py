@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison, TaskRow
+from scoremode.accuracy.flips import TaskFigures
 from scoremode.accuracy.samples import Sample
-from scoremode.comparison.tables import CsvRow, TextColumn, aligned, escaped, markdown_rows, paragraphs
+from scoremode.comparison.tables import Column, CsvRow, aligned, escaped, markdown_rows, paragraphs
 
 _MAX_FLIPPED = 200
 """Questions that a report shows of a model."""
@@ -12,16 +13,11 @@ _END = 300
 """Characters of a question's prompt that are shown, its last."""
 
 
-def tasks_as_text(tasks: TaskComparison) -> str:
-    """A table for each model, and what its verdicts are."""
-    tables = [aligned(_columns(tasks, model), model.all_rows) for model in tasks.models]
-    return paragraphs(*tables, accuracy_notes(tasks))
-
-
-def tasks_as_markdown(tasks: TaskComparison) -> str:
-    """As `tasks_as_text`, as GitHub shows it."""
-    tables = [markdown_rows(_columns(tasks, model), model.all_rows) for model in tasks.models]
-    return paragraphs(*tables, [f"- {escaped(note)}" for note in accuracy_notes(tasks)])
+def tasks_as_text(tasks: TaskComparison, *, is_markdown: bool = False) -> str:
+    """A table for each model, and what its verdicts are; for a terminal, or in Markdown."""
+    tables = [(markdown_rows if is_markdown else aligned)(_columns(tasks, model)) for model in tasks.models]
+    notes = accuracy_notes(tasks)
+    return paragraphs(*tables, [f"- {escaped(note)}" for note in notes] if is_markdown else notes)
 
 
 def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
@@ -32,34 +28,27 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
             shared = {"run": model.label, "beside": tasks.base, "task": row.task}
             difference = {"figure": "accuracy_difference", "value": flips.difference, "low": low, "high": high}
             yield {**shared, **difference, "verdict": figures.verdict}
-            for name, value in (
-                ("base_accuracy", flips.base_accuracy),
-                ("accuracy", flips.accuracy),
-                ("num_questions", flips.num_questions),
-                ("lost", flips.lost),
-                ("gained", flips.gained),
-                ("p", figures.p),
-                ("smallest_difference_shown", figures.smallest_shown),
-                ("num_questions_needed", figures.num_needed),
-            ):
-                if value is not None:
-                    yield {**shared, "figure": name, "value": value}
+            values = {
+                **{"base_accuracy": flips.base_accuracy, "accuracy": flips.accuracy},
+                **{"num_questions": flips.num_questions, "lost": flips.lost, "gained": flips.gained},
+                **{"p": figures.p, "smallest_difference_shown": figures.smallest_shown},
+                "num_questions_needed": figures.num_needed,
+            }
+            for name, value in values.items():
+                yield {**shared, "figure": name, "value": value}
 
 
 def report_sections(tasks: TaskComparison) -> list[dict[str, object]]:
     """What the report's template shows of each model; questions whose answers the models hold most firmly first, near
-    ties last. A row is cells, and a class of the style sheet for the last, which is the verdict."""
+    ties last. Verdicts are classes of the style sheet, one for each row."""
     sections: list[dict[str, object]] = []
     for model in tasks.models:
-        columns = _columns(tasks, model)
         flipped = sorted(model.flipped, key=lambda each: -min(_margin(each.base), _margin(each.other)))
         sections.append(
             {
                 "label": model.label,
-                "columns": [column.header for column in columns],
-                "rows": [
-                    ([each.cell(row) for each in columns], row.figures.verdict.split()[0]) for row in model.all_rows
-                ],
+                "columns": _columns(tasks, model),
+                "verdicts": [row.figures.verdict.split()[0] for row in model.all_rows],
                 "flipped": [_flipped(tasks.base, model.label, each) for each in flipped[:_MAX_FLIPPED]],
                 "num_left_out": max(0, len(flipped) - _MAX_FLIPPED),
             }
@@ -79,19 +68,22 @@ def accuracy_notes(tasks: TaskComparison) -> list[str]:
     ]
 
 
-def _columns(tasks: TaskComparison, model: ModelTasks) -> list[TextColumn[TaskRow]]:
+def _columns(tasks: TaskComparison, model: ModelTasks) -> list[Column]:
+    rows = model.all_rows
+    figures = [row.figures for row in rows]
+    flips = [each.flips for each in figures]
     return [
-        TextColumn("task", lambda row: row.task, right=False),
-        TextColumn("judged by", _judged_by, right=False),
-        TextColumn("questions", lambda row: f"{row.figures.flips.num_questions:,}"),
-        TextColumn(f"{tasks.base}, %", lambda row: f"{100 * row.figures.flips.base_accuracy:.2f}"),
-        TextColumn(f"{model.label}, %", lambda row: f"{100 * row.figures.flips.accuracy:.2f}"),
-        TextColumn("difference", _difference),
-        TextColumn("lost", lambda row: f"{row.figures.flips.lost:,}"),
-        TextColumn("gained", lambda row: f"{row.figures.flips.gained:,}"),
-        TextColumn("p", lambda row: "< 0.0001" if row.figures.p < 1e-4 else f"{row.figures.p:.4f}"),
-        TextColumn("smallest shown", lambda row: f"{100 * row.figures.smallest_shown:.2f}"),
-        TextColumn("verdict", _verdict, right=False),
+        Column("task", [row.task for row in rows], right=False),
+        Column("judged by", [_judged_by(row) for row in rows], right=False),
+        Column("questions", [f"{each.num_questions:,}" for each in flips]),
+        Column(f"{tasks.base}, %", [f"{100 * each.base_accuracy:.2f}" for each in flips]),
+        Column(f"{model.label}, %", [f"{100 * each.accuracy:.2f}" for each in flips]),
+        Column("difference", [_difference(each) for each in figures]),
+        Column("lost", [f"{each.lost:,}" for each in flips]),
+        Column("gained", [f"{each.gained:,}" for each in flips]),
+        Column("p", ["< 0.0001" if each.p < 1e-4 else f"{each.p:.4f}" for each in figures]),
+        Column("smallest shown", [f"{100 * each.smallest_shown:.2f}" for each in figures]),
+        Column("verdict", [_verdict(each) for each in figures], right=False),
     ]
 
 
@@ -99,14 +91,13 @@ def _judged_by(row: TaskRow) -> str:
     return row.metric if row.filter in ("", "none") else f"{row.metric}, {row.filter}"
 
 
-def _difference(row: TaskRow) -> str:
-    low, high = row.figures.interval
-    return f"{100 * row.figures.flips.difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
+def _difference(figures: TaskFigures) -> str:
+    low, high = figures.interval
+    return f"{100 * figures.flips.difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
 
 
-def _verdict(row: TaskRow) -> str:
-    needed = row.figures.num_needed
-    return row.figures.verdict if needed is None else f"{row.figures.verdict}: {needed:,} needed"
+def _verdict(figures: TaskFigures) -> str:
+    return figures.verdict + ("" if figures.num_needed is None else f": {figures.num_needed:,} needed")
 
 
 def _margin(sample: Sample) -> float:

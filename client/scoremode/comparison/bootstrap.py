@@ -99,16 +99,10 @@ def resample(
     num_resamples: int,
     seed: int,
 ) -> list[Resamples]:
-    """Draw resamples of a text, and the means of series of values over each: those of the whole text, then of groups.
+    """Draw resamples of a text, and the means of `series`, [targets, series], over each: of the text, then of groups.
 
-    Args:
-        series: [targets, series], what means are taken of.
-        watched: [targets, figures], what blocks are made long enough for: the longest that one of them wants.
-        window_sizes: [windows], targets of each.
-        window_documents: [windows], the document of each, not decreasing; None for a text without documents.
-        groups: [targets] each, the targets that a group has. Its means are ratios of sums over the same resamples.
-        num_resamples: How many to draw.
-        seed: Of the random numbers that draw them.
+    Blocks are made long enough for `watched`, [targets, figures]: the longest that one of them wants. Documents are of
+    [windows], not decreasing. A group is of [targets]; its means are ratios of sums over the same resamples.
     """
     units = cut_units(window_sizes, window_documents)
     num_units = len(units.sizes)

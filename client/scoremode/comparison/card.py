@@ -70,10 +70,6 @@ def _name(label: str) -> str:
     return name
 
 
-def _value(figure: Figure | None, scale: float = 1) -> float | None:
-    return None if figure is None else scale * figure.value
-
-
 def _with_error(figure: Figure | None, scale: float = 1, sign: str = "") -> str:
     if figure is None:
         return ""
@@ -142,16 +138,17 @@ def _metadata(comparison: RunComparison) -> dict[str, Any]:
 
 def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, Any]]:
     run = figures.run
-    values = {
-        f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity.value),
-        "change of perplexity, %": ("perplexity_change", _value(ppl_change(comparison, run), 100)),
-        "mean KL divergence, nats": ("kl_divergence", _value(figures.kld)),
-        "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999),
-        "RMS Δp, %": ("rms_delta_p", _value(figures.delta_p_rms, 100)),
-        "same top token, %": ("same_top", _value(figures.same_top_p, 100)),
+    values: dict[str, tuple[str, Figure | float | None, float]] = {
+        f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity, 1),
+        "change of perplexity, %": ("perplexity_change", ppl_change(comparison, run), 100),
+        "mean KL divergence, nats": ("kl_divergence", figures.kld, 1),
+        "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999, 1),
+        "RMS Δp, %": ("rms_delta_p", figures.delta_p_rms, 100),
+        "same top token, %": ("same_top", figures.same_top_p, 100),
     }
-    return [
-        {"name": name, "type": type_, "value": float(f"{value:.6g}")}
-        for name, (type_, value) in values.items()
-        if value is not None and math.isfinite(value)
-    ]
+    found = []
+    for name, (type_, figure, scale) in values.items():
+        value = figure.value if isinstance(figure, Figure) else figure
+        if value is not None and math.isfinite(value):
+            found.append({"name": name, "type": type_, "value": float(f"{scale * value:.6g}")})
+    return found

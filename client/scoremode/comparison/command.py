@@ -7,7 +7,7 @@ from pathlib import Path
 from scoremode._printable import printable
 from scoremode.accuracy.compare_tasks import TaskComparison, compare_tasks
 from scoremode.accuracy.samples import load_tasks
-from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_markdown, tasks_as_text
+from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
 from scoremode.comparison.card import card
 from scoremode.comparison.compare import RunComparison, compare
 from scoremode.comparison.engine_log import with_logs
@@ -56,5 +56,5 @@ def _table(options: argparse.Namespace, comparison: RunComparison | None, tasks:
     if comparison is not None:
         parts.append((card if options.card else as_markdown if is_markdown else as_text)(comparison))
     if tasks is not None:
-        parts.append((tasks_as_markdown if is_markdown else tasks_as_text)(tasks))
+        parts.append(tasks_as_text(tasks, is_markdown=is_markdown))
     return "\n".join(parts)

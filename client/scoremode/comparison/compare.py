@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Generic, Literal, Protocol
+from pathlib import Path
+from typing import Generic, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,20 +53,28 @@ class Figure:
         return Figure(function(self.value), stderr, *sorted((function(self.low), function(self.high))))
 
 
-class Measured(Protocol):
-    """What tables say of a run besides its figures."""
+@dataclass(frozen=True, slots=True)
+class EngineLog:
+    """A run of another engine. What its log or results do not say is None."""
+
+    engine: str
+    path: Path
+    label: str
+    base_perplexity: float | None
+    """Of the base that it was compared with."""
+    file_type: str | None
+    bits_per_weight: float | None
+    gib: float | None = None
+    """Of the weights."""
+    num_windows: int | None = None
+    context_length: int | None = None
 
     @property
-    def label(self) -> str: ...
-    @property
-    def weights(self) -> str: ...
-    @property
-    def gib(self) -> float | None: ...
-    @property
-    def bits_per_weight(self) -> float | None: ...
+    def weights(self) -> str:
+        return ", ".join(filter(None, (self.engine, self.file_type)))
 
 
-M = TypeVar("M", bound=Measured, covariant=True, default=RunFile)
+M = TypeVar("M", bound=RunFile | EngineLog, covariant=True, default=RunFile)
 
 
 @dataclass(frozen=True)
@@ -154,11 +163,11 @@ class RunComparison:
     has_intervals: bool
     groups: Sequence[GroupFigures] = ()
     """Of classes, domains and contexts where the text has several, every run of each."""
-    logs: Sequence[RunFigures[Measured]] = ()
-    """Of other engines on the same text, without values of single tokens."""
+    logs: Sequence[RunFigures[EngineLog]] = ()
+    """On the same text, without values of single tokens."""
 
     @property
-    def rows(self) -> list[RunFigures[Measured]]:
+    def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
         """Runs and logs."""
         return [*self.runs, *self.logs]
 
@@ -209,6 +218,7 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
     check_comparable(runs)
     groups = groups_of(runs)
     values = {(run.label, name): series for run in runs for name, series in _series(run).items()}
+    noise_floors = _noise_floors(runs)
     klds = [run.kld for run in runs if run.kld is not None]
     # Infinities are expected, and what cannot be computed with them is None or NaN in the end.
     with np.errstate(invalid="ignore", over="ignore"):
@@ -222,16 +232,15 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
             num_resamples=num_resamples,
             seed=seed,
         )
-        noise_floors = _noise_floors(runs)
-        sample = _Sample(values, of_text, noise_floors)
+        sample = _Sample(values, of_text)
+        figures = [sample.run_figures(run, noise_floors.get((run.reference_identity, run.lane))) for run in runs]
         group_figures: list[GroupFigures] = []
         for group, resamples in zip(groups, of_groups, strict=True):
-            members = {name: series[group.members] for name, series in values.items()}
-            part = _Sample(members, resamples, noise_floors)
+            part = _Sample({name: series[group.members] for name, series in values.items()}, resamples)
             group_figures += [part.group_figures(run, runs[0], group) for run in runs]
         return RunComparison(
-            runs=[sample.run_figures(run) for run in runs],
-            pairs=[sample.pair_figures(first, second) for first, second in combinations(runs, 2)],
+            runs=figures,
+            pairs=[sample.pair_figures(first, second) for first, second in combinations(figures, 2)],
             num_resamples=num_resamples,
             seed=seed,
             blocks=of_text.blocks,
@@ -247,14 +256,13 @@ class _Sample:
     values: Mapping[tuple[str, str], Floats]
     """By the run's label and the name of the series."""
     resamples: Resamples
-    noise_floors: Mapping[object, float]
 
     def _resampled(self, run: RunFile, name: str) -> Floats:
         return self.resamples.means[:, list(self.values).index((run.label, name))]
 
-    def run_figures(self, run: RunFile) -> RunFigures:
-        nll = self._mean(run, "nll")
-        square = self._mean_within(run, "delta_p_square", math.inf)
+    def run_figures(self, run: RunFile, noise_floor: float | None) -> RunFigures:
+        nll, kld = self._mean(run, "nll"), self._mean_within(run, "kld")
+        square = self._mean_within(run, "delta_p_square")
         names = {"kld_median": 0.5, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
         ordered = None if run.kld is None else np.sort(run.kld)
         return RunFigures(
@@ -262,11 +270,11 @@ class _Sample:
             nll=nll,
             perplexity=_exponential(nll),
             bits_per_byte=_bits_per_byte(run, nll),
-            kld=self._mean_within(run, "kld", math.inf),
+            kld=kld,
             **{name: None if ordered is None else quantile(ordered, at) for name, at in names.items()},
             same_top_p=self._mean_within(run, "same_top", 1),
             delta_p_rms=square and square.through(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
-            kld_over_noise_floor=self._over_noise_floor(run),
+            kld_over_noise_floor=kld.value / noise_floor if kld is not None and noise_floor else None,
         )
 
     def group_figures(self, run: RunFile, base: RunFile, group: Group) -> GroupFigures:
@@ -275,20 +283,21 @@ class _Sample:
             group=group,
             perplexity=_exponential(self._mean(run, "nll")),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
-            kld=self._mean_within(run, "kld", math.inf),
+            kld=self._mean_within(run, "kld"),
             same_top_p=self._mean_within(run, "same_top", 1),
         )
 
-    def pair_figures(self, first: RunFile, second: RunFile) -> PairFigures:
+    def pair_figures(self, of_first: RunFigures, of_second: RunFigures) -> PairFigures:
+        first, second = of_first.run, of_second.run
         ln_ratio = self._difference(first, second, "nll")
-        ppl_first, ppl_second = exp(float(first.nlls.mean())), exp(float(second.nlls.mean()))
+        ppl_first, ppl_second = of_first.perplexity.value, of_second.perplexity.value
         resampled = np.exp(self._resampled(second, "nll")) - np.exp(self._resampled(first, "nll"))
         stderr = standard_error(ppl_second * second.nlls - ppl_first * first.nlls)
         kld_difference, kld_verdict = None, None
         if first.kld is not None and second.kld is not None and first.reference_identity == second.reference_identity:
             kld_difference = self._difference(first, second, "kld")
             kld_verdict = _verdict(kld_difference)
-            multiples = [self._over_noise_floor(run) for run in (first, second)]
+            multiples = (of_first.kld_over_noise_floor, of_second.kld_over_noise_floor)
             if all(multiple is not None and multiple <= 1 for multiple in multiples):
                 kld_verdict = "no difference shown"
         return PairFigures(
@@ -302,10 +311,6 @@ class _Sample:
             kld_verdict=kld_verdict,
         )
 
-    def _over_noise_floor(self, run: RunFile) -> float | None:
-        floor = self.noise_floors.get((run.reference_identity, run.lane))
-        return float(run.kld.mean()) / floor if run.kld is not None and floor else None
-
     def _difference(self, first: RunFile, second: RunFile, name: str) -> Figure:
         values = self.values[second.label, name] - self.values[first.label, name]
         resampled = self._resampled(second, name) - self._resampled(first, name)
@@ -315,7 +320,7 @@ class _Sample:
         values = self.values[run.label, name]
         return self._figure(float(values.mean()), standard_error(values), self._resampled(run, name))
 
-    def _mean_within(self, run: RunFile, name: str, most: float) -> Figure | None:
+    def _mean_within(self, run: RunFile, name: str, most: float = math.inf) -> Figure | None:
         """An interval without what the figure cannot be; None for a run without these values."""
         if (run.label, name) not in self.values:
             return None
@@ -340,14 +345,10 @@ def ppl_change(comparison: RunComparison, run: RunFile) -> Figure | None:
 
 
 def _series(run: RunFile) -> dict[str, Floats]:
-    same_top, delta_p = run.same_top, run.delta_p
-    series = {
-        "nll": run.nlls,
-        "kld": run.kld,
-        "same_top": None if same_top is None else same_top.astype(np.float64),
-        "delta_p_square": None if delta_p is None else delta_p**2,
-    }
-    return {name: values for name, values in series.items() if values is not None}
+    """Values of all targets, by the names that `_Sample` has for them, as far as the run has them."""
+    square = None if run.delta_p is None else run.delta_p**2
+    series = {"nll": run.nlls, "kld": run.kld, "same_top": run.same_top, "delta_p_square": square}
+    return {name: np.asarray(values, np.float64) for name, values in series.items() if values is not None}
 
 
 def _noise_floors(runs: Sequence[RunFile]) -> dict[object, float]:
@@ -369,20 +370,15 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
 
 
 def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
-    """None where neither end of the interval is as far from 0 as a difference that could matter."""
-    if difference.low is None or difference.high is None or max(-difference.low, difference.high) < least:
+    """None is shown where neither end of the interval is as far from 0 as a difference that could matter."""
+    low, high = difference.low, difference.high
+    if low is None or high is None or low <= 0 <= high or max(-low, high) < least:
         return "no difference shown"
-    if difference.high < 0:
-        return "better"
-    return "worse" if difference.low > 0 else "no difference shown"
+    return "better" if high < 0 else "worse"
 
 
 def check_labels(labels: Sequence[str]) -> None:
-    """Refuse labels that occur twice.
-
-    Raises:
-        RunError: one does.
-    """
+    """Refuse labels that occur twice with a RunError."""
     if repeated := [label for label in labels if labels.count(label) > 1]:
         raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
 
@@ -403,19 +399,16 @@ def check_comparable(runs: Sequence[RunFile]) -> None:
 
 def _run_difference(first: RunFile, second: RunFile) -> str | None:
     """The first thing that differs, in words."""
-    settings: list[tuple[str, object, object]] = [
-        ("method", first.method, second.method),
-        ("context length", first.context_length, second.context_length),
-        ("stride", first.stride, second.stride),
-        ("number of windows", first.num_windows, second.num_windows),
-        ("number of scored tokens", first.num_scored, second.num_scored),
-    ]
-    if first.kind == second.kind:
+    settings = {
         # A run against a reference knows its text by other marks than one of perplexity.
-        settings.insert(0, ("text (its fingerprint)", first.text_identity, second.text_identity))
-    for name, one, other in settings:
+        **({"text_identity": "text (its fingerprint)"} if first.kind == second.kind else {}),
+        **{"method": "method", "context_length": "context length", "stride": "stride"},
+        **{"num_windows": "number of windows", "num_scored": "number of scored tokens"},
+    }
+    for name, words in settings.items():
+        one, other = getattr(first, name), getattr(second, name)
         if one != other:
-            return f"the {name} is {one} in the first and {other} in the second"
+            return f"the {words} is {one} in the first and {other} in the second"
     if not np.array_equal(first.window_sizes, second.window_sizes):
         return "their windows have different numbers of tokens"
     return _token_difference(first, second)

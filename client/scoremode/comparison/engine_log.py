@@ -7,14 +7,14 @@ intervals and no verdicts.
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from scoremode._printable import printable
-from scoremode.comparison.compare import Figure, RunComparison, RunFigures, check_labels
+from scoremode.comparison.compare import EngineLog, Figure, RunComparison, RunFigures, check_labels
 from scoremode.errors import RunError
 
 _NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan))"
@@ -36,27 +36,6 @@ _PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
 _LARGEST_DIFFERENCE = 1e-2
 """In ln(perplexity) of the same base: llama.cpp has no token less likely than 16 nats below the top one, which made
 that of SmolLM2 lower by 0.003."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLog:
-    """A run of another engine. What its log or results do not say is None."""
-
-    engine: str
-    path: Path
-    label: str
-    base_perplexity: float | None
-    """Of the base that it was compared with."""
-    file_type: str | None
-    bits_per_weight: float | None
-    gib: float | None = None
-    """Of the weights."""
-    num_windows: int | None = None
-    context_length: int | None = None
-
-    @property
-    def weights(self) -> str:
-        return ", ".join(filter(None, (self.engine, self.file_type)))
 
 
 class _QbenchModel(BaseModel):
@@ -127,23 +106,19 @@ def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     if not references:
         raise RunError(f"{path} has no model of qbench's group `reference`")
     floor = next((model.kld for model in models if model.group == "noise_floor"), None)
-    found = []
-    for model in models:
-        # qbench leaves out the perplexity of a model whose logits are not finite.
-        if model.group == "reference" or not model.ppl:
-            continue
-        label, group = printable(model.label), printable(model.group)
-        found.append(
-            RunFigures(
-                EngineLog("qbench", path, label, references[0], group, model.bpw_layer),
-                nll=_figure(math.log(model.ppl)),
-                perplexity=_figure(model.ppl),
-                kld=None if model.kld is None else _figure(model.kld),
-                kld_median=model.kld_median,
-                kld_over_noise_floor=model.kld / floor if model.kld is not None and floor else None,
-            )
+    return [
+        RunFigures(
+            EngineLog("qbench", path, printable(model.label), references[0], printable(model.group), model.bpw_layer),
+            nll=_figure(math.log(model.ppl)),
+            perplexity=_figure(model.ppl),
+            kld=None if model.kld is None else _figure(model.kld),
+            kld_median=model.kld_median,
+            kld_over_noise_floor=model.kld / floor if model.kld is not None and floor else None,
         )
-    return found
+        for model in models
+        # qbench leaves out the perplexity of a model whose logits are not finite.
+        if model.group != "reference" and model.ppl
+    ]
 
 
 def _figure(value: str | float, stderr: str | None = None) -> Figure:
@@ -153,11 +128,7 @@ def _figure(value: str | float, stderr: str | None = None) -> Figure:
 def with_logs(
     comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]], qbench: Iterable[str] = ()
 ) -> RunComparison:
-    """A comparison with what other engines found.
-
-    Args:
-        llama_cpp: Of each log of llama-perplexity, a label and the path.
-        qbench: Paths of qbench's results.
+    """A comparison with logs of llama-perplexity, by labels and paths, and qbench's results.
 
     Raises:
         RunError: a log cannot be read, is of other windows than the runs, or of another base than their reference, or a

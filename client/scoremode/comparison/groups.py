@@ -45,7 +45,7 @@ def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] 
 def groups_of(runs: Sequence[RunFile]) -> list[Group]:
     """Groups by class, by domain and by context, each only where there are several.
 
-    By context, only where it is longer than that of windows whose length nobody chose.
+    By context, only where it is longer than the default context length.
     """
     found: list[Group] = []
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")

@@ -58,7 +58,7 @@ LIGHT = Theme(
 DARK = Theme(
     "#14171c", "#e8ebef", "#a3adb8", "#2c333b", ("#56b4e9", "#f08a3c", "#2fc39a", "#e199c5", "#f0e442", "#fdfdfe")
 )
-_SVG = "http://www.w3.org/2000/svg"
+_SVG = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
 _VARIABLES = {
     **{getattr(LIGHT, name): f"var(--plot-{name})" for name in ("paper", "ink", "quiet", "grid")},
@@ -197,13 +197,11 @@ def as_element(figure: Figure, name: str, label: str) -> str:
     """A figure in LIGHT as an `svg` element of a page, with ids that begin with `name`, that scales to its place, takes
     its colors from the page's variables, and is called `label`. Names in it are text, escaped."""
     root = ElementTree.fromstring(as_svg(figure, text_as_paths=False))
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
+    for element in list(root.iter()):
+        for child in element.findall(f"{_SVG}metadata") + element.findall(f"{_SVG}style"):
+            element.remove(child)
         _take_attributes(element, prefix=f"{name}-")
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
+        element.tag = element.tag.removeprefix(_SVG)
     for size in ("width", "height"):
         del root.attrib[size]
     root.attrib |= {"role": "img", "aria-label": label}
@@ -212,18 +210,15 @@ def as_element(figure: Figure, name: str, label: str) -> str:
 
 def _take_attributes(element: ElementTree.Element, prefix: str) -> None:
     """Ids that no other plot of the page has, and attributes in place of `style`."""
-    attributes = dict(element.attrib)
-    element.attrib.clear()
-    for name, value in attributes.items():
-        if name == "id":
-            element.set("id", prefix + value)
-        elif name == _HREF:
-            element.set("href", value.replace("#", f"#{prefix}"))
-        elif name != "style":
-            element.set(name, value.replace("url(#", f"url(#{prefix}"))
-    for declaration in filter(None, map(str.strip, attributes.get("style", "").split(";"))):
+    for declaration in filter(None, map(str.strip, element.attrib.pop("style", "").split(";"))):
         name, value = (part.strip() for part in declaration.split(":", 1))
         if name == "font":
             # The family is the page's.
             name, value = "font-size", _FONT_SIZE.findall(value)[0]
         element.set(name, _VARIABLES.get(value, value))
+    if "id" in element.attrib:
+        element.set("id", prefix + element.attrib["id"])
+    if _HREF in element.attrib:
+        element.set("href", element.attrib.pop(_HREF).replace("#", f"#{prefix}"))
+    for name, value in element.attrib.items():
+        element.set(name, value.replace("url(#", f"url(#{prefix}"))

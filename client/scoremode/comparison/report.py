@@ -2,8 +2,8 @@
 
 import base64
 import hashlib
-import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from scoremode.comparison.card import card
 from scoremode.comparison.compare import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_element
 from scoremode.comparison.plots import common_caption, measured, plots
-from scoremode.comparison.report_data import text_data
+from scoremode.comparison.report_data import script_json, text_data
 from scoremode.comparison.report_tables import effects, pair_matrices, run_table
 from scoremode.comparison.run_file import RunFile, compare_command
 from scoremode.comparison.summary import computed_differently, in_words, summary
-from scoremode.comparison.tables import group_notes, group_tables
+from scoremode.comparison.tables import Column, group_notes, group_tables
 from scoremode.runs.report import weights_in_words
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -30,8 +30,6 @@ MAX_BYTES = 30_000_000
 """Of the file: what a browser opens in a moment, and a mail may carry."""
 _MAX_NAMED = 8
 """Runs in the title."""
-_VERDICTS = "A run is called so only where its whole 95 % interval lies on one side."
-_KLD_VERDICTS = " By mean KL no difference is shown either where both are below the noise floor."
 
 
 def write_report(
@@ -58,7 +56,8 @@ def write_report(
     without_text = template.render(**context, data="", text_note="")
     data = text_data([figures.run for figures in comparison.runs], max_bytes - len(without_text.encode()) - 1000)
     data["largest_kld"] = _largest_kld(comparison)
-    html = template.render(**context, data=_script_json(data), text_note=_text_note(data["num_kept"], comparison))
+    text_note = _text_note(data["num_kept"], comparison)
+    html = template.render(**context, data=Markup(script_json(data)), text_note=text_note)
     Path(path).write_text(html, encoding="utf-8")
 
 
@@ -71,7 +70,9 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
     more = [f"{len(runs) - _MAX_NAMED} more"] if len(runs) > _MAX_NAMED else []
     warnings = computed_differently(runs)
     reference = comparison.base_reference
+    references = [run.reference for run in runs if run.reference is not None]
     return {
+        "comparison": comparison,
         "title": ", ".join([*(run.label for run in runs[:_MAX_NAMED]), *more]),
         "measured": measured(comparison),
         "style": Markup(style),
@@ -82,50 +83,19 @@ def _context(comparison: RunComparison) -> dict[str, Any]:
         "columns": columns,
         "rows": rows,
         "card": card(comparison),
-        "errors": "± takes tokens as independent. "
-        + comparison.intervals_in_words("[ ] is the 95 % interval that does not"),
         "effects": effects(comparison),
         "warnings": warnings,
         "base": comparison.base.label if comparison.pairs or reference is None else reference.name,
         "matrices": pair_matrices(comparison),
-        "groups": [(section, rows) for sections, rows in group_tables(comparison) for section in sections],
+        "groups": [section for sections in group_tables(comparison) for section in sections],
         "group_notes": group_notes(comparison),
-        "verdicts": _VERDICTS + (_KLD_VERDICTS if _largest_kld(comparison) is not None else ""),
-        "plots": [
-            {
-                "name": plot.name,
-                "caption": plot.caption,
-                "svg": Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject)),
-            }
-            for plot in plots(comparison)
-        ],
+        "has_kld": _largest_kld(comparison) is not None,
+        "plots": [(plot, Markup(as_element(plot.draw(LIGHT), plot.name, plot.subject))) for plot in plots(comparison)],
         "plots_caption": common_caption(comparison),
-        "settings": _settings(comparison),
-        "setting_columns": [name for name, _ in _run_settings(runs[0])],
-        "setting_rows": [[value for _, value in _run_settings(run)] for run in runs],
+        "references": dict.fromkeys(f"{each.name}: {each.model}, {weights_in_words(each)}" for each in references),
+        "run_settings": _run_settings(runs),
         "command": _command(comparison),
     }
-
-
-def _settings(comparison: RunComparison) -> list[tuple[str, str]]:
-    run = comparison.base
-    references = dict.fromkeys(
-        f"{reference.name}: {reference.model}, {weights_in_words(reference)}"
-        for figures in comparison.runs
-        if (reference := figures.run.reference) is not None
-    )
-    settings = [
-        ("corpus", ", ".join(comparison.corpus_names)),
-        ("text", run.text_identity),
-        ("method", run.method),
-        ("context length", f"{run.context_length:,} tokens"),
-        ("stride", f"{run.stride:,} tokens"),
-        ("windows", f"{run.num_windows:,}"),
-        ("tokens", f"{run.num_scored:,} scored, {run.num_tokens:,} in the text"),
-        ("reference", "; ".join(references)),
-        ("intervals", f"{comparison.blocks}; {comparison.num_resamples:,} resamples, seed {comparison.seed}"),
-    ]
-    return [(name, value) for name, value in settings if value]
 
 
 def _command(comparison: RunComparison) -> str:
@@ -138,18 +108,19 @@ def _command(comparison: RunComparison) -> str:
     return compare_command(runs, files, *settings, "--html", "report.html")
 
 
-def _run_settings(run: RunFile) -> list[tuple[str, str]]:
-    return [
-        ("run", run.label),
-        ("model", run.model),
-        ("weights", run.weights),
-        ("server", run.versions),
-        ("fingerprint", run.server.fingerprint or "-"),
-        ("computed by", in_words(run.server.computed_by) or "-"),
-        ("client", run.client_version),
-        ("finished", run.finished or "-"),
-        ("file", printable(run.path.name)),
-    ]
+def _run_settings(runs: Sequence[RunFile]) -> list[Column]:
+    cells = {
+        "run": [run.label for run in runs],
+        "model": [run.model for run in runs],
+        "weights": [run.weights for run in runs],
+        "server": [run.versions for run in runs],
+        "fingerprint": [run.server.fingerprint or "-" for run in runs],
+        "computed by": [in_words(run.server.computed_by) or "-" for run in runs],
+        "client": [run.client_version for run in runs],
+        "finished": [run.finished or "-" for run in runs],
+        "file": [printable(run.path.name) for run in runs],
+    }
+    return [Column(name, of_runs, right=False) for name, of_runs in cells.items()]
 
 
 def _largest_kld(comparison: RunComparison) -> int | None:
@@ -168,8 +139,3 @@ def _text_note(num_kept: int, comparison: RunComparison) -> str:
 
 def _policy_hash(source: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()}"
-
-
-def _script_json(data: dict[str, Any]) -> Markup:
-    """JSON that nothing ends or begins a tag in, for inside a `script` element."""
-    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))

@@ -1,14 +1,14 @@
 """What a report's page draws its text from: the tokens of the passages that fit, and means of all.
 
 A passage is a window, or a piece of a long one that a page can draw at once. Arrays are base64 of 16 bits per value
-where those say as much as anybody reads, of 32 where not.
+where those are as exact as what the page shows, of 32 where not.
 """
 
 import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ _SHARE_OF_TOPS = 0.06
 """Of all bytes, at most."""
 _BYTES_OF_TOPS = (4 + 2 * NUM_TOP * 6) * 4 // 3 + 1
 """Of a position of a run, at most."""
-_PER_TOKEN = ("nll", "kld", "ranks", "tops", "confidence")
 _KLD_SCALE = 512
 """Takes KL divergences from 1e-7 to 127 nats to where float16 has all of its 11 bits."""
 _LARGEST_HALF = 65_504
@@ -34,15 +33,8 @@ _INFINITE = 65_535
 """Of fixed-point values."""
 
 Floats = NDArray[np.float64]
-Series = dict[str, Any]
-
-
-class Packed(TypedDict):
-    """Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
-
-    type: str
-    scale: float | None
-    data: str
+Packed = dict[str, str | float | None]
+"""Little-endian values in base64. They stand for `values * scale`; in `uint16` with a scale, 65,535 is infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,36 +73,40 @@ def cut_passages(window_sizes: NDArray[np.int32]) -> Passages:
 
 
 def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
-    """Everything that the text view shows, in JSON of at most `max_bytes`.
+    """Everything that the text view shows, of which `script_json` makes at most `max_bytes`.
 
     `series` are the runs in order and then their references, each with a mean of every passage and a value of every
     token of the kept passages, in order. `tokens`, `tops` and the like are places in `vocabulary`.
     """
     passages = cut_passages(runs[0].window_sizes)
-    classes = first_known(runs, "classes")
-    domain_names, window_domains = domains(runs) or ((), None)
-    texts = {token: text for run in runs for token, text in run.token_texts.items()}
     tops = _shown_tops(runs, int(_SHARE_OF_TOPS * max_bytes / (_BYTES_OF_TOPS * len(runs))))
     of_runs = [array for run in runs for array in (run.token_ids, run.top_token_ids, run.reference_top_token_ids)]
     ids = [*(array for array in of_runs if array is not None), *(top.token_ids[..., :NUM_TOP] for top in tops.values())]
     vocabulary = np.unique(np.concatenate([np.unique(array) for array in ids]))
-    everything = _series(runs, passages, np.ones(len(passages), bool), vocabulary)
-    shown_texts = [texts.get(int(token)) for token in vocabulary]
-    fixed = sum(len(json.dumps(each)) for each in (shown_texts, vocabulary.tolist(), [*domain_names]))
-    fixed += 16 * len(passages) * (len(everything) + 4)
-    fixed += _BYTES_OF_TOPS * sum(len(top.positions) for top in tops.values())
-    a_token = sum(
-        _packed_bytes(value) for one in everything for name, value in one.items() if name in _PER_TOKEN and value
-    )
-    a_token += _packed_bytes(pack_integers(np.array([len(vocabulary)])))
-    a_token += 0 if classes is None else _packed_bytes(pack_integers(classes))
-    if fixed + a_token * runs[0].num_scored <= max_bytes:
-        kept, series = np.ones(len(passages), bool), everything
-    else:
-        kept = kept_passages(passages, runs, max(0, (max_bytes - fixed) / a_token))
-        series = _series(runs, passages, kept, vocabulary)
+    # A passage costs in proportion to its tokens, but for the top tokens of some.
+    nothing = np.zeros(len(passages), bool)
+    without_tops = {index: top.at(np.empty(0, np.intp)) for index, top in tops.items()}
+    fixed = len(script_json(_data(runs, passages, nothing, without_tops, vocabulary)))
+    whole = len(script_json(_data(runs, passages, ~nothing, without_tops, vocabulary)))
+    num_tops = sum(len(top.positions) for top in tops.values())
+    share = (max_bytes - fixed - _BYTES_OF_TOPS * num_tops) / (whole - fixed)
+    kept = kept_passages(passages, runs, share * runs[0].num_scored)
+    return _data(runs, passages, kept, tops, vocabulary)
+
+
+def _data(
+    runs: Sequence[RunFile],
+    passages: Passages,
+    kept: NDArray[np.bool_],
+    tops: Mapping[int, TopTokens],
+    vocabulary: NDArray[np.int32],
+) -> dict[str, Any]:
+    positions, classes = passages.positions(kept), first_known(runs, "classes")
+    domain_names, window_domains = domains(runs) or ((), None)
+    texts = {token: text for run in runs for token, text in run.token_texts.items()}
+    series = _series(runs, passages, positions, vocabulary)
     for index, top in tops.items():
-        series[index] |= _packed_tops(top, passages.positions(kept), vocabulary)
+        series[index] |= _packed_tops(top, positions, vocabulary)
     return {
         "passages": {
             "window": pack_integers(passages.window),
@@ -119,55 +115,53 @@ def text_data(runs: Sequence[RunFile], max_bytes: float) -> dict[str, Any]:
             "kept": pack_integers(kept),
             "domain": None if window_domains is None else pack_integers(window_domains[passages.window]),
         },
-        "classes": None if classes is None else pack_integers(classes[passages.positions(kept)]),
+        "classes": None if classes is None else pack_integers(classes[positions]),
         "class_names": TOKEN_CLASSES,
         "domain_names": [*domain_names],
         "has_gaps": runs[0].method not in EXHAUSTIVE_METHODS,
-        "num_kept": int(passages.size[kept].sum()),
-        "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[passages.positions(kept)])),
-        "vocabulary": {"ids": pack_integers(vocabulary), "texts": shown_texts},
+        "num_kept": int(positions.sum()),
+        "tokens": pack_integers(np.searchsorted(vocabulary, runs[0].token_ids[positions])),
+        "vocabulary": {"ids": pack_integers(vocabulary), "texts": [texts.get(token) for token in vocabulary.tolist()]},
         "series": series,
     }
 
 
+def script_json(data: dict[str, Any]) -> str:
+    """JSON that nothing ends or begins a tag in, for inside a `script` element."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
 def _series(
-    runs: Sequence[RunFile], passages: Passages, kept: NDArray[np.bool_], vocabulary: NDArray[np.int32]
-) -> list[Series]:
-    positions = passages.positions(kept)
+    runs: Sequence[RunFile], passages: Passages, positions: NDArray[np.bool_], vocabulary: NDArray[np.int32]
+) -> list[dict[str, Any]]:
     nlls = [array for run in runs for array in (run.nlls, run.reference_nlls) if array is not None]
     # The largest finite one: with one scale for all, values that are equal in two series stay equal.
     largest_nll = max(float(array.max(where=np.isfinite(array), initial=0)) for array in nlls)
     references = [run.reference_identity for run in runs]
-
-    def series(
-        label: str,
-        run: RunFile,
-        nlls: Floats,
-        tops: NDArray[np.int32] | None,
-        kld: Floats | None = None,
-        ranks: NDArray[np.int32] | None = None,
-        confidence: Floats | None = None,
-    ) -> Series:
-        return {
-            "label": label,
-            "is_reference": confidence is not None,
-            # Equal for runs that were compared with the same one.
-            "reference": references.index(run.reference_identity),
-            "nll": pack_fixed(nlls[positions], largest_nll),
-            "kld": None if kld is None else pack_klds(kld[positions]),
-            "ranks": None if ranks is None else pack_integers(ranks[positions]),
-            "tops": None if tops is None else pack_integers(np.searchsorted(vocabulary, tops[positions])),
-            "confidence": None if confidence is None else pack_fixed(confidence[positions], 1),
-            "mean_nll": _packed(passages.means(nlls), "float32", None),
-            "mean_kld": None if kld is None else _packed(passages.means(kld), "float32", None),
-        }
-
-    found = [series(run.label, run, run.nlls, run.top_token_ids, run.kld, run.ranks) for run in runs]
+    # A reference is shown as a run that has a confidence.
+    shown = [replace(run, reference_confidence=None) for run in runs]
     for run in {run.reference_identity: run for run in reversed(runs)}.values():
         if run.reference is not None and run.reference_nlls is not None:
             label, tops = f"reference {run.reference.name}", run.reference_top_token_ids
-            found.append(series(label, run, run.reference_nlls, tops, confidence=run.reference_confidence))
-    return found
+            shown.append(replace(run, label=label, nlls=run.reference_nlls, top_token_ids=tops, kld=None, ranks=None))
+    return [
+        {
+            "label": run.label,
+            "is_reference": run.reference_confidence is not None,
+            # Equal for runs that were compared with the same one.
+            "reference": references.index(run.reference_identity),
+            "nll": pack_fixed(run.nlls[positions], largest_nll),
+            "kld": None if run.kld is None else pack_klds(run.kld[positions]),
+            "ranks": None if run.ranks is None else pack_integers(run.ranks[positions]),
+            "tops": None
+            if (tops := run.top_token_ids) is None
+            else pack_integers(np.searchsorted(vocabulary, tops[positions])),
+            "confidence": None if (shares := run.reference_confidence) is None else pack_fixed(shares[positions], 1),
+            "mean_nll": _packed(passages.means(run.nlls), "float32", None),
+            "mean_kld": None if run.kld is None else _packed(passages.means(run.kld), "float32", None),
+        }
+        for run in shown
+    ]
 
 
 def _shown_tops(runs: Sequence[RunFile], num_shown: int) -> dict[int, TopTokens]:
@@ -231,11 +225,6 @@ def pack_klds(values: NDArray[np.float64]) -> Packed:
     """KL divergences to 11 bits each, because their sizes differ by many powers of ten."""
     scaled = np.where(np.isfinite(values), np.minimum(values * _KLD_SCALE, _LARGEST_HALF), np.inf)
     return _packed(scaled, "float16", 1 / _KLD_SCALE)
-
-
-def _packed_bytes(packed: Packed) -> float:
-    """What each value takes in a file."""
-    return np.dtype(packed["type"]).itemsize * 4 / 3
 
 
 def _packed(values: NDArray[Any], dtype: str, scale: float | None) -> Packed:

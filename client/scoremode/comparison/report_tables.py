@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scoremode.comparison.compare import (
@@ -116,52 +116,46 @@ def _percent_more(ratio: Figure) -> str:
 
 def pair_matrices(comparison: RunComparison) -> list[Matrix]:
     """Perplexity ratios, and differences of mean KL divergence where there are any; none of one run alone."""
-    if not comparison.pairs:
-        return []
-    everyone = [figures.run.label for figures in comparison.runs]
-    by_ratio = Matrix("Perplexity of the run over that of the other", *_matrix(comparison, everyone, _ratio_cell))
+    ratios: dict[tuple[str, str], Cell] = {}
+    differences: dict[tuple[str, str], Cell] = {}
+    for pair in comparison.pairs:
+        ratio, more = pair.ppl_ratio, pair.kld_difference
+        inverse = ratio.through(_inverse, _inverse(ratio.value) ** 2)
+        ratios |= _pair_cells(pair, pair.verdict, "perplexity", "times", (ratio, inverse))
+        if more is not None and pair.kld_verdict is not None:
+            both = (more, more.through(operator.neg, 1))
+            differences |= _pair_cells(pair, pair.kld_verdict, "mean KL divergence", "nats", both, sign="+")
+    labels = [figures.run.label for figures in comparison.runs]
     # Any model diverges more than the reference's own.
     diverging = [figures.run.label for figures in comparison.runs if not figures.has_no_divergence]
-    if len(diverging) < 2 or all(pair.kld_difference is None for pair in comparison.pairs):
-        return [by_ratio]
-    by_kld = _matrix(comparison, diverging, _kld_cell)
-    return [by_ratio, Matrix("Mean KL divergence of the run less that of the other", *by_kld)]
+    by_ratio = Matrix("Perplexity of the run over that of the other", labels, _rows(labels, ratios))
+    if len(diverging) < 2 or not differences:
+        return [by_ratio] if ratios else []
+    name = "Mean KL divergence of the run less that of the other"
+    return [by_ratio, Matrix(name, diverging, _rows(diverging, differences))]
 
 
-def _matrix(
-    comparison: RunComparison, labels: list[str], cell: Callable[[PairFigures, bool], Cell]
-) -> tuple[list[str], list[list[Cell]]]:
-    cells = {(pair.second.label, pair.first.label): cell(pair, False) for pair in comparison.pairs}
-    cells |= {(pair.first.label, pair.second.label): cell(pair, True) for pair in comparison.pairs}
-    return labels, [[cells.get((row, column), Cell("")) for column in labels] for row in labels]
+def _inverse(ratio: float) -> float:
+    return 1 / ratio if ratio else math.inf
 
 
-def _ratio_cell(pair: PairFigures, is_inverse: bool) -> Cell:
-    ratio = pair.ppl_ratio
-    if is_inverse:
-        value = 1 / ratio.value if ratio.value else math.inf
-        ratio = ratio.through(lambda end: 1 / end if end else math.inf, value**2)
-    shown = with_errors(ratio)
-    return _pair_cell(pair, is_inverse, pair.verdict, "perplexity", shown, f"{shown.text} times")
+def _rows(labels: list[str], cells: Mapping[tuple[str, str], Cell]) -> list[list[Cell]]:
+    """Of cells by the labels of row and column."""
+    return [[cells.get((row, column), Cell(NOT_KNOWN if row != column else "")) for column in labels] for row in labels]
 
 
-def _kld_cell(pair: PairFigures, is_inverse: bool) -> Cell:
-    difference = pair.kld_difference
-    if difference is None or pair.kld_verdict is None:
-        return Cell(NOT_KNOWN)
-    if is_inverse:
-        difference = difference.through(operator.neg, 1)
-    shown = with_errors(difference, sign="+")
-    return _pair_cell(pair, is_inverse, pair.kld_verdict, "mean KL divergence", shown, f"{shown.text} nats")
-
-
-def _pair_cell(pair: PairFigures, is_inverse: bool, verdict: Verdict, by: str, shown: Cell, amount: str) -> Cell:
-    run, other = (pair.first, pair.second) if is_inverse else (pair.second, pair.first)
-    verdict = OPPOSITE[verdict] if is_inverse else verdict
-    mark, sentence = _mark(verdict), f"No difference is shown between {run.label} and {other.label}"
-    if mark:
-        sentence = f"{run.label} is {verdict} than {other.label}"
-    return Cell(shown.text, shown.value, mark=mark, tip=f"{sentence} by {by}: {' '.join((amount, *shown.errors))}")
+def _pair_cells(
+    pair: PairFigures, verdict: Verdict, by: str, unit: str, figures: tuple[Figure, Figure], sign: str = ""
+) -> dict[tuple[str, str], Cell]:
+    """Both ways round: of the second run, which the verdict is on, and of the first."""
+    ways = ((pair.second.label, pair.first.label, verdict), (pair.first.label, pair.second.label, OPPOSITE[verdict]))
+    cells = {}
+    for (run, other, of_run), figure in zip(ways, figures, strict=True):
+        shown, mark = with_errors(figure, sign=sign), _mark(of_run)
+        said = f"{run} is {of_run} than {other}" if mark else f"No difference is shown between {run} and {other}"
+        tip = f"{said} by {by}: {' '.join((f'{shown.text} {unit}', *shown.errors))}"
+        cells[run, other] = Cell(shown.text, shown.value, mark=mark, tip=tip)
+    return cells
 
 
 def _mark(verdict: Verdict) -> str:

@@ -68,7 +68,10 @@ class _Record:
 
 
 _RECORD = TypeAdapter(_Record)
-_OPTIONAL_ARRAYS = ("window_contexts", "window_documents", "window_labels", "classes", "ranks")
+_OPTIONAL_ARRAYS = (
+    *("window_contexts", "window_documents", "window_labels", "classes", "ranks"),
+    *("kld", "top_token_ids", "reference_top_token_ids", "reference_confidence"),
+)
 """That not every file has."""
 
 
@@ -185,9 +188,9 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         top_tokens = TopTokens(**tops, num_scored=len(arrays["token_ids"])) if tops["positions"].size else None
     except ValueError as error:
         raise RunError(f"{path}: its top tokens do not fit: {error}") from error
-    floats = {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
     known: dict[str, Any] = {each.name: getattr(record, each.name) for each in fields(record)}
-    known |= {name: arrays.get(name) for name in (*_OPTIONAL_ARRAYS, "top_token_ids", "reference_top_token_ids")}
+    known |= {name: arrays.get(name) for name in _OPTIONAL_ARRAYS}
+    known |= {name: arrays[name].astype(np.float64) for name in ("kld", "reference_confidence") if name in arrays}
     return RunFile(
         **known,
         path=path,
@@ -195,9 +198,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
         window_sizes=arrays["window_sizes"],
         token_ids=arrays["token_ids"],
         nlls=_nlls(arrays["logprobs"]),
-        kld=floats.get("kld"),
         reference_nlls=_nlls(arrays["reference_logprobs"]) if record.kind == "kld" else None,
-        reference_confidence=floats.get("reference_confidence"),
         top_tokens=top_tokens,
     )
 

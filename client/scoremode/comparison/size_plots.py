@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from scoremode.comparison.compare import Figure, RunComparison
@@ -170,9 +169,7 @@ def _set_size_scale(axes: Axes, sizes: Sequence[float]) -> None:
         return
     axes.set_xscale("log")
     axes.set_xlim(low / 1.25, high * 1.25)
-    halvings = np.arange(math.floor(math.log2(low)) - 1, math.ceil(math.log2(high)) + 1)
-    ticks = np.sort(np.concatenate([2.0**halvings, 1.5 * 2.0**halvings]))
-    axes.set_xticks(ticks[(ticks >= low / 1.25) & (ticks <= high * 1.25)])
+    axes.xaxis.set_major_locator(LogLocator(base=2, subs=(1, 1.5), numticks=100))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
 

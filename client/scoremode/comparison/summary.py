@@ -1,38 +1,36 @@
 """A comparison in a few sentences, and what computed its runs besides their weights."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from scoremode.comparison.compare import OPPOSITE, RunComparison, RunFigures, Verdict
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor
 from scoremode.runs.lanes import lane_difference
-from scoremode.wire.protocol import ComputedBy
+from scoremode.wire.protocol import ComputedBy, ServerInfo
+from scoremode.wire.references import Reference
 
 
 def summary(comparison: RunComparison) -> list[str]:
     """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
     floor, and which GPUs and kernels differ."""
-    labels = [figures.run.label for figures in comparison.runs]
     # Any model diverges more than the reference's own.
-    compared = [
-        figures.run.label for figures in comparison.runs if figures.kld is not None and not figures.has_no_divergence
-    ]
-    by_nll = {(pair.second.label, pair.first.label): pair.verdict for pair in comparison.pairs}
-    by_kld = {
-        (pair.second.label, pair.first.label): pair.kld_verdict
-        for pair in comparison.pairs
-        if pair.kld_verdict is not None and {pair.first.label, pair.second.label} <= set(compared)
-    }
-    base = comparison.base.label
-    with_base = {
-        (pair.second.label, base): f"{pair.second.label} is {pair.verdict} than {base}: {pair.ppl_ratio.value:.4f} "
-        f"times its perplexity [{pair.ppl_ratio.low:.4f}, {pair.ppl_ratio.high:.4f}]."
-        for pair in comparison.pairs_with_base
-        if pair.verdict != "no difference shown"
-    }
-    others = {pair: verdict for pair, verdict in by_nll.items() if pair not in with_base}
-    sentences = [*with_base.values(), *_order("perplexity", labels, others)]
+    compared = [each.run.label for each in comparison.runs if each.kld is not None and not each.has_no_divergence]
+    sentences: list[str] = []
+    by_nll: dict[tuple[str, str], Verdict] = {}
+    by_kld: dict[tuple[str, str], Verdict] = {}
+    for pair in comparison.pairs:
+        first, second, ratio = pair.first.label, pair.second.label, pair.ppl_ratio
+        if pair.first is comparison.base and pair.verdict != "no difference shown":
+            sentences.append(
+                f"{second} is {pair.verdict} than {first}: {ratio.value:.4f} times its perplexity "
+                f"[{ratio.low:.4f}, {ratio.high:.4f}]."
+            )
+        else:
+            by_nll[second, first] = pair.verdict
+        if pair.kld_verdict is not None and first in compared and second in compared:
+            by_kld[second, first] = pair.kld_verdict
+    sentences += _order("perplexity", [each.run.label for each in comparison.runs], by_nll)
     if by_kld:
         sentences += _order("mean KL divergence", compared, by_kld)
     sentences += [*_lanes(comparison), *_noise_floor(comparison.runs)]
@@ -139,41 +137,24 @@ def computed_differently(runs: Sequence[RunFile]) -> list[str]:
 
     Kernels are those of a quantization: they are compared among equal ones.
     """
-    dtypes: dict[str, dict[str, None]] = {}
-    lanes: dict[str, dict[str, None]] = {}
-    for run in runs:
-        lanes.setdefault(run.lane, {})[run.label] = None
-        dtypes.setdefault(run.server.dtype, {})[run.label] = None
-        if run.reference is not None:
-            dtypes.setdefault(run.reference.dtype, {})[f"reference {run.reference.name}"] = None
-    parts = [_differing(words, of) for words, of in (("dtype", dtypes), ("lane", lanes)) if len(of) > 1]
-    for name, words in _IN_WORDS.items():
-        if name in _WITHOUT_INFLUENCE:
-            continue
-        found: dict[str | None, dict[str, dict[str, None]]] = {}
-        for label, quantization, computed_by in _all_computed(runs):
-            if (value := getattr(computed_by, name)) is not None:
-                alike = found.setdefault(quantization if name == "kernels" else None, {})
-                alike.setdefault(_value(value), {})[label] = None
-        parts += [_differing(words, values) for values in found.values() if len(values) > 1]
+    sources: list[tuple[str, ServerInfo | Reference, str | None]] = [(run.label, run.server, run.lane) for run in runs]
+    sources += [(f"reference {each.name}", each, None) for run in runs if (each := run.reference) is not None]
+    # By what it is and, of kernels, the quantization: every value with the labels that have it.
+    found: dict[tuple[str, str | None], dict[str, dict[str, None]]] = {}
+    for name in ("dtype", "lane", *(name for name in _IN_WORDS if name not in _WITHOUT_INFLUENCE)):
+        for label, model, lane in sources:
+            known = {"dtype": model.dtype, "lane": lane, **(dict(model.computed_by) if model.computed_by else {})}
+            if known.get(name) is not None:
+                alike = found.setdefault((name, model.quantization if name == "kernels" else None), {})
+                alike.setdefault(_value(known[name]), {})[label] = None
+    parts = []
+    for (name, _), alike in found.items():
+        if len(alike) > 1:
+            values = ", ".join(f"{value} ({', '.join(labels)})" for value, labels in alike.items())
+            parts.append(f"{_IN_WORDS.get(name, name)}: {values}")
     if not parts:
         return []
     return [f"Not all was computed alike, which may be a part of the differences. {'; '.join(parts)}."]
-
-
-def _all_computed(runs: Sequence[RunFile]) -> Iterator[tuple[str, str | None, ComputedBy]]:
-    """Label, quantization and what computed it, of runs and of their references, where that is known."""
-    for run in runs:
-        if run.server.computed_by is not None:
-            yield run.label, run.server.quantization, run.server.computed_by
-    for run in runs:
-        reference = run.reference
-        if reference is not None and reference.computed_by is not None:
-            yield f"reference {reference.name}", reference.quantization, reference.computed_by
-
-
-def _differing(words: str, labels: Mapping[str, Iterable[str]]) -> str:
-    return f"{words}: " + ", ".join(f"{value} ({', '.join(of_value)})" for value, of_value in labels.items())
 
 
 def _value(value: object) -> str:

@@ -2,26 +2,15 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Generic, TypeVar
 
 from scoremode.comparison.bootstrap import MIN_UNITS
-from scoremode.comparison.compare import (
-    Figure,
-    GroupFigures,
-    Measured,
-    PairFigures,
-    RunComparison,
-    RunFigures,
-    ppl_change,
-)
-from scoremode.comparison.report_tables import Cell, floors, plain, with_errors
+from scoremode.comparison.compare import Figure, RunComparison, ppl_change
+from scoremode.comparison.report_tables import floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
 from scoremode.runs.presets import comparable_with
-
-Row = TypeVar("Row")
 
 CsvRow = dict[str, object]
 _CSV_HEADER = (
@@ -31,13 +20,22 @@ _CSV_HEADER = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table, in text, in Markdown or in the report."""
+
+    header: str
+    cells: Sequence[str]
+    right: bool = True
+    """Whether it is set flush right."""
+
+
 def as_text(comparison: RunComparison) -> str:
     """Several tables, so that each fits in 120 columns where labels are short, and the summary."""
+    tables = [_run_sections(comparison), _pair_sections(comparison), *group_tables(comparison)]
     return paragraphs(
         _settings(comparison),
-        *(aligned(section, comparison.rows) for section in _run_sections(comparison)),
-        *(aligned(section, comparison.pairs) for section in _pair_sections(comparison)),
-        *(aligned(section, rows) for sections, rows in group_tables(comparison) for section in sections),
+        *(aligned(section) for sections in tables for section in sections),
         group_notes(comparison),
         summary(comparison),
     )
@@ -45,10 +43,10 @@ def as_text(comparison: RunComparison) -> str:
 
 def as_markdown(comparison: RunComparison) -> str:
     """A table of runs, one of pairs, and the summary, as GitHub shows them."""
+    tables = [_run_sections(comparison), _pair_sections(comparison), *group_tables(comparison)]
     return paragraphs(
-        markdown_rows(_merged(_run_sections(comparison)), comparison.rows),
-        markdown_rows(_merged(_pair_sections(comparison)), comparison.pairs),
-        *(markdown_rows(_merged(sections), rows) for sections, rows in group_tables(comparison)),
+        # The columns that several sections have, only once.
+        *(markdown_rows({each.header: each for section in table for each in section}.values()) for table in tables),
         group_notes(comparison),
         [f"- {escaped(sentence)}" for sentence in summary(comparison)],
         [escaped(" ".join(_settings(comparison)))],
@@ -61,50 +59,42 @@ def paragraphs(*parts: Sequence[str]) -> str:
 
 
 def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
-    """One line per figure, in full precision. A pair's `run` is the second, `beside` the first.
-
-    Args:
-        comparison: Of runs, if there are any.
-        accuracies: More rows, by the names of columns.
-    """
+    """One line per figure that is known, in full precision. A pair's `run` is the second, `beside` the first."""
+    rows = [*(() if comparison is None else _csv_rows(comparison)), *accuracies]
     file = io.StringIO()
     writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")
     writer.writeheader()
-    if comparison is not None:
-        for figures in comparison.runs:
-            run = figures.run
-            sizes = {"weight_bytes": run.server.weight_bytes, "num_parameters": run.server.num_parameters}
-            for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **figures.known}.items():
-                writer.writerows(_csv_rows(run, "", name, value))
-        for log in comparison.logs:
-            for name, value in {"bits_per_weight": log.run.bits_per_weight, **log.known}.items():
-                if value is not None:
-                    labels = {"run": log.run.label, "quantization": log.run.weights, "figure": name}
-                    writer.writerow(labels | (asdict(value) if isinstance(value, Figure) else {"value": value}))
-        for pair in comparison.pairs:
-            verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
-            for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
-                writer.writerows(_csv_rows(pair.second, pair.first.label, name, getattr(pair, name), verdict))
-        for each in comparison.groups:
-            part = {"by": each.group.by, "group": each.group.name}
-            for name, value in each.known.items():
-                beside = comparison.base.label if name == "ppl_ratio" else ""
-                writer.writerows(row | part for row in _csv_rows(each.run, beside, name, value))
-    writer.writerows(accuracies)
+    writer.writerows(row for row in rows if row["value"] is not None)
     return file.getvalue()
 
 
-def _csv_rows(
-    run: RunFile, beside: str, figure: str, value: Figure | float | None, verdict: str | None = None
-) -> Iterator[CsvRow]:
-    """None where there is no value."""
-    if value is None:
-        return
+def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
+    for figures in comparison.runs:
+        run = figures.run
+        sizes = {"weight_bytes": run.server.weight_bytes, "num_parameters": run.server.num_parameters}
+        for name, value in {**sizes, "bits_per_weight": run.bits_per_weight, **figures.known}.items():
+            yield _csv_row(run, name, value)
+    for log in comparison.logs:
+        for name, value in {"bits_per_weight": log.run.bits_per_weight, **log.known}.items():
+            yield {"run": log.run.label, "quantization": log.run.weights, **_csv_figure(name, value)}
+    for pair in comparison.pairs:
+        verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
+        for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
+            row = _csv_row(pair.second, name, getattr(pair, name))
+            yield {**row, "beside": pair.first.label, "verdict": verdict}
+    for each in comparison.groups:
+        for name, value in each.known.items():
+            beside = comparison.base.label if name == "ppl_ratio" else ""
+            row = _csv_row(each.run, name, value)
+            yield {**row, "beside": beside, "by": each.group.by, "group": each.group.name}
+
+
+def _csv_row(run: RunFile, name: str, value: Figure | float | None) -> CsvRow:
     corpus = run.corpus
-    yield {
-        **{"run": run.label, "beside": beside, "quantization": run.server.quantization, "dtype": run.server.dtype},
-        **{"figure": figure, "verdict": verdict, "path": run.path},
-        **(asdict(value) if isinstance(value, Figure) else {"value": value}),
+    return {
+        **{"run": run.label, "quantization": run.server.quantization, "dtype": run.server.dtype},
+        **_csv_figure(name, value),
+        "path": run.path,
         "corpus": None if corpus is None else corpus.in_words,
         "corpus_sha256": None if corpus is None else corpus.sha256,
         "figures": comparable_with(corpus, run.context_length),
@@ -113,14 +103,8 @@ def _csv_rows(
     }
 
 
-@dataclass(frozen=True, slots=True)
-class TextColumn(Generic[Row]):
-    """A column of a table, in text or in Markdown."""
-
-    header: str
-    cell: Callable[[Row], str]
-    right: bool = True
-    """Whether it is set flush right."""
+def _csv_figure(name: str, value: Figure | float | None) -> CsvRow:
+    return {"figure": name, **(asdict(value) if isinstance(value, Figure) else {"value": value})}
 
 
 def _settings(comparison: RunComparison) -> list[str]:
@@ -144,82 +128,81 @@ def measured_by(comparison: RunComparison) -> str:
     return "; ".join(dict.fromkeys(filter(None, parts)))
 
 
-def _run_sections(comparison: RunComparison) -> list[list[TextColumn[RunFigures[Measured]]]]:
-    base = comparison.base.label
+def _run_sections(comparison: RunComparison) -> list[list[Column]]:
+    rows, base = comparison.rows, comparison.base.label
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
     change = ppl_change(comparison, comparison.base)
     if not comparison.pairs and change is not None and comparison.base_reference is not None:
         ratios = {base: replace(change, value=1 + change.value)}
         base = f"the reference {comparison.base_reference.name}"
-    label: TextColumn[RunFigures[Measured]] = TextColumn("run", lambda row: row.run.label, right=False)
-    sections: list[list[TextColumn[RunFigures[Measured]]]] = [
+    label = Column("run", [row.run.label for row in rows], right=False)
+    sections = [
         [
             label,
-            TextColumn("weights", lambda row: row.run.weights, right=False),
-            TextColumn("GiB", lambda row: _number(row.run.gib, 3)),
-            TextColumn("bits per weight", lambda row: _number(row.run.bits_per_weight, 2)),
-            TextColumn("bits per byte", lambda row: _figure(row.bits_per_byte, 4)),
+            Column("weights", [row.run.weights for row in rows], right=False),
+            Column("GiB", [_cell(row.run.gib, 3) for row in rows]),
+            Column("bits per weight", [_cell(row.run.bits_per_weight, 2) for row in rows]),
+            Column("bits per byte", [_cell(row.bits_per_byte, 4) for row in rows]),
         ],
         [
             label,
-            TextColumn("perplexity", lambda row: _figure(row.perplexity, 4)),
-            TextColumn(f"over that of {base}", lambda row: _figure(ratios.get(row.run.label), 4)),
+            Column("perplexity", [_cell(row.perplexity, 4) for row in rows]),
+            Column(f"over that of {base}", [_cell(ratios.get(row.run.label), 4) for row in rows]),
         ],
         [
             label,
-            TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
-            TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-            TextColumn("times the floor", lambda row: floors(row.kld_over_noise_floor).text),
+            Column("mean KLD, nats", [_cell(row.kld, 6) for row in rows]),
+            Column("same top p, %", [_cell(row.same_top_p, 3, 100) for row in rows]),
+            Column("times the floor", [floors(row.kld_over_noise_floor).text for row in rows]),
         ],
         [
             label,
-            TextColumn("median KLD", lambda row: _number(row.kld_median, 6)),
-            TextColumn("95 %", lambda row: _number(row.kld_p95, 4)),
-            TextColumn("99 %", lambda row: _number(row.kld_p99, 4)),
-            TextColumn("99.9 %", lambda row: _number(row.kld_p999, 4)),
-            TextColumn("max KLD", lambda row: _number(row.kld_max, 4)),
-            TextColumn("RMS Δp, %", lambda row: _figure(row.delta_p_rms, 3, 100)),
+            Column("median KLD", [_cell(row.kld_median, 6) for row in rows]),
+            Column("95 %", [_cell(row.kld_p95, 4) for row in rows]),
+            Column("99 %", [_cell(row.kld_p99, 4) for row in rows]),
+            Column("99.9 %", [_cell(row.kld_p999, 4) for row in rows]),
+            Column("max KLD", [_cell(row.kld_max, 4) for row in rows]),
+            Column("RMS Δp, %", [_cell(row.delta_p_rms, 3, 100) for row in rows]),
         ],
     ]
-    return sections if any(figures.kld is not None for figures in comparison.rows) else sections[:2]
+    return sections if any(row.kld is not None for row in rows) else sections[:2]
 
 
-def _pair_sections(comparison: RunComparison) -> list[list[TextColumn[PairFigures]]]:
-    if not comparison.pairs:
+def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
+    pairs = comparison.pairs
+    if not pairs:
         return []
-    labels: list[TextColumn[PairFigures]] = [
-        TextColumn("run", lambda row: row.second.label, right=False),
-        TextColumn("compared with", lambda row: row.first.label, right=False),
+    labels = [
+        Column("run", [pair.second.label for pair in pairs], right=False),
+        Column("compared with", [pair.first.label for pair in pairs], right=False),
     ]
-    ratio: TextColumn[PairFigures] = TextColumn("perplexity ratio", lambda row: _figure(row.ppl_ratio, 4))
-    sections = [[*labels, ratio, TextColumn("by perplexity", lambda row: row.verdict, right=False)]]
-    if any(pair.kld_difference is not None for pair in comparison.pairs):
-        more: TextColumn[PairFigures] = TextColumn("mean KLD more by, nats", lambda row: _figure(row.kld_difference, 6))
-        sections.append([*labels, more, TextColumn("by KLD", lambda row: row.kld_verdict or "-", right=False)])
+    ratios = Column("perplexity ratio", [_cell(pair.ppl_ratio, 4) for pair in pairs])
+    sections = [[*labels, ratios, Column("by perplexity", [pair.verdict for pair in pairs], right=False)]]
+    if any(pair.kld_difference is not None for pair in pairs):
+        differences = Column("mean KLD more by, nats", [_cell(pair.kld_difference, 6) for pair in pairs])
+        verdicts = Column("by KLD", [pair.kld_verdict or "-" for pair in pairs], right=False)
+        sections.append([*labels, differences, verdicts])
     return sections
 
 
-def group_tables(
-    comparison: RunComparison,
-) -> Iterator[tuple[list[list[TextColumn[GroupFigures]]], list[GroupFigures]]]:
-    """Sections and rows of a table for each way in which the text is divided."""
+def group_tables(comparison: RunComparison) -> Iterator[list[list[Column]]]:
+    """Sections of a table for each way in which the text is divided."""
     for by in dict.fromkeys(each.group.by for each in comparison.groups):
-        labels: list[TextColumn[GroupFigures]] = [
-            TextColumn(by, lambda row: row.group.name, right=False),
-            TextColumn("tokens", lambda row: f"{row.group.num_scored:,}"),
-            TextColumn("run", lambda row: row.run.label, right=False),
-        ]
-        by_nll: list[TextColumn[GroupFigures]] = [TextColumn("perplexity", lambda row: _figure(row.perplexity, 4))]
-        if comparison.pairs:
-            name = f"over that of {comparison.base.label}"
-            by_nll.append(TextColumn(name, lambda row: _figure(row.ppl_ratio, 4)))
-        by_kld: list[TextColumn[GroupFigures]] = [
-            TextColumn("mean KLD, nats", lambda row: _figure(row.kld, 6)),
-            TextColumn("same top p, %", lambda row: _figure(row.same_top_p, 3, 100)),
-        ]
         rows = [each for each in comparison.groups if each.group.by == by]
-        sections = [by_nll, by_kld] if any(row.kld is not None for row in rows) else [by_nll]
-        yield [[*labels, *section] for section in sections], rows
+        labels = [
+            Column(by, [row.group.name for row in rows], right=False),
+            Column("tokens", [f"{row.group.num_scored:,}" for row in rows]),
+            Column("run", [row.run.label for row in rows], right=False),
+        ]
+        by_nll = [Column("perplexity", [_cell(row.perplexity, 4) for row in rows])]
+        if comparison.pairs:
+            by_nll.append(Column(f"over that of {comparison.base.label}", [_cell(row.ppl_ratio, 4) for row in rows]))
+        by_kld = [
+            Column("mean KLD, nats", [_cell(row.kld, 6) for row in rows]),
+            Column("same top p, %", [_cell(row.same_top_p, 3, 100) for row in rows]),
+        ]
+        has_kld = any(row.kld is not None for row in rows)
+        yield [[*labels, *by_nll], [*labels, *by_kld]] if has_kld else [[*labels, *by_nll]]
 
 
 def group_notes(comparison: RunComparison) -> list[str]:
@@ -229,32 +212,23 @@ def group_notes(comparison: RunComparison) -> list[str]:
     return [f"Without an interval: groups with tokens in fewer than {MIN_UNITS} of the documents or windows drawn."]
 
 
-def _merged(sections: Sequence[Sequence[TextColumn[Row]]]) -> list[TextColumn[Row]]:
-    """All columns, those that several sections have only once."""
-    return list({column.header: column for section in sections for column in section}.values())
-
-
-def aligned(columns: Sequence[TextColumn[Row]], rows: Sequence[Row]) -> list[str]:
+def aligned(columns: Iterable[Column]) -> list[str]:
     """A table's lines for a terminal."""
-    table = [[column.header, *(_one_line(column.cell(row)) for row in rows)] for column in columns]
-    widths = [max(map(len, cells)) for cells in table]
-    aligned = [
-        [cell.rjust(width) if column.right else cell.ljust(width) for cell in cells]
-        for column, width, cells in zip(columns, widths, table, strict=True)
-    ]
-    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+    padded = []
+    for column in columns:
+        cells = [column.header, *map(_one_line, column.cells)]
+        width = max(map(len, cells))
+        padded.append([cell.rjust(width) if column.right else cell.ljust(width) for cell in cells])
+    return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 
-def markdown_rows(columns: Sequence[TextColumn[Row]], rows: Sequence[Row]) -> list[str]:
-    """A table's lines in Markdown, none without rows."""
-    if not rows:
-        return []
-    lines = [
-        [escaped(column.header) for column in columns],
-        ["---:" if column.right else "---" for column in columns],
-        *([escaped(_one_line(column.cell(row))) for column in columns] for row in rows),
-    ]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
+def markdown_rows(columns: Iterable[Column]) -> list[str]:
+    """A table's lines in Markdown."""
+    all_cells = []
+    for column in columns:
+        cells = [escaped(_one_line(cell)) for cell in column.cells]
+        all_cells.append([escaped(column.header), "---:" if column.right else "---", *cells])
+    return [f"| {' | '.join(row)} |" for row in zip(*all_cells, strict=True)]
 
 
 def _one_line(text: str) -> str:
@@ -268,13 +242,7 @@ def escaped(text: str) -> str:
     return text
 
 
-def _number(value: float | None, digits: int) -> str:
-    return _in_words(plain(value, digits))
-
-
-def _figure(figure: Figure | None, digits: int, scale: float = 1) -> str:
-    return _in_words(with_errors(figure, digits, scale=scale))
-
-
-def _in_words(cell: Cell) -> str:
+def _cell(value: Figure | float | None, digits: int, scale: float = 1) -> str:
+    """With the errors of a figure."""
+    cell = with_errors(value, digits, scale=scale) if isinstance(value, Figure) else plain(value, digits)
     return " ".join((cell.text, *cell.errors)).replace("∞", "inf")

@@ -1,6 +1,7 @@
 """What the mean does not say: how the values of single tokens are distributed, and where in the text runs part."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.figure import Figure as Drawing
@@ -90,7 +91,9 @@ def draw_kld_by_confidence(runs: Numbered, theme: Theme) -> Drawing:
         axes.set_ylim(np.nanmin(means) / 4, 1.5 * np.nanmax(np.add(means, _Z_95 * np.nan_to_num(errors))))
         plain_log_axis(axes, "y")
     counts = np.bincount(_buckets(runs[0][1]), minlength=len(edges) - 1)
-    axes.set_xticks(range(len(counts)), _bucket_names(counts))
+    shares = [_percent(count / counts.sum()) if count else "none" for count in counts]
+    names = [f"{low:g} to {high:g}\n{share}" for (low, high), share in zip(pairwise(edges), shares, strict=True)]
+    axes.set_xticks(range(len(counts)), names)
     axes.tick_params(axis="x", length=0)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("the reference's top probability, and the share of tokens")
@@ -118,14 +121,6 @@ def confidence_means(run: RunFile) -> tuple[Floats, Floats]:
 def _buckets(run: RunFile) -> NDArray[np.intp]:
     assert run.reference_confidence is not None
     return bucket_of(run.reference_confidence)
-
-
-def _bucket_names(counts: NDArray[np.intp]) -> list[str]:
-    edges = CONFIDENCE_EDGES
-    return [
-        f"{low:g} to {high:g}\n{_percent(count / counts.sum()) if count else 'none'}"
-        for low, high, count in zip(edges, edges[1:], counts, strict=False)
-    ]
 
 
 def draw_running_difference(base: RunFile, runs: Numbered, theme: Theme) -> Drawing:

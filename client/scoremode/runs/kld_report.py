@@ -22,29 +22,18 @@ from scoremode.runs.lanes import lane_fields, lane_rows
 from scoremode.runs.recording import Recording
 from scoremode.runs.report import (
     finite_or_none,
-    labels_record,
     origin_arrays,
     record_beginning,
     server_rows,
-    token_texts_record,
+    tokens_record,
     weights_in_words,
     window_rows,
 )
 from scoremode.wire.references import ConfidenceBucket, KldStatistics, Reference
 
 _QUANTILES = {
-    "Maximum": "max",
-    "99.9%  ": "p999",
-    "99.0%  ": "p99",
-    "95.0%  ": "p95",
-    "90.0%  ": "p90",
-    "75.0%  ": "p75",
-    "Median ": "median",
-    "25.0%  ": "p25",
-    "10.0%  ": "p10",
-    " 5.0%  ": "p5",
-    " 1.0%  ": "p1",
-    " 0.1%  ": "p01",
+    **{"Maximum": "max", "99.9%  ": "p999", "99.0%  ": "p99", "95.0%  ": "p95", "90.0%  ": "p90", "75.0%  ": "p75"},
+    **{"Median ": "median", "25.0%  ": "p25", "10.0%  ": "p10", " 5.0%  ": "p5", " 1.0%  ": "p1", " 0.1%  ": "p01"},
     "Minimum": "min",
 }
 _SHOWN_BEFORE = 60
@@ -118,9 +107,7 @@ def as_json(
 ) -> dict[str, object]:
     """All that was measured and all that it takes to repeat it. JSON lacks infinity: it becomes null."""
     return {
-        **record_beginning("kld", urls),
-        "model": measurement.model,
-        "server": measurement.server.model_dump(),
+        **record_beginning("kld", urls, measurement.model, measurement.server),
         "reference": finite_or_none(measurement.reference.model_dump()),
         "settings": {
             "concurrency": measurement.concurrency,
@@ -132,8 +119,7 @@ def as_json(
         "most_divergent": [finite_or_none(dataclasses.asdict(token)) for token in measurement.most_divergent],
         "seconds": measurement.seconds,
         "positions_per_second": measurement.positions_per_second,
-        **token_texts_record(measurement.token_texts),
-        **labels_record(measurement.origins),
+        **tokens_record(measurement.token_texts, measurement.origins),
         **({} if overlap is None else overlap.record(overlap.without)),
     }
 
@@ -202,11 +188,10 @@ def _calibration_table(overlap: Overlap[KldStatistics]) -> list[str]:
     rest = overlap.without
     lines = ["====== Text of the calibration ======", overlap.in_words]
     if rest is not None:
-        ratio, kld = (rest["ppl_ratio"], rest["ppl_ratio_stderr"]), (rest["kld"]["mean"], rest["kld"]["stderr"])
         lines += [
             "Without these windows:",
-            f"Mean PPL(Q)/PPL(base)         : {' ± '.join(_number(each, 10, 6) for each in ratio)}",
-            f"Mean    KLD: {' ± '.join(_number(each, 10, 6) for each in kld)}",
+            f"Mean PPL(Q)/PPL(base)         : {_pair(rest, 'ppl_ratio')}",
+            f"Mean    KLD: {_pair(rest['kld'], 'mean', 'stderr')}",
         ]
     return lines
 

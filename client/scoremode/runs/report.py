@@ -84,9 +84,7 @@ def as_json(
     rest = None if overlap is None else overlap.without
     plan, result, text = evaluation.plan, evaluation.result, evaluation.text_metrics
     return {
-        **record_beginning("perplexity", urls),
-        "model": plan.model,
-        "server": plan.server.model_dump(),
+        **record_beginning("perplexity", urls, plan.model, plan.server),
         "corpus": {**plan.corpus.info.model_dump(), "source": plan.corpus.source},
         "settings": {
             "method": plan.method,
@@ -126,8 +124,7 @@ def as_json(
             }
             for window in evaluation.windows
         ],
-        **token_texts_record(evaluation.token_texts),
-        **labels_record(plan.origins),
+        **tokens_record(evaluation.token_texts, plan.origins),
         **({} if overlap is None else overlap.record(rest and finite_or_none(dataclasses.asdict(rest)))),
     }
 
@@ -145,12 +142,6 @@ def as_arrays(evaluation: Evaluation) -> dict[str, NDArray[Any]]:
     if ranks:
         arrays["ranks"] = np.array(ranks, np.int32)
     return arrays | origin_arrays(evaluation.plan.origins, arrays, evaluation.token_texts)
-
-
-def labels_record(origins: WindowOrigins | None) -> dict[str, object]:
-    """What every kind of record says of the labels of its windows."""
-    labels = None if origins is None else origins.labels
-    return {} if labels is None else {"labels": list(dict.fromkeys(labels))}
 
 
 def origin_arrays(
@@ -171,19 +162,23 @@ def origin_arrays(
     return arrays
 
 
-def record_beginning(kind: str, urls: Sequence[str]) -> dict[str, object]:
+def record_beginning(kind: str, urls: Sequence[str], model: str, server: ServerInfo) -> dict[str, object]:
     return {
         "kind": kind,
         "version": RECORD_VERSION,
         "client_version": __version__,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "urls": [str(httpx.URL(url).copy_with(userinfo=b"")) for url in urls],
+        "model": model,
+        "server": server.model_dump(),
     }
 
 
-def token_texts_record(texts: Mapping[int, str]) -> dict[str, object]:
-    """What every kind of record says of the texts of its tokens, by their ids."""
-    return {"token_texts": {str(token_id): text for token_id, text in texts.items()}}
+def tokens_record(texts: Mapping[int, str], origins: WindowOrigins | None) -> dict[str, object]:
+    """What every kind of record says of the texts of its tokens, by their ids, and of the labels of its windows."""
+    labels = None if origins is None else origins.labels
+    token_texts = {str(token_id): text for token_id, text in texts.items()}
+    return {"token_texts": token_texts, **({} if labels is None else {"labels": list(dict.fromkeys(labels))})}
 
 
 def _with_error(value: float, stderr: float | None, digits: int) -> str:

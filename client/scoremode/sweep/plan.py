@@ -30,17 +30,6 @@ class PlanError(ScoremodeError):
     """A plan cannot be read, or says something that a sweep cannot do."""
 
 
-def _words(value: object) -> object:
-    """A command line as its words: one text as a shell would split it, or a list, in which YAML may have numbers."""
-    if isinstance(value, str):
-        return shlex.split(value)
-    return [_word(each) for each in value] if isinstance(value, list) else value
-
-
-def _word(value: object) -> object:
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-
-
 def _flags(words: list[str]) -> list[str]:
     for word in words:
         if word.partition("=")[0] in _FLAGS_OF_THE_SWEEP:
@@ -54,11 +43,14 @@ def _label(name: str) -> str:
     return name
 
 
-Words = Annotated[list[str], BeforeValidator(_words)]
+Word = Annotated[str, Field(strict=False, coerce_numbers_to_str=True)]
+"""In YAML it may be a number."""
+Words = Annotated[list[Word], BeforeValidator(lambda value: shlex.split(value) if isinstance(value, str) else value)]
+"""A command line: one text, which is split as a shell does, or a list."""
 Flags = Annotated[Words, AfterValidator(_flags)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """Or a name; `~` is the home folder."""
-Environment = dict[str, Annotated[str, BeforeValidator(_word)]]
+Environment = dict[str, Word]
 Command = Annotated[Words, Field(min_length=1)]
 
 
@@ -89,15 +81,9 @@ class TextOptions(_Part):
         dataset = self.dataset
         if dataset is not None and (folder / dataset).exists():
             dataset = str(folder / dataset)
-        return load_corpus(
-            dataset,
-            text=self.text,
-            text_file=None if self.text_file is None else folder / self.text_file,
-            config=self.dataset_config,
-            split=self.split,
-            column=self.text_column,
-            num_samples=self.num_samples,
-        )
+        file = None if self.text_file is None else folder / self.text_file
+        options = self.model_dump(include={"text", "split", "num_samples"})
+        return load_corpus(dataset, text_file=file, config=self.dataset_config, column=self.text_column, **options)
 
 
 class WindowOptions(_Part):
@@ -151,7 +137,7 @@ class SweepPlan(_Part):
     env: Environment = {}
     """For each server, in addition to its own."""
     start_timeout: PositiveInt = 3600
-    """Seconds until a server is given up that does not come up."""
+    """Seconds that a server has until it answers."""
     floor: bool = False
     """Whether the first model's noise floor is measured."""
     compare: CompareOptions = CompareOptions()

@@ -43,7 +43,7 @@ class ModelServer:
     process: Process
 
     async def while_it_runs(self, work: Awaitable[Result]) -> Result:
-        """The result of some work with the server, which is given up when the server ends."""
+        """The result of some work with the server, which is cancelled when the server ends."""
         working, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.process.wait())
         try:
             await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,7 +93,12 @@ async def model_server(
             )
         server = ModelServer(f"http://127.0.0.1:{port}", log, process)
         try:
-            await _wait_until_ready(server, start_seconds)
+            try:
+                async with asyncio.timeout(start_seconds):
+                    await server.while_it_runs(_healthy(server.url))
+            except TimeoutError:
+                message = f"the server was not ready after {start_seconds:.0f} s{_reason(log)}"
+                raise ServerProcessError(message) from None
             yield server
         finally:
             await _stop(process)
@@ -106,8 +111,7 @@ def _found(command: Sequence[str], folder: Path) -> list[str]:
     if "/" in name:
         found = shutil.which((folder / Path(name).expanduser()).absolute())
     else:
-        installed = Path(sys.executable).parent / name
-        found = str(installed) if installed.is_file() else shutil.which(name)
+        found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()]))
     if found is None:
         command = f"scripts/install.sh {sys.executable} cuda report"
         raise ServerProcessError(
@@ -129,20 +133,13 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-async def _wait_until_ready(server: ModelServer, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds), httpx.AsyncClient(base_url=server.url, timeout=5, trust_env=False) as http:
-            await server.while_it_runs(_healthy(http))
-    except TimeoutError:
-        raise ServerProcessError(f"the server was not ready after {seconds:.0f} s{_reason(server.log)}") from None
-
-
-async def _healthy(http: httpx.AsyncClient) -> None:
-    while True:
-        with suppress(httpx.TransportError):
-            if (await http.get("/health")).is_success:
-                return
-        await asyncio.sleep(_POLL_SECONDS)
+async def _healthy(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=5, trust_env=False) as http:
+        while True:
+            with suppress(httpx.TransportError):
+                if (await http.get("/health")).is_success:
+                    return
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _stop(process: Process) -> None:
@@ -153,7 +150,7 @@ async def _stop(process: Process) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), STOP_SECONDS)
     finally:
-        # Whoever presses Ctrl-C again does not wait, and leaves nothing either.
+        # A second Ctrl-C ends the wait, and leaves no process either.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

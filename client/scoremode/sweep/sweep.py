@@ -64,7 +64,12 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
         OutputError: the folder for runs cannot be made.
     """
     check_local_models(plan, folder)
-    sweep = _Sweep(plan, folder, plan.text.load(folder), api_key=api_key, quiet=quiet)
+    corpus, output = plan.text.load(folder), (folder / plan.output).resolve()
+    try:
+        (output / "references").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make {output / 'references'}: {error.strerror}") from error
+    sweep = _Sweep(plan, folder, corpus, output, api_key, quiet)
     for entry in plan.models:
         try:
             await (sweep.measure_served(entry) if entry.url is None else sweep.measure_running(entry, entry.url))
@@ -74,45 +79,42 @@ async def run_sweep(plan: SweepPlan, folder: Path, *, api_key: str | None = None
     return sweep.result
 
 
+@dataclass(slots=True)
 class _Sweep:
-    def __init__(self, plan: SweepPlan, folder: Path, corpus: Corpus, *, api_key: str | None, quiet: bool) -> None:
-        self.result = SweepResult()
-        self._plan = plan
-        self._folder = folder
-        self._corpus = corpus
-        self._api_key = api_key
-        self._quiet = quiet
-        self._windows = cast(WindowSettings, {**plan.windows.model_dump(), "max_tokens": plan.text.max_tokens})
-        self._output = (folder / plan.output).resolve()
-        self._references = self._output / "references"
-        self._reference: str | None = None
-        """Name of the first model's, once it is known."""
-        self._recorded: list[PerplexityWindow] = []
-        """Of the first model, those of this time."""
-        self._recording_seconds = 0.0
-        try:
-            self._references.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot make {self._references}: {error.strerror}") from error
+    plan: SweepPlan
+    folder: Path
+    corpus: Corpus
+    output: Path
+    api_key: str | None
+    quiet: bool
+    result: SweepResult = field(default_factory=SweepResult)
+    reference: str | None = None
+    """Name of the first model's, once it is known."""
+    recorded: list[PerplexityWindow] = field(default_factory=list)
+    """Of the first model, those of this time."""
+    recording_seconds: float = 0.0
+
+    @property
+    def windows(self) -> WindowSettings:
+        return cast(WindowSettings, {**self.plan.windows.model_dump(), "max_tokens": self.plan.text.max_tokens})
 
     async def measure_served(self, entry: ModelEntry) -> None:
-        marks = self._marks(entry, kept.served_marks(self._plan, entry, self._folder))
-        if self._is_kept(entry, marks, self._reference) and not (self._is_first(entry) and self._lacks_reference()):
-            self._keep(entry)
+        marks = self._marks(entry, kept.served_marks(self.plan, entry, self.folder))
+        if self._is_kept(entry, marks, self.reference):
             return
-        log = self._output / "logs" / f"{entry.name}.log"
-        command = entry.command or self._plan.command
+        log = self.output / "logs" / f"{entry.name}.log"
+        command = entry.command or self.plan.command
         assert entry.model is not None
         self._announce(entry, f"loading `{' '.join(command)} {entry.model}`, log {log}")
         async with (
             model_server(
                 command,
                 entry.model,
-                [*self._plan.serve, *entry.serve, "--reference-dir", str(self._references)],
-                environment=self._plan.env | entry.env,
-                folder=self._folder,
+                [*self.plan.serve, *entry.serve, "--reference-dir", str(self.output / "references")],
+                environment=self.plan.env | entry.env,
+                folder=self.folder,
                 log=log,
-                start_seconds=self._plan.start_timeout,
+                start_seconds=self.plan.start_timeout,
             ) as server,
             # A proxy of the environment is not asked for what runs here.
             self._client(server.url, None, httpx.AsyncHTTPTransport()) as client,
@@ -123,74 +125,72 @@ class _Sweep:
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with self._client(url, entry.model) as client:
             marks = self._marks(entry, kept.running_marks(await client.info(), entry))
-            if self._is_kept(entry, marks, await self._reference_at(client, entry)):
-                self._keep(entry)
-            else:
+            if not self._is_kept(entry, marks, await self._reference_at(client, entry)):
                 self._announce(entry, f"served at {client.address}")
                 await self._measure(entry, client, marks)
 
     def _announce(self, entry: ModelEntry, doing: str) -> None:
-        models = self._plan.models
+        models = self.plan.models
         _log.info("model %d of %d, %s: %s", models.index(entry) + 1, len(models), entry.name, doing)
 
     def _is_first(self, entry: ModelEntry) -> bool:
-        return entry is self._plan.models[0]
+        return entry is self.plan.models[0]
 
     def _client(
         self, url: str, model: str | None, transport: httpx.AsyncBaseTransport | None = None
     ) -> AsyncScoreClient:
         client = AsyncScoreClient(
-            url, model=model, api_key=self._api_key, retry_for=DEFAULT_RETRY_FOR, transport=transport
+            url, model=model, api_key=self.api_key, retry_for=DEFAULT_RETRY_FOR, transport=transport
         )
         client.retries.first_contact = FIRST_CONTACT_SECONDS
         return client
 
     def _path(self, entry: ModelEntry) -> Path:
-        return self._output / f"{entry.name}.json"
+        return self.output / f"{entry.name}.json"
 
     def _marks(self, entry: ModelEntry, of_model: kept.Marks) -> kept.Marks:
-        marks = {**kept.text_marks(self._plan, self._corpus), **of_model}
+        marks = {**kept.text_marks(self.plan, self.corpus), **of_model}
         if self._is_first(entry):
-            self._reference = kept.reference_name(entry, marks)
+            self.reference = kept.reference_name(entry, marks)
         return marks
 
     def _is_kept(self, entry: ModelEntry, marks: kept.Marks, reference: str | None) -> bool:
-        """Whether the run is there already."""
+        """Whether the run is there already; then it is in the result."""
         wanted = {**marks, "reference": reference}
-        if reference is None or self._plan.models[0].name in self.result.failures:
+        if reference is None or self.plan.models[0].name in self.result.failures:
             # What was compared with the first is not thrown away because that is not at hand today.
             del wanted["reference"]
         changed = kept.changes(self._path(entry), wanted)
         if changed:
             _log.info("%s: measured again, because of its %s", entry.name, changed)
-        return changed == ""
-
-    def _keep(self, entry: ModelEntry) -> None:
+        if changed != "" or (entry.url is None and self._is_first(entry) and self._lacks_reference()):
+            return False
         _log.info("%s: measured before, %s", entry.name, self._path(entry))
         self.result.runs[entry.name] = self._path(entry)
+        return True
 
     def _lacks_reference(self) -> bool:
         """Whether the first model's reference is missing, or not complete, and another model needs it, as far as is
         known before its server is asked."""
-        assert self._reference is not None
-        if kept.is_complete(self._references / self._reference):
+        assert self.reference is not None
+        if kept.is_complete(self.output / "references" / self.reference):
             return False
-        text = {**kept.text_marks(self._plan, self._corpus), "reference": self._reference}
+        text = {**kept.text_marks(self.plan, self.corpus), "reference": self.reference}
         return any(
             entry.url is not None
-            or kept.changes(self._path(entry), text | kept.served_marks(self._plan, entry, self._folder)) != ""
-            for entry in self._plan.models[1:]
+            or kept.changes(self._path(entry), text | kept.served_marks(self.plan, entry, self.folder)) != ""
+            for entry in self.plan.models[1:]
         )
 
     async def _reference_at(self, client: AsyncScoreClient, entry: ModelEntry) -> str | None:
         """The reference's name, where a server has it whole, or where it is the first one's, which can record it."""
-        if self._reference is None:
+        if self.reference is None:
             return None
         try:
             if self._is_first(entry):
                 await client.references()
-                return self._reference
-            return self._reference if (await client.reference(self._reference)).complete else None
+                return self.reference
+            return self.reference if (await client.reference(self.reference)).complete else None
         except NotFoundError:
             return None
 
@@ -217,19 +217,19 @@ class _Sweep:
 
     async def _record(self, client: AsyncScoreClient, entry: ModelEntry, reference: str) -> None:
         _log.info("%s: recording the reference %s", entry.name, reference)
-        with progress_bar("ppl", quiet=self._quiet) as on_progress:
+        with progress_bar("ppl", quiet=self.quiet) as on_progress:
             recorded = await record_reference(
                 client,
-                self._corpus,
+                self.corpus,
                 reference,
-                **self._windows,
+                **self.windows,
                 on_progress=on_progress,
-                on_window=self._recorded.append,
+                on_window=self.recorded.append,
             )
-        self._recording_seconds = recorded.seconds
-        if self._plan.floor and recorded.reference.noise_floor is None:
+        self.recording_seconds = recorded.seconds
+        if self.plan.floor and recorded.reference.noise_floor is None:
             _log.info("%s: measuring the noise floor", entry.name)
-            with progress_bar("kld", quiet=self._quiet) as on_progress:
+            with progress_bar("kld", quiet=self.quiet) as on_progress:
                 await measure_noise_floor(client, reference, on_progress=on_progress)
 
     async def _perplexity(self, client: AsyncScoreClient, entry: ModelEntry, output: Output) -> _Measured:
@@ -238,8 +238,8 @@ class _Sweep:
             journal = output.start_journal(plan)
             if not self._is_first(entry):
                 return journal
-            journal.seconds += self._recording_seconds
-            for window in self._recorded:
+            journal.seconds += self.recording_seconds
+            for window in self.recorded:
                 if window.logprobs is not None and window.index not in journal.windows:
                     nlls = [-logprob for logprob in window.logprobs]
                     scored = WindowNlls(window.index, window.num_scored, window.nll_sum, nlls, window.ranks)
@@ -248,11 +248,11 @@ class _Sweep:
             return journal
 
         _log.info("%s: measuring perplexity", entry.name)
-        with progress_bar("ppl", quiet=self._quiet) as on_progress:
+        with progress_bar("ppl", quiet=self.quiet) as on_progress:
             evaluation = await evaluate(
                 client,
-                self._corpus,
-                **self._windows,
+                self.corpus,
+                **self.windows,
                 return_ranks=True,
                 return_token_texts=True,
                 start_journal=start_journal,
@@ -263,7 +263,7 @@ class _Sweep:
 
     async def _kld(self, client: AsyncScoreClient, entry: ModelEntry, output: Output, reference: str) -> _Measured:
         _log.info("%s: measuring KL divergence and perplexity", entry.name)
-        with progress_bar("kld", quiet=self._quiet) as on_progress:
+        with progress_bar("kld", quiet=self.quiet) as on_progress:
             measurement = await measure_kld(
                 client,
                 reference,

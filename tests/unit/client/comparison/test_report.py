@@ -109,6 +109,10 @@ def test_a_bounded_report_keeps_the_most_divergent_tokens(runs, report):
     means = [part.mean() for part in np.split(runs[1].nlls, np.cumsum(runs[1].window_sizes)[:-1])]
     np.testing.assert_allclose(unpacked(data["series"][1]["mean_nll"]), means, rtol=1e-6)
     assert f"The text of {positions.sum():,} of {NUM_TOKENS:,} tokens" in text
+    # In the file, "<" takes six bytes.
+    texts = dict.fromkeys(runs[0].token_texts, "<" * 40)
+    text = report([replace(run, token_texts=texts) for run in runs], max_bytes=275_000)
+    assert (len(text.encode()) <= 275_000, data_of(text)["num_kept"] > 0) == (True, True)
     alone = report(runs[:1], max_bytes=1)
     assert ('id="pairs"' in alone, data_of(alone)["num_kept"]) == (False, 0)
 
