@@ -80,14 +80,10 @@ async def measure_overlap(
     window_sizes: Sequence[int],
     figures_of: Callable[[NDArray[np.bool_]], Figures],
 ) -> Overlap[Figures]:
-    """What windows share with a calibration text.
+    """What windows share with a calibration text, of the token ids of all their targets and the sizes of the windows.
 
-    Args:
-        client: Of a server whose tokenizer made the windows' tokens.
-        calibration: The text.
-        token_ids: Of the targets of all windows.
-        window_sizes: Targets of each window.
-        figures_of: Gives the run's figures of some windows, [windows] true for each.
+    `client` is of a server whose tokenizer made these tokens. `figures_of` gives the run's figures of some windows,
+    [windows] true for each.
     """
     slots = asyncio.Semaphore(_AT_ONCE)
 

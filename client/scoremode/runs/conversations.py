@@ -51,13 +51,10 @@ def _message(fields: dict[str, Any]) -> dict[str, Any]:
 def token_classes(
     token_ids: NDArray[Any], window_sizes: Sequence[int], roles: Sequence[str], texts: Mapping[int, str]
 ) -> NDArray[np.uint8]:
-    """The index in `TOKEN_CLASSES` of each of n targets.
+    """The index in `TOKEN_CLASSES` of each of n targets, whose `token_ids` are in the order of windows.
 
-    Args:
-        token_ids: [n], in the order of windows.
-        window_sizes: Targets of each window, which is one turn.
-        roles: Of each window; other turns than the assistant's are `other`.
-        texts: Of each token alone. Tags are found in the joined texts of a turn.
+    A window is one turn; other turns than the assistant's are `other`. `texts` has that of each token alone: tags are
+    found in the joined texts of a turn.
     """
     classes = np.full(len(token_ids), TOKEN_CLASSES.index("other"), np.uint8)
     end = 0

@@ -274,17 +274,21 @@ def _read_columns(file: Path, columns: list[str]) -> list[tuple[Any, ...]]:
     rows = []
     # Not str.splitlines: a row may hold U+2028 and its like.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CorpusError(f"cannot read {file}: line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise CorpusError(f"cannot read {file}: line {number} is not a JSON object")
-        _check_columns(columns, row, f"{file}, line {number}")
-        rows.append(row)
+        if line.strip():
+            rows.append(json_row(line, f"cannot read {file}: line {number}"))
+            _check_columns(columns, rows[-1], f"{file}, line {number}")
     return _checked_rows(rows, columns, str(file))
+
+
+def json_row(line: str | bytes, where: str) -> dict[str, Any]:
+    """The row that is a line of a jsonl file."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise CorpusError(f"{where} is not a JSON object")
+    return row
 
 
 def _read_text(file: Path) -> str:

@@ -278,7 +278,7 @@ async def _measurement(
         window_sizes=window_sizes,
         positions=positions,
         statistics=figures,
-        most_divergent=await divergent_tokens(
+        most_divergent=await _divergent_tokens(
             client, figures["most_divergent"], positions, window_sizes, reference.method
         ),
         seconds=seconds,
@@ -307,30 +307,30 @@ async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[in
         return {}
 
 
-async def divergent_tokens(
+async def _divergent_tokens(
     client: AsyncScoreClient,
     most_divergent: Sequence[DivergentPosition],
     positions: KldPositions,
     window_sizes: Sequence[int],
     method: Method,
 ) -> list[DivergentToken]:
-    """Look up the texts of positions, by the tokenizer of a server.
-
-    A server that fails costs the texts, not the comparison: the log says so.
-    """
+    """With their texts, by the tokenizer of a server. One that fails costs the texts, as the log says."""
     if method in EXHAUSTIVE_METHODS:
         # Targets follow one another through the whole text, with the other methods within a window.
         starts = np.zeros(len(positions), np.intp)
     else:
         starts = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes)
-    places = [entry["index"] for entry in most_divergent]
-    before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
-    tokens = [[int(ids[at]) for ids in shown] for at in places]
+    # Of each position the tokens before it, and three single tokens.
+    sequences = [
+        [positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at], *(ids[at : at + 1] for ids in shown)]
+        for at in (entry["index"] for entry in most_divergent)
+    ]
+    looked_up = [[tuple(each.tolist()) for each in of_position] for of_position in sequences]
     texts: dict[tuple[int, ...], str] = {(): ""}
     try:
         # One by one, over one connection: they are few and short.
-        for sequence in {*before, *((token,) for of_place in tokens for token in of_place)} - {()}:
+        for sequence in {each for of_position in looked_up for each in of_position} - {()}:
             texts[sequence] = await client.detokenize(sequence)
     except ScoremodeError as error:
         _log.warning("the most divergent tokens are shown without their text: %s", error)
@@ -338,18 +338,16 @@ async def divergent_tokens(
     return [
         DivergentToken(
             **entry,
-            token_id=token,
-            reference_probability=exp(float(positions.reference_logprobs[at])),
-            probability=exp(float(positions.logprobs[at])),
-            reference_top_token_id=reference_top,
-            reference_confidence=float(positions.reference_confidence[at]),
-            top_token_id=top,
-            text_before=texts.get(before_it),
-            token=texts.get((token,)),
-            reference_top_token=texts.get((reference_top,)),
-            top_token=texts.get((top,)),
+            token_id=token[0],
+            reference_probability=exp(float(positions.reference_logprobs[entry["index"]])),
+            probability=exp(float(positions.logprobs[entry["index"]])),
+            reference_top_token_id=reference_top[0],
+            reference_confidence=float(positions.reference_confidence[entry["index"]]),
+            top_token_id=top[0],
+            text_before=texts.get(before),
+            token=texts.get(token),
+            reference_top_token=texts.get(reference_top),
+            top_token=texts.get(top),
         )
-        for entry, at, before_it, (token, reference_top, top) in zip(
-            most_divergent, places, before, tokens, strict=True
-        )
+        for entry, (before, token, reference_top, top) in zip(most_divergent, looked_up, strict=True)
     ]

@@ -174,8 +174,7 @@ async def make_plan(
         return await _conversation_plan(client, corpus, longest, plan_of)
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
-    if add_special_tokens is None:
-        add_special_tokens = adds_special_tokens(method)
+    add_special_tokens = adds_special_tokens(method, add_special_tokens)
     texts = corpus.documents or (corpus.text,)
     documents = [await client.tokenize(text, add_special_tokens) for text in texts]
     tokens, text = [token for document in documents for token in document], "".join(texts)

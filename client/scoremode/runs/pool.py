@@ -164,9 +164,6 @@ class Pool:
     def _check_identity(self, info: ServerInfo, address: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
             raise ServersDifferError(f"{address} does not serve the model that the run began with: {differing}")
-        if info.computed_by is not None and self.info.computed_by is not None:
-            computed_by, first = info.computed_by.model_dump(), self.info.computed_by.model_dump()
-            if differing := differences(computed_by, first):
-                _log.warning(
-                    "%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing
-                )
+        here, there = info.computed_by, self.info.computed_by
+        if here and there and (differing := differences(here.model_dump(), there.model_dump())):
+            _log.warning("%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing)

@@ -74,14 +74,8 @@ class BytesReader(Reader[None]):
 
 
 class EventReader(Reader[Answer], Generic[Event, Answer]):
-    """Reads a stream of windows and a result, each with the name of its kind in `object`.
-
-    Args:
-        kinds: The names of the two.
-        window: Reads a window, which is handed to `on_window`.
-        result: Reads the result.
-        repeatable: Whether a second request does not report the windows of the first again.
-    """
+    """Reads a stream of windows, which are handed to `on_window`, and a result, each with the name of its kind in
+    `object`. It is `repeatable` if a second request does not report the windows of the first again."""
 
     def __init__(
         self,
@@ -115,9 +109,10 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
             event = json.loads(data)
         except ValueError:
             event = None
-        if isinstance(event, dict) and "error" in event:
-            raise event_error(event["error"])
-        kind = event.get("object") if isinstance(event, dict) else None
+        fields = event if isinstance(event, dict) else {}
+        if "error" in fields:
+            raise event_error(fields["error"])
+        kind = fields.get("object")
         if kind not in self._kinds:
             raise ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
         try:
