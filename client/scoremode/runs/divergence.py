@@ -189,11 +189,13 @@ async def measure_kld(
     Args:
         clients: One, or one for each server; all must have the reference.
         name: Of a complete reference.
-        return_token_texts: Keep the text of every token that is a target or the top token of either; as for `evaluate`.
+        return_token_texts: Keep the text of every token that is a target or the top token of either. A server that
+            cannot give them costs the texts, not the run: the log says so.
         top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
-        lane: Of the served model, as for `evaluate`.
-        start_journal: As for `evaluate`.
+        lane: Of the served model, as for `AsyncScoreClient.score`.
+        start_journal: Opens the journal once it is known what is to be measured. Windows that are in it are not
+            measured again, and every other is added to it. Closing it is left to the caller.
         on_progress: Called for the windows of the journal together, and then for each that was compared.
 
     Raises:
@@ -228,7 +230,7 @@ async def measure_noise_floor(
     Args:
         client: Of a server whose fingerprint is the reference's.
         name: Of a complete reference.
-        lane: Of the served model, as for `evaluate`: each lane has its own floor.
+        lane: Of the served model: each lane has its own floor.
         return_token_texts: As for `measure_kld`.
         on_progress: Called for each window.
 
@@ -266,8 +268,7 @@ async def _measurement(
     except ValueError as error:
         raise ResponseError(f"the server's top tokens do not fit the windows: {error}") from error
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
-    if top_tokens is not None:
-        occurring.append(top_tokens.token_ids.ravel())
+    occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures = statistics(positions, window_sizes)
     return KldMeasurement(
         server=plan.server,
@@ -295,10 +296,8 @@ def _identity(reference: Reference) -> Mapping[str, object]:
 
 
 async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:
-    """Look up the text of every token id that occurs in some arrays, by the tokenizer of a server.
-
-    A server that fails, or is older than the route, costs the texts, not the run: the log says so, and there are none.
-    """
+    """The text of every token id that occurs in some arrays, by the tokenizer of a server. One that fails, or is older
+    than the route, costs the texts."""
     occurring = np.unique(np.concatenate([np.asarray(ids) for ids in token_ids])).tolist()
     try:
         return await client.token_texts(occurring)

@@ -109,13 +109,12 @@ class Plan:
         if len(scores) != 1 or scores[0].token_ids != sequence[left_out:]:
             raise ResponseError("the server did not score the tokens that it was sent")
         first = window.first_scored - left_out
-        nlls: list[float] = (-scores[0].logprob_array[first:]).tolist()
-        if num_missing := sum(map(math.isnan, nlls)):
-            given = window.num_scored - num_missing
-            raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
+        nlls = [-logprob for logprob in scores[0].logprobs[first:] if logprob is not None]
         ranks = [rank for rank in (scores[0].ranks or [])[first:] if rank is not None]
-        if self.return_ranks and len(ranks) != window.num_scored:
-            raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
+        asked = {"logprobs": len(nlls), **({"ranks": len(ranks)} if self.return_ranks else {})}
+        for name, given in asked.items():
+            if given != window.num_scored:
+                raise ResponseError(f"the server gave {given} {name} for the {window.num_scored} targets of a window")
         asked_ranks = ranks if self.return_ranks else None
         return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, scores[0].mean_batch)
 
