@@ -209,8 +209,7 @@ class ScoremodeLM(TemplateLM):
 
         most = min(MAX_PROMPTS, max(1, -(-len(by_context) // self._num_concurrent)))
         jobs = constrained_batches(sorted(by_context), MAX_TOKENS, most, strict=False)
-        with tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable) as bar:
-            self._run(jobs, score, keep, bar)
+        self._run(jobs, score, keep, tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of documents, in windows as `hf` cuts them."""
@@ -265,8 +264,8 @@ class ScoremodeLM(TemplateLM):
             texts[index] = text
             self.cache_hook.add_partial("generate_until", requests[index].args, text)
 
-        with tqdm(total=len(requests), desc="Generating", unit="request", disable=disable_tqdm) as bar:
-            self._run(range(len(requests)), generate, keep, bar)
+        bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=disable_tqdm)
+        self._run(range(len(requests)), generate, keep, bar)
         return texts
 
     def _run(
@@ -290,7 +289,8 @@ class ScoremodeLM(TemplateLM):
                 pool = Pool([client], [self._info], self._num_concurrent)
                 await pool.score(jobs, ask, keep_all)
 
-        asyncio.run(run())
+        with bar:
+            asyncio.run(run())
 
 
 def _root(body: bytes, name: str) -> str:

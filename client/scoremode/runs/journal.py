@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 _KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 2}
 _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 
-
 _SECONDS = TypeAdapter(float, config=ConfigDict(strict=True))
 
 

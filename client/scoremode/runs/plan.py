@@ -3,9 +3,8 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,12 +64,12 @@ class Plan:
     stride: int
     max_tokens: int | None
     add_special_tokens: bool
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     """Of the text used, with any special tokens that the tokenizer added."""
-    num_bytes: int
-    """UTF-8 bytes of the text used."""
-    num_words: int
-    windows: list[Window]
+    num_bytes: int = 0
+    """UTF-8 bytes of the text used; 0, as `num_words`, for conversations: templates write more than what was said."""
+    num_words: int = 0
+    windows: list[Window] = field(default_factory=list)
     return_ranks: bool = False
     """Whether ranks are asked for."""
     lane: Lane = "prefill"
@@ -166,16 +165,20 @@ async def make_plan(
     lane: Lane = "prefill",
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows."""
-    model = client.model or server.model
-    plan_of = partial(Plan, corpus=corpus, server=server, model=model, return_ranks=return_ranks, lane=lane)
     if corpus.conversations:
-        longest = resolve_context_length("conversation", context_length, server.max_model_len)
-        return await _conversation_plan(client, corpus, longest, plan_of)
+        method, stride, max_tokens, add_special_tokens = "conversation", None, None, False
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
-    add_special_tokens = adds_special_tokens(method, add_special_tokens)
+    model, special = client.model or server.model, adds_special_tokens(method, add_special_tokens)
+    settings = (method, context_length, stride, max_tokens, special)
+    plan = Plan(corpus, server, model, *settings, return_ranks=return_ranks, lane=lane)
+    return await (_with_turns if corpus.conversations else _with_text)(plan, client)
+
+
+async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
+    corpus, server, max_tokens = plan.corpus, plan.server, plan.max_tokens
     texts = corpus.documents or (corpus.text,)
-    documents = [await client.tokenize(text, add_special_tokens) for text in texts]
+    documents = [await client.tokenize(text, plan.add_special_tokens) for text in texts]
     tokens, text = [token for document in documents for token in document], "".join(texts)
     if max_tokens is not None and len(tokens) > max_tokens:
         if len(documents) > 1:
@@ -183,7 +186,7 @@ async def make_plan(
         tokens = tokens[:max_tokens]
         documents = [tokens]
         # A BOS that the tokenizer put before the text is not part of it.
-        has_bos = add_special_tokens and server.adds_bos and tokens[0] == server.bos_token_id
+        has_bos = plan.add_special_tokens and server.adds_bos and tokens[0] == server.bos_token_id
         of_text = tokens[has_bos:]
         text = await client.detokenize(of_text) if of_text else ""
     windows: list[Window] = []
@@ -192,9 +195,9 @@ async def make_plan(
     for index, document in enumerate(documents):
         cut = cut_windows(
             len(document),
-            method,
-            context_length,
-            stride,
+            plan.method,
+            plan.context_length,
+            plan.stride,
             prefix_token_id=server.prefix_token_id,
             bos_token_id=server.chunk_token_id,
         )
@@ -203,16 +206,12 @@ async def make_plan(
         offset += len(document)
     if not windows:
         raise WindowError(
-            f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}; "
-            "give a smaller context_length (--context-length) or a longer text",
+            f"the text is too short: {len(tokens)} tokens make no window of {plan.context_length} with method "
+            f"{plan.method!r}; give a smaller context_length (--context-length) or a longer text",
             "context_length",
         )
-    return plan_of(
-        method=method,
-        context_length=context_length,
-        stride=stride,
-        max_tokens=max_tokens,
-        add_special_tokens=add_special_tokens,
+    return replace(
+        plan,
         tokens=tokens,
         num_bytes=corpus.num_bytes or len(text.encode()),
         num_words=corpus.num_words or count_words(text),
@@ -221,10 +220,9 @@ async def make_plan(
     )
 
 
-async def _conversation_plan(
-    client: AsyncScoreClient, corpus: Corpus, context_length: int, plan_of: Callable[..., Plan]
-) -> Plan:
-    """A window for each turn, as far as the context reaches. `plan_of` takes the fields that windows decide."""
+async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
+    """A window for each turn, as far as the context reaches."""
+    corpus, context_length = plan.corpus, plan.context_length
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
     num_turns = num_cut = 0
     for start in range(0, len(corpus.conversations), CONVERSATIONS_AT_ONCE):
@@ -241,20 +239,7 @@ async def _conversation_plan(
         _log.warning("%d of %d turns end after %d tokens, and are cut there", num_cut, num_turns, context_length)
     if not windows:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
-    return plan_of(
-        method="conversation",
-        context_length=context_length,
-        stride=context_length,
-        max_tokens=None,
-        add_special_tokens=False,
-        tokens=tokens,
-        # Templates write more than what was said.
-        num_bytes=0,
-        num_words=0,
-        windows=windows,
-        documents=documents,
-        roles=roles,
-    )
+    return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles)
 
 
 def identity(server: ServerInfo) -> dict[str, object]:
@@ -275,16 +260,13 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
     Other GPUs or kernels forbid nothing: they are logged."""
-    (kept, decisive), (now, wanted_decisive) = _without_computed_by(found), _without_computed_by(wanted)
+    kept, now = (
+        {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)} for header in (found, wanted)
+    )
     if now.keys() <= kept.keys() and (differing := differences(kept, now)):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
-    return differences(decisive, wanted_decisive)
-
-
-def _without_computed_by(header: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Its fields of `computed_by`, and the others."""
-    computed_by = {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)}
-    return computed_by, {name: value for name, value in header.items() if name not in computed_by}
+    forgiven = {**kept, **now}
+    return differences({**found, **forgiven}, {**wanted, **forgiven})
 
 
 def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:

@@ -17,13 +17,10 @@ from scoremode.windows import Method, adds_special_tokens
 
 MAX_TOP_LOGPROBS = 256
 """Top tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
-
 MAX_CANDIDATES = 256
 """Chosen tokens at a position."""
-
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
-
 
 T = TypeVar("T")
 
@@ -90,7 +87,6 @@ class LaneFields(Request):
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 """What vLLM takes: some of its connectors make file names of it."""
-
 
 Messages = Many[dict[str, Any]]
 """Of one conversation."""

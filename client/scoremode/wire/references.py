@@ -24,8 +24,6 @@ REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
 
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
-
-
 _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
