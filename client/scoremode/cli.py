@@ -49,12 +49,10 @@ _HOW_TO_RESUME = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
     options = parse_options(arguments)
-    return _run_both_lanes(options) if getattr(options, "lane", None) == "both" else _run(options, [])
-
-
-def _run_both_lanes(options: argparse.Namespace) -> int:
-    """Both lanes, one after the other, and what they differ in. The outputs are named after the lanes."""
     measured: list[_Measured] = []
+    if getattr(options, "lane", None) != "both":
+        return _run(options, measured)
+    # One after the other, and what they differ in. The outputs are named after the lanes.
     for lane in ("prefill", "decode"):
         of_lane = {"lane": lane, "decode_batch": options.decode_batch if lane == "decode" else None}
         if options.output is not None:

@@ -12,10 +12,6 @@ class ScoremodeError(Exception):
 class MissingPackageError(ScoremodeError):
     """A package is missing that an extra of Scoremode brings."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        command = f"scripts/install.sh {sys.executable} none {extra}"
-        super().__init__(f"{package} is missing; to install it, run in a clone of Scoremode: {command}")
-
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
@@ -30,7 +26,8 @@ def extra(name: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package in ("", "scoremode"):
             raise
-        raise MissingPackageError(package, name) from error
+        how = f"to install it, run in a clone of Scoremode: scripts/install.sh {sys.executable} none {name}"
+        raise MissingPackageError(f"{package} is missing; {how}") from error
 
 
 class TransportError(ScoremodeError):

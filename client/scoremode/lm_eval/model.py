@@ -51,13 +51,11 @@ class ScoremodeLM(TemplateLM):
         max_length: Tokens that the model is fed at most. The server takes the last target as well, so this is one less
             than its `--max-model-len` at most, and by default.
         max_gen_toks: Tokens to generate where a task does not say.
-        add_bos_token: Whether the tokenizer adds BOS; as it does by itself when left out.
-        custom_prefix_token_id: The context of an empty context; BOS, else EOS when left out.
         num_concurrent: Requests in flight.
         api_key: As for `ScoreClient`; likewise `timeout` and `retry_for`.
-        think_end_token: Generated text up to it is dropped.
-        trust_remote_code: For the tokenizer; likewise `revision`.
         **_: `batch_size`, `max_batch_size` and `device`, which lm-eval gives every model, are the server's.
+
+    The other arguments are those of `hf`.
     """
 
     def __init__(

@@ -61,14 +61,8 @@ class Corpus:
     @property
     def info(self) -> CorpusInfo:
         """What a reference keeps of it."""
-        return CorpusInfo(
-            name=self.name,
-            config=self.config,
-            split=self.split,
-            num_rows=self.num_rows,
-            sha256=self.fingerprint,
-            preset=self.preset,
-        )
+        names = CorpusInfo.model_fields.keys() - {"sha256"}
+        return CorpusInfo(sha256=self.fingerprint, **{name: getattr(self, name) for name in names})
 
     @property
     def prompt(self) -> dict[str, Any]:

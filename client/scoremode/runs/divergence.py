@@ -225,14 +225,8 @@ async def measure_noise_floor(
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
-    It is one request, for which the server runs the windows in other batches than when they were recorded.
-
-    Args:
-        client: Of a server whose fingerprint is the reference's.
-        name: Of a complete reference.
-        lane: Of the served model: each lane has its own floor.
-        return_token_texts: As for `measure_kld`.
-        on_progress: Called for each window.
+    It is one request, for which the server, whose fingerprint is the reference's, runs the windows in other batches
+    than when they were recorded. Each lane has its own floor. The arguments are those of `measure_kld`.
 
     Raises:
         ScoremodeError: the server fails, or serves another model.

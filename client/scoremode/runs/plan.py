@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
 _COMPUTED_BY = "server.computed_by."
+_DECISIVE = ("method", "context_length", "stride", "max_tokens", "add_special_tokens", "return_ranks", "model")
+"""The settings of a plan that its journal has."""
 CONVERSATIONS_AT_ONCE = 64
 """Rendered by one request."""
 
@@ -124,13 +126,7 @@ class Plan:
         return {
             "kind": "perplexity",
             "sha256": self.corpus.fingerprint,
-            "method": self.method,
-            "context_length": self.context_length,
-            "stride": self.stride,
-            "max_tokens": self.max_tokens,
-            "add_special_tokens": self.add_special_tokens,
-            "return_ranks": self.return_ranks,
-            "model": self.model,
+            **{name: getattr(self, name) for name in _DECISIVE},
             **lane_fields(self.lane),
             **server_header(self.server),
             "num_tokens": len(self.tokens),
