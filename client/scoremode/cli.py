@@ -115,8 +115,7 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
             targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
             overlap = await measure_overlap(clients[0], calibration, targets, sizes, evaluation.result_of)
     _keep_and_show(report, evaluation, overlap, options, output)
-    windows = zip(evaluation.plan.windows, evaluation.windows, strict=True)
-    positions = [np.arange(window.first_scored, window.first_scored + found.num_scored) for window, found in windows]
+    positions = [np.arange(window.first_scored, window.num_tokens) for window in evaluation.plan.windows]
     return np.concatenate([found.nlls for found in evaluation.windows]), np.concatenate(positions)
 
 

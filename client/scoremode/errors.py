@@ -15,11 +15,7 @@ class MissingPackageError(ScoremodeError):
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """For imports of packages that an extra of Scoremode brings.
-
-    Raises:
-        MissingPackageError: one is missing; the error says what to install.
-    """
+    """For imports of packages that an extra of Scoremode brings: a MissingPackageError says what to install."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -67,6 +67,6 @@ async def score_corpus(
         "context_length": scorer.context_length,
         "model": pool.clients[0].model or pool.info.model,
     }
-    pipeline = Pipeline(files, folder, settings, pool, scorer, resume=resume, on_progress=on_progress)
+    pipeline = Pipeline(files, folder, settings, scorer, resume=resume, on_progress=on_progress)
     with pool.taking_over():
         return await pipeline.run()

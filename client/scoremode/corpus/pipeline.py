@@ -25,7 +25,6 @@ from scoremode.corpus.rows import added_columns, added_schema, check_columns, do
 from scoremode.corpus.settings import CorpusProgress, InputFile, OnCorpusProgress
 from scoremode.errors import OutputError, ScoremodeError
 from scoremode.runs.plan import server_header
-from scoremode.runs.pool import Pool
 
 _PIECES_PER_PLACE = 4
 """Not yet written, for each request in flight: one that takes long should not hold up the others."""
@@ -50,7 +49,6 @@ class Pipeline:
         files: Sequence[InputFile],
         folder: Path,
         settings: dict[str, Any],
-        pool: Pool,
         scorer: DocumentScorer,
         *,
         resume: bool,
@@ -61,12 +59,11 @@ class Pipeline:
         self._folder = folder
         self._settings = settings
         """What decides an output's rows and their figures, together with the server."""
-        self._server = pool.info
         self._scorer = scorer
         self._on_progress = on_progress
         self._added = added_schema(settings["column_prefix"], per_token=settings["per_token"])
         self._condition = None if settings["filter"] is None else parse_filter(settings["filter"])
-        self._most_pieces = _PIECES_PER_PLACE * pool.concurrency
+        self._most_pieces = _PIECES_PER_PLACE * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
         """Not yet written. An output stands for its end, an error for why no more is read."""
         self._held = 0
@@ -117,7 +114,7 @@ class Pipeline:
         path, size = self._folder / file.output_name, file.path.stat().st_size
         # Flat, so that each difference has a name.
         header = {"object": "ppl-client.corpus", "format": 1, "input": file.name, "input_bytes": size}
-        header |= {**self._settings, **server_header(self._server)}
+        header |= {**self._settings, **server_header(self._scorer.pool.info)}
         if path.exists():
             check_finished(path, header)
             return None

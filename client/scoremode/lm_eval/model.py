@@ -80,12 +80,9 @@ class ScoremodeLM(TemplateLM):
         # lm-eval's command line turns it off; one core takes minutes for the texts of MMLU.
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         self._url = base_url
-        self._connection: dict[str, Any] = {
-            "model": model,
-            "api_key": None if api_key is None else str(api_key),
-            "timeout": timeout,
-            "retry_for": retry_for,
-        }
+        # lm-eval's command line reads digits as a number.
+        key = None if api_key is None else str(api_key)
+        self._connection: dict[str, Any] = {"model": model, "api_key": key, "timeout": timeout, "retry_for": retry_for}
         self._num_concurrent = num_concurrent
         with ScoreClient(base_url, **self._connection) as client:
             self._info = client.info()
@@ -132,7 +129,6 @@ class ScoremodeLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a chat; without its system message where the template refuses that."""
-
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))

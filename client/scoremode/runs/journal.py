@@ -62,11 +62,7 @@ class Measurement(Protocol[Result]):
         """A finished window as JSON, exact to the last bit."""
 
     def from_line(self, line: dict[str, object]) -> Result:
-        """The window that a line has.
-
-        Raises:
-            ValueError, ResponseError: it has none of this run.
-        """
+        """The window that a line has; a ValueError or ResponseError if it has none of this run."""
 
 
 class AppendedFile:

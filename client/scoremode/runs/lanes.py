@@ -49,10 +49,9 @@ class LaneDifference:
             return f"{lane} agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"
         last = self.by_position[-1][2]
         drifts = len(self.by_position) > 1 and abs(last) > 2 * abs(self.by_position[0][2]) and self.differs_from > 1
-        return (
-            f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, from position {self.differs_from} on"
-            + (f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's" * drifts)
-        )
+        growth = f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's"
+        where = f"from position {self.differs_from} on{growth if drifts else ''}"
+        return f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, {where}"
 
 
 def lane_difference(

@@ -83,13 +83,10 @@ class Plan:
     @property
     def origins(self) -> WindowOrigins:
         """Where the windows are from."""
-        documents, labels = self.documents or [0] * len(self.windows), self.corpus.labels
-        return WindowOrigins(
-            num_context=[window.first_scored for window in self.windows],
-            documents=documents,
-            labels=[labels[index] for index in documents] if labels else None,
-            roles=self.roles or None,
-        )
+        contexts = [window.first_scored for window in self.windows]
+        documents = self.documents or [0] * len(self.windows)
+        labels = [self.corpus.labels[index] for index in documents] if self.corpus.labels else None
+        return WindowOrigins(num_context=contexts, documents=documents, labels=labels, roles=self.roles or None)
 
     @property
     def num_windows(self) -> int:

@@ -60,11 +60,8 @@ class Pool:
 
     @classmethod
     async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
-        """Ask every server, or the one given, for its `info`.
-
-        `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at
-        once, at most MAX_CONCURRENCY.
-        """
+        """Ask every server, or the one given, for its `info`. `concurrency` is the number of windows in flight at each;
+        None for as many sequences as it runs at once, at most MAX_CONCURRENCY."""
         clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
         return cls(clients, [await client.info() for client in clients], concurrency)
 
@@ -112,10 +109,8 @@ class Pool:
         """Have the server with the fewest requests in flight answer one request, and another if that fails. The request
         that has waited longest is next.
 
-        For runs whose requests follow from one another; others have `score`. Use it within `taking_over`.
-
-        Raises:
-            ScoremodeError: the last server failed, or the request is at fault.
+        For runs whose requests follow from one another; others have `score`, with its errors. Use it within
+        `taking_over`.
         """
         while True:
             async with self._next:

@@ -37,11 +37,8 @@ def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
 
 def encode_top_logprobs(token_ids: NDArray[Any], logprobs: NDArray[Any]) -> TopLogprobArrays:
     """The top tokens [n, k] at each position as `decode_top_logprobs` takes them."""
-    return {
-        "shape": list(token_ids.shape),
-        "token_ids": encode_array(token_ids, "<i4"),
-        "logprobs": encode_array(logprobs, "<f4"),
-    }
+    ids, values = encode_array(token_ids, "<i4"), encode_array(logprobs, "<f4")
+    return {"shape": list(token_ids.shape), "token_ids": ids, "logprobs": values}
 
 
 def encode_array(array: NDArray[Any], dtype: str) -> str:
