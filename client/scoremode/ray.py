@@ -44,8 +44,9 @@ class ScoreBatch:
 
     Args:
         urls: Of one or several servers of the same model.
-        column_prefix: As the following ones for `score_corpus`; put before `error` too.
-        model: As the following ones for `ScoreClient`; the environment is that of the actor's machine.
+        text_column: As for `score_corpus`, like `column_prefix` (of `error` too), `per_token` and `context_length`.
+        model: As for `ScoreClient`, like `api_key`, `timeout` and `retry_for`; the environment's key is that on the
+            actor's machine.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
 
     Raises:

@@ -58,10 +58,9 @@ class Score:
     """Sequences of these lanes in the engine on average while the request ran; None in the prefill lane."""
 
     def __post_init__(self) -> None:
-        if len(self.logprob_array) != len(self.token_ids):
-            raise ResponseError(
-                f"{len(self.logprob_array)} logprobs for {len(self.token_ids)} tokens in the server's answer"
-            )
+        num_logprobs, num_tokens = len(self.logprob_array), len(self.token_ids)
+        if num_logprobs != num_tokens:
+            raise ResponseError(f"{num_logprobs} logprobs for {num_tokens} tokens in the server's answer")
 
     @cached_property
     def logprobs(self) -> list[float | None]:

@@ -7,6 +7,7 @@ from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
 from scoremode.corpus.settings import CorpusProgress, OnCorpusProgress, find_inputs
 from scoremode.errors import extra
+from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
 
 __all__ = ["CorpusProgress", "OnCorpusProgress", "score_corpus"]
@@ -66,6 +67,7 @@ async def score_corpus(
         "filter": filter,
         "context_length": scorer.context_length,
         "model": pool.clients[0].model or pool.info.model,
+        **server_header(pool.info),
     }
     pipeline = Pipeline(files, folder, settings, scorer, resume=resume, on_progress=on_progress)
     with pool.taking_over():

@@ -24,7 +24,6 @@ from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of, open_rows
 from scoremode.corpus.settings import CorpusProgress, InputFile, OnCorpusProgress
 from scoremode.errors import OutputError, ScoremodeError
-from scoremode.runs.plan import server_header
 
 _PIECES_PER_PLACE = 4
 """Not yet written, for each request in flight: one that takes long should not hold up the others."""
@@ -58,7 +57,7 @@ class Pipeline:
         self._files = files
         self._folder = folder
         self._settings = settings
-        """What decides an output's rows and their figures, together with the server."""
+        """All but the input that decides an output's rows and their figures."""
         self._scorer = scorer
         self._on_progress = on_progress
         self._added = added_schema(settings["column_prefix"], per_token=settings["per_token"])
@@ -113,8 +112,7 @@ class Pipeline:
     def _open_file(self, file: InputFile) -> tuple[Iterator[pa.RecordBatch], OutputFile] | None:
         path, size = self._folder / file.output_name, file.path.stat().st_size
         # Flat, so that each difference has a name.
-        header = {"object": "ppl-client.corpus", "format": 1, "input": file.name, "input_bytes": size}
-        header |= {**self._settings, **server_header(self._scorer.pool.info)}
+        header = {"object": "ppl-client.corpus", "format": 1, "input": file.name, "input_bytes": size, **self._settings}
         if path.exists():
             check_finished(path, header)
             return None

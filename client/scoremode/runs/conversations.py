@@ -43,9 +43,8 @@ def _message(fields: dict[str, Any]) -> dict[str, Any]:
     if "from" in fields:
         role = fields["from"]
         return {"role": _SHAREGPT_ROLES.get(role, role), "content": fields["value"]}
-    return {name: value for name, value in fields.items() if value is not None or name == "content"} | {
-        "role": fields["role"]
-    }
+    known = {name: value for name, value in fields.items() if value is not None or name == "content"}
+    return known | {"role": fields["role"]}
 
 
 def token_classes(

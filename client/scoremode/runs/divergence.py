@@ -56,9 +56,8 @@ class KldPlan:
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        result = await client.kld(
-            self.reference.name, (index, index + 1), top_logprobs=self.top_logprobs, lane=self.lane
-        )
+        window = (index, index + 1)
+        result = await client.kld(self.reference.name, window, top_logprobs=self.top_logprobs, lane=self.lane)
         if [window.index for window in result.data] != [index]:
             raise ResponseError("the server did not compare the window that it was asked for")
         if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
@@ -314,12 +313,9 @@ async def _divergent_tokens(
     else:
         starts = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes)
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
-    # Of each position the tokens before it, and three single tokens.
-    sequences = [
-        [positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at], *(ids[at : at + 1] for ids in shown)]
-        for at in (entry["index"] for entry in most_divergent)
-    ]
-    looked_up = [[tuple(each.tolist()) for each in of_position] for of_position in sequences]
+    places = [entry["index"] for entry in most_divergent]
+    before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
+    looked_up = [[before_it, *((int(ids[at]),) for ids in shown)] for before_it, at in zip(before, places, strict=True)]
     texts: dict[tuple[int, ...], str] = {(): ""}
     try:
         # One by one, over one connection: they are few and short.
@@ -337,10 +333,10 @@ async def _divergent_tokens(
             reference_top_token_id=reference_top[0],
             reference_confidence=float(positions.reference_confidence[entry["index"]]),
             top_token_id=top[0],
-            text_before=texts.get(before),
+            text_before=texts.get(before_it),
             token=texts.get(token),
             reference_top_token=texts.get(reference_top),
             top_token=texts.get(top),
         )
-        for entry, (before, token, reference_top, top) in zip(most_divergent, looked_up, strict=True)
+        for entry, (before_it, token, reference_top, top) in zip(most_divergent, looked_up, strict=True)
     ]
