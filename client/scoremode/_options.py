@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,7 @@ _MORE_THAN_0 = _value(float, lambda number: number > 0, "more than 0")
 _SHARE = _value(float, lambda share: 0 <= share < 1, "at least 0 and less than 1")
 _OBJECT = _value(json.loads, lambda value: isinstance(value, dict), "a JSON object")
 _NAMED = _value(lambda text: text.partition("=")[::2], all, "NAME=FILE")
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
+_NAMES = partial(str.split, sep=",")
 
 
 def _url(text: str) -> str:
@@ -111,6 +109,10 @@ _SEVERAL_SERVERS = _server(
     "with or without /v1; several times for several servers of the same model, over which the windows are spread; "
     f"default: {DEFAULT_URL}"
 )
+_ONE_SERVER = {
+    "server": _server(f"of the server, with or without /v1; default: {DEFAULT_URL}"),
+    "output": {"--quiet": _QUIET},
+}
 _TEXT: Options = {
     "--dataset NAME|PATH": _option(
         "wikitext, pydoc (the Python language reference, on every machine), a name on the Hugging Face hub, a local "
@@ -124,8 +126,6 @@ _DATASET: Options = {
     "--split": _option("default: %(default)s", default=corpora.DEFAULT_SPLIT),
     "--text-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
     "--num-samples N": _number("the first N rows only"),
-}
-_MESSAGES: Options = {
     "--messages COLUMN": _option("column of the dataset with conversations, of which the assistant's turns are scored"),
     "--chat-template-kwargs JSON": _option("for the chat template of conversations", type=_OBJECT),
     "--by COLUMN": _option("column with a label of each row, for tables by it; rows are then not joined"),
@@ -153,13 +153,11 @@ _CALIBRATION: Options = {
         default=DEFAULT_THRESHOLD,
     ),
 }
-_CONCURRENCY: Options = {
+_PACE: Options = {
     "--concurrency N": _number(
         "windows in flight at once at each server; default: as many sequences as it runs at once, "
         f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say"
-    )
-}
-_LANE: Options = {
+    ),
     "--lane LANE": _option(
         "how many tokens of a window are in a step of the server: as many as fit, one as in generation, or as many as "
         "speculative decoding verifies; both: prefill, then decode, each with an output of its own, and whether they "
@@ -187,8 +185,8 @@ _COMMANDS = {
         "Perplexity of a text on a Scoremode server, from exact log-probabilities.",
         {
             "text": _TEXT,
-            "dataset": _DATASET | _MESSAGES,
-            "measurement": {**_WINDOWS, **_CONCURRENCY, **_LANE},
+            "dataset": _DATASET,
+            "measurement": _WINDOWS | _PACE,
             "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
             "output": _output(
@@ -201,13 +199,12 @@ _COMMANDS = {
         "with. The same command again resumes an interrupted recording.",
         {
             "text": _TEXT,
-            "dataset": _DATASET | _MESSAGES,
+            "dataset": _DATASET,
             "recording": {
                 "--reference NAME": _option("name to record under: letters, digits, '.', '_' and '-'", required=True),
                 **_WINDOWS,
             },
-            "server": _server(f"of the server, with or without /v1; default: {DEFAULT_URL}"),
-            "output": {"--quiet": _QUIET},
+            **_ONE_SERVER,
         },
     ),
     "kld": _Command(
@@ -220,8 +217,7 @@ _COMMANDS = {
                 "--floor": _flag(
                     "compare the reference with its own model, in other batches, and keep the result as its noise floor"
                 ),
-                **_CONCURRENCY,
-                **_LANE,
+                **_PACE,
             },
             "calibration": _CALIBRATION,
             "server": _SEVERAL_SERVERS,
@@ -242,8 +238,7 @@ _COMMANDS = {
                 ),
                 "--force": _flag("replace an earlier FILE"),
             },
-            "server": _server(f"of the server, with or without /v1; default: {DEFAULT_URL}"),
-            "output": {"--quiet": _QUIET},
+            **_ONE_SERVER,
         },
         success="the file is written",
     ),
@@ -260,7 +255,7 @@ _COMMANDS = {
                 "--labels A,B,...": _option(
                     "the names of the runs, in their order; default: the models' names, or the files' where they are "
                     "equal",
-                    type=_names,
+                    type=_NAMES,
                 ),
             },
             "other engines": {
@@ -286,10 +281,10 @@ _COMMANDS = {
                 ),
                 "--task-metric A,B,...": _option(
                     "which metrics judge the answers: the first that a task has; needed where a task has several",
-                    type=_names,
+                    type=_NAMES,
                     default=[],
                 ),
-                "--task-filter A,B,...": _option("which of lm-eval's filters, likewise", type=_names, default=[]),
+                "--task-filter A,B,...": _option("which of lm-eval's filters, likewise", type=_NAMES, default=[]),
                 "--smallest-difference POINTS": _option(
                     "in points: with fewer questions than could show it the verdict is 'too few questions'; default: "
                     "%(default)g",

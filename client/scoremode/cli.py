@@ -26,6 +26,7 @@ from scoremode.runs.export import export_llama_cpp
 from scoremode.runs.lanes import lane_difference
 from scoremode.runs.output import Output
 from scoremode.runs.recording import record_reference
+from scoremode.runs.run import OnProgress
 from scoremode.windows import WindowError, WindowSettings
 
 OnStep = TypeVar("OnStep")
@@ -48,12 +49,10 @@ _HOW_TO_RESUME = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ppl-client` and return its exit status: 0, 1 on failure, 2 on wrong usage, 130 on Ctrl-C."""
     options = parse_options(arguments)
-    return _run_both_lanes(options) if getattr(options, "lane", None) == "both" else _run(options, [])
-
-
-def _run_both_lanes(options: argparse.Namespace) -> int:
-    """Both lanes, one after the other, and what they differ in. The outputs are named after the lanes."""
     measured: list[_Measured] = []
+    if getattr(options, "lane", None) != "both":
+        return _run(options, measured)
+    # One after the other, and what they differ in. The outputs are named after the lanes.
     for lane in ("prefill", "decode"):
         of_lane = {"lane": lane, "decode_batch": options.decode_batch if lane == "decode" else None}
         if options.output is not None:
@@ -75,10 +74,6 @@ def _run(options: argparse.Namespace, measured: list[_Measured]) -> int:
             match options.command:
                 case "perplexity":
                     measured.append(asyncio.run(_measure_perplexity(options, output)))
-                case "record":
-                    asyncio.run(_record(options))
-                case "export":
-                    asyncio.run(_export(options))
                 case "kld":
                     measured.append(asyncio.run(_measure_kld(options, output)))
                 case "compare":
@@ -90,8 +85,8 @@ def _run(options: argparse.Namespace, measured: list[_Measured]) -> int:
                     with extra("report"):
                         from scoremode.sweep.command import run_plan
                     return 0 if run_plan(options) else EXIT_FAILURE
-                case "corpus":
-                    asyncio.run(_score_corpus(options))
+                case command:
+                    asyncio.run({"record": _record, "export": _export, "corpus": _score_corpus}[command](options))
     except (KeyboardInterrupt, asyncio.CancelledError):  # The second is SIGTERM's, in a sweep.
         print(f"ppl-client: interrupted{_HOW_TO_RESUME.get(options.command) or _resume_hint(output)}", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -111,29 +106,16 @@ def _resume_hint(output: Output | None) -> str:
 async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> _Measured:
     corpus, calibration = _corpus(options), _calibration(options)
     async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
+        settings = _run_settings(options, output, on_progress)
         evaluation = await evaluate(
-            clients,
-            corpus,
-            **_window_settings(options),
-            return_ranks=output is not None,
-            return_token_texts=output is not None,
-            concurrency=options.decode_batch or options.concurrency,
-            lane=options.lane,
-            start_journal=None if output is None else output.start_journal,
-            on_progress=on_progress,
+            clients, corpus, **_window_settings(options), return_ranks=output is not None, **settings
         )
         overlap = None
         if calibration is not None:
             targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
             overlap = await measure_overlap(clients[0], calibration, targets, sizes, evaluation.result_of)
-    try:
-        if output is not None:
-            output.write(report.as_json(evaluation, options.urls, overlap), report.as_arrays(evaluation))
-    finally:
-        # A number that took hours is shown even where it cannot be written.
-        print(report.as_text(evaluation, overlap))
-    windows = zip(evaluation.plan.windows, evaluation.windows, strict=True)
-    positions = [np.arange(window.first_scored, window.first_scored + found.num_scored) for window, found in windows]
+    _keep_and_show(report, evaluation, overlap, options, output)
+    positions = [np.arange(window.first_scored, window.num_tokens) for window in evaluation.plan.windows]
     return np.concatenate([found.nlls for found in evaluation.windows]), np.concatenate(positions)
 
 
@@ -157,38 +139,43 @@ async def _export(options: argparse.Namespace) -> None:
 async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _Measured:
     calibration = _calibration(options)
     async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
+        settings = _run_settings(options, output, on_progress)
         if options.floor:
-            measurement = await measure_noise_floor(
-                clients[0],
-                options.reference,
-                lane=options.lane,
-                return_token_texts=output is not None,
-                on_progress=on_progress,
-            )
+            of_one_request = {name: settings[name] for name in ("lane", "return_token_texts", "on_progress")}
+            measurement = await measure_noise_floor(clients[0], options.reference, **of_one_request)
         else:
-            measurement = await measure_kld(
-                clients,
-                options.reference,
-                return_token_texts=output is not None,
-                top_logprobs=0 if output is None else options.top_logprobs,
-                concurrency=options.decode_batch or options.concurrency,
-                lane=options.lane,
-                start_journal=None if output is None else output.start_journal,
-                on_progress=on_progress,
-            )
+            num_top = 0 if output is None else options.top_logprobs
+            measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
         overlap = None
         if calibration is not None:
             targets, sizes = measurement.positions.token_ids, measurement.window_sizes
             overlap = await measure_overlap(clients[0], calibration, targets, sizes, measurement.statistics_of)
-    try:
-        if output is not None:
-            output.write(kld_report.as_json(measurement, options.urls, overlap), kld_report.as_arrays(measurement))
-    finally:
-        print(kld_report.as_text(measurement, overlap))
+    _keep_and_show(kld_report, measurement, overlap, options, output)
     positions = measurement.positions
     # By rounding a model diverges from itself more in the other lane.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
     return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
+
+
+def _run_settings(options: argparse.Namespace, output: Output | None, on_progress: OnProgress) -> dict[str, Any]:
+    """What `evaluate` and `measure_kld` have in common."""
+    return {
+        "return_token_texts": output is not None,
+        "concurrency": options.decode_batch or options.concurrency,
+        "lane": options.lane,
+        "start_journal": None if output is None else output.start_journal,
+        "on_progress": on_progress,
+    }
+
+
+def _keep_and_show(writer: Any, run: Any, overlap: Any, options: argparse.Namespace, output: Output | None) -> None:
+    """Write a finished run, and print it. `writer` is the module for its kind."""
+    try:
+        if output is not None:
+            output.write(writer.as_json(run, options.urls, overlap), writer.as_arrays(run))
+    finally:
+        # A number that took hours is shown even where it cannot be written.
+        print(writer.as_text(run, overlap))
 
 
 async def _score_corpus(options: argparse.Namespace) -> None:

@@ -508,8 +508,7 @@ class AsyncScoreClient(_Client[httpx.AsyncBaseTransport]):
 def _window_reader(
     kind: str, result: Callable[[object], Answer], on_window: OnWindow | None, *, repeatable: bool = False
 ) -> EventReader[PerplexityWindow, Answer]:
-    kinds = ("perplexity.window", kind)
-    return EventReader(kinds, PerplexityWindow.model_validate, result, on_window, repeatable=repeatable)
+    return EventReader(("perplexity.window", kind), PerplexityWindow.model_validate, result, on_window, repeatable)
 
 
 def _lane_fields(lane: Lane, context: int | None) -> dict[str, Any]:

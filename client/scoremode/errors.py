@@ -12,25 +12,18 @@ class ScoremodeError(Exception):
 class MissingPackageError(ScoremodeError):
     """A package is missing that an extra of Scoremode brings."""
 
-    def __init__(self, package: str, extra: str) -> None:
-        command = f"scripts/install.sh {sys.executable} none {extra}"
-        super().__init__(f"{package} is missing; to install it, run in a clone of Scoremode: {command}")
-
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """For imports of packages that an extra of Scoremode brings.
-
-    Raises:
-        MissingPackageError: one is missing; the error says what to install.
-    """
+    """For imports of packages that an extra of Scoremode brings: a MissingPackageError says what to install."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "scoremode"):
             raise
-        raise MissingPackageError(package, name) from error
+        how = f"to install it, run in a clone of Scoremode: scripts/install.sh {sys.executable} none {name}"
+        raise MissingPackageError(f"{package} is missing; {how}") from error
 
 
 class TransportError(ScoremodeError):

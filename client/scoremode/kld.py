@@ -71,12 +71,9 @@ POSITION_DTYPES = {each.name: "<i4" if each.name in _INTEGERS else "<f4" for eac
 # Infinities are expected, and what cannot be computed with them is None in the end.
 @np.errstate(invalid="ignore", over="ignore")
 def statistics(positions: KldPositions, window_sizes: Sequence[int], first_window: int = 0) -> KldStatistics:
-    """All statistics of some windows of a reference.
+    """All statistics of some windows of a reference: their positions, in order, and the number that each has.
 
-    Args:
-        positions: The positions of all windows, in order.
-        window_sizes: Number of positions of each window.
-        first_window: Index of the first window in the reference.
+    `first_window` is the index of the first in the reference.
 
     Raises:
         ValueError: positions are empty, the windows' sizes do not add up to their number, or a value is NaN.
@@ -145,9 +142,7 @@ def standard_error(values: Floats) -> float:
 def clustered_standard_error(values: Floats, window_sizes: NDArray[np.integer[Any]]) -> float:
     """Of the mean, with windows as independent and values within one as dependent; NaN for fewer than two windows.
 
-    Args:
-        values: [n], in the order of windows.
-        window_sizes: [windows], how many of the values each has; windows without any do not count.
+    `values` are [n], in the order of windows. Of these, windows have `window_sizes`; those without any do not count.
     """
     sizes = window_sizes[window_sizes > 0]
     if len(sizes) < 2:
@@ -224,22 +219,18 @@ def _tail_share(kld: Floats) -> float:
 
 
 def _confidence_buckets(confidence: Floats, kld: Floats, same_top: Floats) -> list[ConfidenceBucket]:
-    bucket = bucket_of(confidence)
-    buckets: list[ConfidenceBucket] = []
-    for number, (lower, upper) in enumerate(pairwise(CONFIDENCE_EDGES)):
-        inside = bucket == number
-        count = int(inside.sum())
-        buckets.append(
-            {
-                "lower": lower,
-                "upper": upper,
-                "count": count,
-                "share": count / len(kld),
-                "mean_kld": _figure(kld[inside].mean()) if count else None,
-                "same_top_p": _figure(same_top[inside].mean()) if count else None,
-            }
-        )
-    return buckets
+    positions = bucket_of(confidence) == np.arange(len(CONFIDENCE_EDGES) - 1)[:, np.newaxis]
+    return [
+        {
+            "lower": lower,
+            "upper": upper,
+            "count": int(inside.sum()),
+            "share": float(inside.mean()),
+            "mean_kld": _figure(kld[inside].mean()) if inside.any() else None,
+            "same_top_p": _figure(same_top[inside].mean()) if inside.any() else None,
+        }
+        for (lower, upper), inside in zip(pairwise(CONFIDENCE_EDGES), positions, strict=True)
+    ]
 
 
 def _most_divergent(kld: Floats, window_sizes: NDArray[Any], first_window: int) -> list[DivergentPosition]:

@@ -69,9 +69,8 @@ def text_metrics(result: Perplexity, method: Method, *, num_tokens: int, num_byt
     """
     nll = result.nll_sum if method in EXHAUSTIVE_METHODS else result.nll_mean * num_tokens
     # Words are what lies between white space, as lm-eval counts them. Conversations have no number of either.
-    return TextMetrics(
-        bits_per_byte(nll, num_bytes) if num_bytes else None, exp(nll / num_words) if num_words else None
-    )
+    word_perplexity = exp(nll / num_words) if num_words else None
+    return TextMetrics(bits_per_byte(nll, num_bytes) if num_bytes else None, word_perplexity)
 
 
 def bits_per_byte(nll: float, num_bytes: int) -> float:

@@ -44,14 +44,9 @@ class ScoreBatch:
 
     Args:
         urls: Of one or several servers of the same model.
-        text_column: The documents.
-        column_prefix: Put before the names of the added columns, `error` too.
-        per_token: Add `token_ids` and `token_logprobs` (nats) too, both [num_tokens].
-        context_length: Tokens a window of a longer document; as many as the model takes when left out.
-        model: Served model or LoRA adapter to ask for; the served model when left out.
-        api_key: The environment's SCOREMODE_API_KEY, on the actor's machine, when left out.
-        timeout: Seconds without a byte from a server.
-        retry_for: Seconds for which a request waits for a server that is down or busy.
+        text_column: As for `score_corpus`, like `column_prefix` (of `error` too), `per_token` and `context_length`.
+        model: As for `ScoreClient`, like `api_key`, `timeout` and `retry_for`; the environment's key is that on the
+            actor's machine.
         concurrency: Requests in flight at once at each server, each of some 8,000 tokens.
 
     Raises:

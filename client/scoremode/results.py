@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, PlainValidator, TypeAdapter
 
 from scoremode.errors import ResponseError
 from scoremode.kld import POSITION_DTYPES, KldPositions
-from scoremode.wire.arrays import TopLogprobs, decode_array, decode_top_logprobs, encode_array
+from scoremode.wire.arrays import TopLogprobs, decode_array, decode_arrays, decode_top_logprobs, encode_array
 from scoremode.wire.calls import EventReader
 from scoremode.wire.protocol import LOWEST_LOGPROB
 from scoremode.wire.references import KldStatistics, KldWindow
@@ -25,10 +25,7 @@ def _logprobs(sent: object) -> NDArray[np.float32]:
 
 
 def _candidate_logprobs(sent: object) -> NDArray[np.float32]:
-    match sent:
-        case {"shape": list(shape), "logprobs": logprobs}:
-            return decode_array("candidate_logprobs", logprobs, "<f4", shape)
-    raise ResponseError("the server's candidate_logprobs are not in base64")
+    return decode_arrays("candidate_logprobs", sent, logprobs="<f4")[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +58,9 @@ class Score:
     """Sequences of these lanes in the engine on average while the request ran; None in the prefill lane."""
 
     def __post_init__(self) -> None:
-        if len(self.logprob_array) != len(self.token_ids):
-            raise ResponseError(
-                f"{len(self.logprob_array)} logprobs for {len(self.token_ids)} tokens in the server's answer"
-            )
+        num_logprobs, num_tokens = len(self.logprob_array), len(self.token_ids)
+        if num_logprobs != num_tokens:
+            raise ResponseError(f"{num_logprobs} logprobs for {num_tokens} tokens in the server's answer")
 
     @cached_property
     def logprobs(self) -> list[float | None]:
@@ -85,8 +81,6 @@ class _Scores(BaseModel):
 
 def parse_scores(body: bytes) -> list[Score]:
     scores = _Scores.model_validate_json(body)
-    if scores.mean_batch is None:
-        return scores.data
     return [replace(score, mean_batch=scores.mean_batch) for score in scores.data]
 
 

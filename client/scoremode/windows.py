@@ -6,6 +6,7 @@ tokens whose log-probabilities count. Everything here is arithmetic on positions
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
 Method = Literal["sliding", "overlapping", "disjoint", "llama.cpp", "rolling", "conversation"]
@@ -87,17 +88,9 @@ def turn_windows(turns: Iterable[tuple[int, int]], context_length: int) -> list[
     return [Window(0, min(end, context_length), first) for first, end in turns if first < context_length]
 
 
-def adds_special_tokens(method: Method) -> bool:
-    """Whether the tokenizer adds its special tokens if a request does not say; as in lm-eval, not for `rolling`."""
-    return method != "rolling"
-
-
-def sequence_length(method: Method, context_length: int) -> int:
-    """Tokens in the longest sequence that `method` asks a server to score; must fit the model.
-
-    A `rolling` window predicts `context_length` tokens, the first of them from one more before it.
-    """
-    return context_length + 1 if method == "rolling" else context_length
+def adds_special_tokens(method: Method, asked: bool | None) -> bool:
+    """Whether the tokenizer adds its special tokens: as asked; by default, as in lm-eval, except for `rolling`."""
+    return method != "rolling" if asked is None else asked
 
 
 def resolve_context_length(method: Method, context_length: int | None, max_model_len: int) -> int:
@@ -106,10 +99,12 @@ def resolve_context_length(method: Method, context_length: int | None, max_model
     Raises:
         WindowError: the windows would be longer than the model takes.
     """
+    # A `rolling` window predicts `context_length` tokens, the first of them from one more before it.
+    num_before = 1 if method == "rolling" else 0
     if context_length is None:
-        most = max_model_len - sequence_length(method, 0)
+        most = max_model_len - num_before
         return most if method == "conversation" else min(DEFAULT_CONTEXT_LENGTH, most)
-    needed = sequence_length(method, context_length)
+    needed = context_length + num_before
     if needed > max_model_len:
         raise WindowError(
             f"context_length {context_length} needs windows of {needed} tokens with method {method!r}, "
@@ -178,8 +173,7 @@ def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
 
     With a stride as long as the context, a window's first token has no context left and is not scored.
     """
-    windows = []
-    reached = 0
+    windows, reached = [], 0
     for start in range(0, num_tokens, stride):
         end = min(start + context_length, num_tokens)
         windows.append(Window(start, end, max(reached, start + 1)))
@@ -191,22 +185,15 @@ def _sliding(num_tokens: int, context_length: int, stride: int) -> list[Window]:
 
 def _llama_cpp(num_tokens: int, context_length: int, bos_token_id: int | None) -> list[Window]:
     """`llama-perplexity -c L`: whole chunks, of which the second half is scored."""
-    windows = []
-    for start in range(0, num_tokens - context_length + 1, context_length):
-        first_target = start + context_length // 2 + 1
-        begin = start if bos_token_id is None else start + 1
-        windows.append(Window(begin, start + context_length, first_target, bos_token_id))
-    return [window for window in windows if window.num_scored > 0]
+    begin = 0 if bos_token_id is None else 1
+    chunk = Window(begin, context_length, context_length // 2 + 1, bos_token_id)
+    starts = range(0, num_tokens - context_length + 1, context_length)
+    return [chunk.moved(start) for start in starts if chunk.num_scored > 0]
 
 
 def _rolling(num_tokens: int, context_length: int, prefix_token_id: int) -> list[Window]:
     """lm-eval's `get_rolling_token_windows` with a context of one: the last window reaches back until it is full."""
-    if num_tokens == 0:
-        return []
-    reached = min(context_length, num_tokens)
-    windows = [Window(0, reached, 0, prefix_token_id)]
-    while reached < num_tokens:
-        end = min(reached + context_length, num_tokens)
-        windows.append(Window(end - context_length - 1, end, reached))
-        reached = end
-    return windows
+    first = Window(0, min(context_length, num_tokens), 0, prefix_token_id)
+    ends = [min(reached + context_length, num_tokens) for reached in range(first.end, num_tokens, context_length)]
+    later = [Window(end - context_length - 1, end, reached) for reached, end in pairwise([first.end, *ends])]
+    return [first, *later] if num_tokens else []

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from scoremode.client import AsyncScoreClient
 from scoremode.corpus.documents import REQUESTS_IN_FLIGHT, DocumentScorer
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, OnCorpusProgress, find_inputs
+from scoremode.corpus.settings import CorpusProgress, OnCorpusProgress, find_inputs
 from scoremode.errors import extra
+from scoremode.runs.plan import server_header
 from scoremode.runs.pool import Pool
 
 __all__ = ["CorpusProgress", "OnCorpusProgress", "score_corpus"]
@@ -59,15 +60,15 @@ async def score_corpus(
     files = find_inputs([Path(path) for path in inputs], folder)
     pool = await Pool.connect(clients, concurrency or REQUESTS_IN_FLIGHT)
     scorer = DocumentScorer(pool, context_length=context_length, per_token=per_token)
-    settings = CorpusSettings(
-        text_column=text_column,
-        column_prefix=column_prefix,
-        per_token=per_token,
-        filter=filter,
-        context_length=scorer.context_length,
-        model=pool.clients[0].model or pool.info.model,
-        server=pool.info,
-    )
-    pipeline = Pipeline(files, folder, settings, pool, scorer, resume=resume, on_progress=on_progress)
+    settings = {
+        "text_column": text_column,
+        "column_prefix": column_prefix,
+        "per_token": per_token,
+        "filter": filter,
+        "context_length": scorer.context_length,
+        "model": pool.clients[0].model or pool.info.model,
+        **server_header(pool.info),
+    }
+    pipeline = Pipeline(files, folder, settings, scorer, resume=resume, on_progress=on_progress)
     with pool.taking_over():
         return await pipeline.run()

@@ -95,7 +95,7 @@ class DocumentScorer:
         if prefix_token_id is None:
             raise WindowError("the model has neither a BOS nor an EOS token to put before a text", "method")
         self.prefix_token_id: int = prefix_token_id
-        self._pool = pool
+        self.pool = pool
         self._per_token = per_token
 
     async def score(self, documents: Sequence[AnyDocument]) -> list[DocumentResult]:
@@ -118,7 +118,7 @@ class DocumentScorer:
         if not documents:
             return []
         try:
-            answers = await self._pool.ask([document.text for document in documents], self._ask_for_texts)
+            answers = await self.pool.ask([document.text for document in documents], self._ask_for_texts)
         except _RefusalError:
             if len(documents) == 1:
                 return [await self._tokenize_and_score(documents[0])]
@@ -143,7 +143,7 @@ class DocumentScorer:
 
     async def _tokenize_and_score(self, document: Document) -> DocumentResult:
         try:
-            tokens = await self._pool.ask(
+            tokens = await self.pool.ask(
                 document.text, lambda client, text: _answer(client, client.tokenize(text, add_special_tokens=False))
             )
         except _RefusalError as error:
@@ -169,7 +169,7 @@ class DocumentScorer:
     async def _score_windows(self, tokens: list[int], windows: Sequence[Window]) -> list[NDArray[np.float32]]:
         """The logprobs of each window's targets."""
         sequences = [window.token_ids(tokens) for window in windows]
-        answers = await self._pool.ask(sequences, lambda client, sequences: _answer(client, client.score(sequences)))
+        answers = await self.pool.ask(sequences, lambda client, sequences: _answer(client, client.score(sequences)))
         if [answer.token_ids for answer in answers] != sequences:
             raise ResponseError("the server did not score the tokens that it was sent")
         targets = [answer.logprob_array[window.first_scored :] for answer, window in zip(answers, windows, strict=True)]

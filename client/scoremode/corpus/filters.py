@@ -60,8 +60,8 @@ def _expression(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=bool() | int() | float() | str() as value):
             return pc.scalar(value)
-        case ast.Name() | ast.Attribute():
-            return pc.field(*_path(node))
+        case ast.Name() | ast.Attribute() if all(map(str.isidentifier, path := ast.unparse(node).split("."))):
+            return pc.field(*path)
         case ast.Call(func=ast.Name(id="column"), args=[ast.Constant(value=str() as name)], keywords=[]):
             return pc.field(name)
         case ast.Call(func=ast.Name(id=name), args=[operand], keywords=[]) if name in _FUNCTIONS:
@@ -78,15 +78,6 @@ def _expression(node: ast.expr) -> Any:
             # Python's chains too: `1 < a < 2`.
             pairs = zip(kinds, [left, *operands], operands, strict=False)
             return reduce(operator.and_, (_compared(_expression(one), kind, other) for kind, one, other in pairs))
-    raise ValueError(f"{ast.unparse(node)!r} is not understood")
-
-
-def _path(node: ast.expr) -> list[str]:
-    match node:
-        case ast.Name(id=name):
-            return [name]
-        case ast.Attribute(value=struct, attr=name):
-            return [*_path(struct), name]
     raise ValueError(f"{ast.unparse(node)!r} is not understood")
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -21,9 +22,8 @@ from scoremode.corpus.documents import DocumentResult, DocumentScorer, UnscoredD
 from scoremode.corpus.filters import check_filter, parse_filter
 from scoremode.corpus.output_file import OutputFile, check_finished, journal_of
 from scoremode.corpus.rows import added_columns, added_schema, check_columns, documents_of, open_rows
-from scoremode.corpus.settings import CorpusProgress, CorpusSettings, InputFile, OnCorpusProgress
+from scoremode.corpus.settings import CorpusProgress, InputFile, OnCorpusProgress
 from scoremode.errors import OutputError, ScoremodeError
-from scoremode.runs.pool import Pool
 
 _PIECES_PER_PLACE = 4
 """Not yet written, for each request in flight: one that takes long should not hold up the others."""
@@ -47,8 +47,7 @@ class Pipeline:
         self,
         files: Sequence[InputFile],
         folder: Path,
-        settings: CorpusSettings,
-        pool: Pool,
+        settings: dict[str, Any],
         scorer: DocumentScorer,
         *,
         resume: bool,
@@ -58,11 +57,12 @@ class Pipeline:
         self._files = files
         self._folder = folder
         self._settings = settings
+        """All but the input that decides an output's rows and their figures."""
         self._scorer = scorer
         self._on_progress = on_progress
-        self._added = added_schema(settings.column_prefix, per_token=settings.per_token)
-        self._condition = None if settings.filter is None else parse_filter(settings.filter)
-        self._most_pieces = _PIECES_PER_PLACE * pool.concurrency
+        self._added = added_schema(settings["column_prefix"], per_token=settings["per_token"])
+        self._condition = None if settings["filter"] is None else parse_filter(settings["filter"])
+        self._most_pieces = _PIECES_PER_PLACE * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
         """Not yet written. An output stands for its end, an error for why no more is read."""
         self._held = 0
@@ -110,13 +110,14 @@ class Pipeline:
             yield error
 
     def _open_file(self, file: InputFile) -> tuple[Iterator[pa.RecordBatch], OutputFile] | None:
-        path = self._folder / file.output_name
-        header = self._settings.header(file)
+        path, size = self._folder / file.output_name, file.path.stat().st_size
+        # Flat, so that each difference has a name.
+        header = {"object": "ppl-client.corpus", "format": 1, "input": file.name, "input_bytes": size, **self._settings}
         if path.exists():
             check_finished(path, header)
             return None
         schema, batches = open_rows(file.path)
-        check_columns(schema, self._settings.text_column, self._added.names, str(file.path))
+        check_columns(schema, self._settings["text_column"], self._added.names, str(file.path))
         if self._condition is not None and schema.names:
             check_filter(self._condition, pa.schema([*schema, *self._added]))
         with file.path.open("rb") as content:
@@ -130,7 +131,7 @@ class Pipeline:
         if earlier.num_rows:
             yield _Piece(output, batch.slice(0, earlier.num_rows), 0, earlier=earlier)
         batch = batch.slice(earlier.num_rows)
-        documents = documents_of(batch.column(self._settings.text_column))
+        documents = documents_of(batch.column(self._settings["text_column"]))
         for first, last in cut_into_requests(documents):
             rows = batch.slice(first, last - first)
             num_bytes = int(rows.nbytes) + sum(document.num_bytes for document in documents[first:last])

@@ -6,7 +6,6 @@ then with these. That costs little compared with scoring.
 """
 
 import io
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 
 from scoremode.corpus.documents import AnyDocument, Document, DocumentResult, ScoredDocument, UnscoredDocument
 from scoremode.errors import CorpusError
+from scoremode.runs.corpora import json_row
 
 _BATCH_ROWS = 256
 """Few, because each may be a long document."""
@@ -85,7 +85,7 @@ def _json_blocks(path: Path) -> Iterator[tuple[list[dict[str, Any]], str]]:
                 if len(line) > LONGEST_LINE_BYTES:
                     raise CorpusError(f"{path}: line {number} has more than {LONGEST_LINE_BYTES >> 20} MiB")
                 if line.strip():
-                    rows.append(_json_row(line, f"{path}: line {number}"))
+                    rows.append(json_row(line, f"{path}: line {number}"))
                 if len(rows) == _BATCH_ROWS or (rows and not line):
                     yield rows, f"{path}, lines {first} to {number}"
                     rows, first = [], number + 1
@@ -93,16 +93,6 @@ def _json_blocks(path: Path) -> Iterator[tuple[list[dict[str, Any]], str]]:
                     return
     except (OSError, pa.ArrowException) as error:
         raise CorpusError(f"cannot read {path}: {error}") from error
-
-
-def _json_row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{where} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise CorpusError(f"{where} is not a JSON object")
-    return row
 
 
 def added_schema(prefix: str, *, per_token: bool) -> pa.Schema:

@@ -1,14 +1,12 @@
-"""Which files a run reads, what decides the rows of an output and their figures, and the progress of a run."""
+"""Which files a run reads, and its progress."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from scoremode._printable import two_columns
 from scoremode.errors import CorpusError
 from scoremode.metrics import exp
-from scoremode.runs.plan import server_header
-from scoremode.wire.protocol import ServerInfo
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.zst", ".jsonl.gz")
 
@@ -66,29 +64,6 @@ def _files_of(path: Path, output: Path) -> list[InputFile]:
 
 def _suffix(name: str) -> str | None:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusSettings:
-    text_column: str
-    column_prefix: str
-    per_token: bool
-    filter: str | None
-    context_length: int
-    """Tokens a window."""
-    model: str
-    server: ServerInfo
-
-    def header(self, file: InputFile) -> dict[str, object]:
-        """What is kept with a file's output, flat, so that each difference has a name."""
-        return {
-            "object": "ppl-client.corpus",
-            "format": 1,
-            "input": file.name,
-            "input_bytes": file.path.stat().st_size,
-            **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "server"},
-            **server_header(self.server),
-        }
 
 
 @dataclass(slots=True)

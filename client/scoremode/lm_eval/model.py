@@ -5,8 +5,7 @@ import json
 import os
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
@@ -19,6 +18,7 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from more_itertools import chunked, constrained_batches
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -39,8 +39,6 @@ Result = TypeVar("Result")
 Answer = tuple[float, bool]
 TokenRequest = tuple[Any, list[int], list[int]]
 """As lm-eval has it: the request's arguments or None, the context's tokens, the continuation's."""
-Group = tuple[tuple[int, ...], list[int]]
-"""A context, and the places of the requests that have it."""
 
 
 class ScoremodeLM(TemplateLM):
@@ -53,13 +51,11 @@ class ScoremodeLM(TemplateLM):
         max_length: Tokens that the model is fed at most. The server takes the last target as well, so this is one less
             than its `--max-model-len` at most, and by default.
         max_gen_toks: Tokens to generate where a task does not say.
-        add_bos_token: Whether the tokenizer adds BOS; as it does by itself when left out.
-        custom_prefix_token_id: The context of an empty context; BOS, else EOS when left out.
         num_concurrent: Requests in flight.
         api_key: As for `ScoreClient`; likewise `timeout` and `retry_for`.
-        think_end_token: Generated text up to it is dropped.
-        trust_remote_code: For the tokenizer; likewise `revision`.
         **_: `batch_size`, `max_batch_size` and `device`, which lm-eval gives every model, are the server's.
+
+    The other arguments are those of `hf`.
     """
 
     def __init__(
@@ -84,12 +80,9 @@ class ScoremodeLM(TemplateLM):
         # lm-eval's command line turns it off; one core takes minutes for the texts of MMLU.
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         self._url = base_url
-        self._connection: dict[str, Any] = {
-            "model": model,
-            "api_key": None if api_key is None else str(api_key),
-            "timeout": timeout,
-            "retry_for": retry_for,
-        }
+        # lm-eval's command line reads digits as a number.
+        key = None if api_key is None else str(api_key)
+        self._connection: dict[str, Any] = {"model": model, "api_key": key, "timeout": timeout, "retry_for": retry_for}
         self._num_concurrent = num_concurrent
         with ScoreClient(base_url, **self._connection) as client:
             self._info = client.info()
@@ -121,8 +114,7 @@ class ScoremodeLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        token_id: int = self.tokenizer.eos_token_id
-        return token_id
+        return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
@@ -137,7 +129,6 @@ class ScoremodeLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a chat; without its system message where the template refuses that."""
-
         ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         try:
             return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))
@@ -169,8 +160,7 @@ class ScoremodeLM(TemplateLM):
         for context, continuation in (request.args for request in requests):
             if context:
                 texts |= {context.rstrip(): None, context + continuation: None}
-        for start in range(0, len(texts), ENCODED_AT_ONCE):
-            some = list(islice(texts, start, start + ENCODED_AT_ONCE))
+        for some in chunked(texts, ENCODED_AT_ONCE):
             # Arrays have a tenth of a list's memory.
             self._encoded |= {text: array("i", ids) for text, ids in zip(some, self._encode(some), strict=True)}
         try:
@@ -192,9 +182,7 @@ class ScoremodeLM(TemplateLM):
         self._score(requests, keep, disable_tqdm)
         return answers
 
-    def _score(
-        self, requests: Sequence[TokenRequest], keep: Callable[[int, Answer], object], disable_tqdm: bool
-    ) -> None:
+    def _score(self, requests: Sequence[TokenRequest], keep: Callable[[int, Answer], object], disable: bool) -> None:
         """Score continuations, those of one context together, and contexts with the same beginning one after another.
         `keep` gets the place of a request with its answer."""
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -205,29 +193,17 @@ class ScoremodeLM(TemplateLM):
                 )
             by_context[tuple(context[-(self.max_length + 1 - len(continuation)) :])].append(index)
 
-        async def score(client: AsyncScoreClient, job: list[Group]) -> list[tuple[int, Answer]]:
+        async def score(client: AsyncScoreClient, contexts: Sequence[tuple[int, ...]]) -> list[tuple[int, Answer]]:
+            places = [by_context[context] for context in contexts]
             scores = await client.score(
-                [list(context) for context, _ in job], [[requests[index][2] for index in own] for _, own in job]
+                [list(context) for context in contexts], [[requests[index][2] for index in own] for own in places]
             )
             answers = [(each.sum_logprob, bool(each.is_greedy)) for each in scores]
-            return list(zip((index for _, own in job for index in own), answers, strict=True))
+            return list(zip((index for own in places for index in own), answers, strict=True))
 
-        with tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable_tqdm) as bar:
-            self._run(self._jobs(sorted(by_context.items())), score, keep, bar)
-
-    def _jobs(self, groups: list[Group]) -> Iterator[list[Group]]:
-        """The contexts of each request to the server."""
-        most = min(MAX_PROMPTS, -(-len(groups) // self._num_concurrent))
-        job: list[Group] = []
-        num_tokens = 0
-        for context, own in groups:
-            if job and (len(job) == most or num_tokens + len(context) > MAX_TOKENS):
-                yield job
-                job, num_tokens = [], 0
-            job.append((context, own))
-            num_tokens += len(context)
-        if job:
-            yield job
+        most = min(MAX_PROMPTS, max(1, -(-len(by_context) // self._num_concurrent)))
+        jobs = constrained_batches(sorted(by_context), MAX_TOKENS, most, strict=False)
+        self._run(jobs, score, keep, tqdm(total=len(requests), desc="Scoring", unit="request", disable=disable))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of documents, in windows as `hf` cuts them."""
@@ -282,8 +258,8 @@ class ScoremodeLM(TemplateLM):
             texts[index] = text
             self.cache_hook.add_partial("generate_until", requests[index].args, text)
 
-        with tqdm(total=len(requests), desc="Generating", unit="request", disable=disable_tqdm) as bar:
-            self._run(range(len(requests)), generate, keep, bar)
+        bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=disable_tqdm)
+        self._run(range(len(requests)), generate, keep, bar)
         return texts
 
     def _run(
@@ -307,7 +283,8 @@ class ScoremodeLM(TemplateLM):
                 pool = Pool([client], [self._info], self._num_concurrent)
                 await pool.score(jobs, ask, keep_all)
 
-        asyncio.run(run())
+        with bar:
+            asyncio.run(run())
 
 
 def _root(body: bytes, name: str) -> str:

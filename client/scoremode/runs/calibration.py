@@ -34,11 +34,6 @@ class Calibration:
     threshold: float
     """A window that shares more than this has been seen."""
 
-    @property
-    def fingerprint(self) -> str:
-        """sha256 of the texts in UTF-8."""
-        return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap(Generic[Figures]):
@@ -59,7 +54,8 @@ class Overlap(Generic[Figures]):
 
     def record(self, without: object) -> dict[str, object]:
         """For a run's JSON, with `without` as it has it."""
-        text = {"name": self.calibration.name, "sha256": self.calibration.fingerprint, "num_tokens": self.num_tokens}
+        sha256 = hashlib.sha256("\0".join(self.calibration.texts).encode()).hexdigest()
+        text = {"name": self.calibration.name, "sha256": sha256, "num_tokens": self.num_tokens}
         windows = {"ngram": NGRAM, "threshold": self.calibration.threshold, "shares": self.shares.tolist()}
         return {"calibration": {**text, **windows, "without": without}}
 
@@ -80,14 +76,10 @@ async def measure_overlap(
     window_sizes: Sequence[int],
     figures_of: Callable[[NDArray[np.bool_]], Figures],
 ) -> Overlap[Figures]:
-    """What windows share with a calibration text.
+    """What windows share with a calibration text, of the token ids of all their targets and the sizes of the windows.
 
-    Args:
-        client: Of a server whose tokenizer made the windows' tokens.
-        calibration: The text.
-        token_ids: Of the targets of all windows.
-        window_sizes: Targets of each window.
-        figures_of: Gives the run's figures of some windows, [windows] true for each.
+    `client` is of a server whose tokenizer made these tokens. `figures_of` gives the run's figures of some windows,
+    [windows] true for each.
     """
     slots = asyncio.Semaphore(_AT_ONCE)
 

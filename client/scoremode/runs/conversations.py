@@ -43,21 +43,17 @@ def _message(fields: dict[str, Any]) -> dict[str, Any]:
     if "from" in fields:
         role = fields["from"]
         return {"role": _SHAREGPT_ROLES.get(role, role), "content": fields["value"]}
-    return {name: value for name, value in fields.items() if value is not None or name == "content"} | {
-        "role": fields["role"]
-    }
+    known = {name: value for name, value in fields.items() if value is not None or name == "content"}
+    return known | {"role": fields["role"]}
 
 
 def token_classes(
     token_ids: NDArray[Any], window_sizes: Sequence[int], roles: Sequence[str], texts: Mapping[int, str]
 ) -> NDArray[np.uint8]:
-    """The index in `TOKEN_CLASSES` of each of n targets.
+    """The index in `TOKEN_CLASSES` of each of n targets, whose `token_ids` are in the order of windows.
 
-    Args:
-        token_ids: [n], in the order of windows.
-        window_sizes: Targets of each window, which is one turn.
-        roles: Of each window; other turns than the assistant's are `other`.
-        texts: Of each token alone. Tags are found in the joined texts of a turn.
+    A window is one turn; other turns than the assistant's are `other`. `texts` has that of each token alone: tags are
+    found in the joined texts of a turn.
     """
     classes = np.full(len(token_ids), TOKEN_CLASSES.index("other"), np.uint8)
     end = 0

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from scoremode.errors import CorpusError, extra
 from scoremode.metrics import count_words
@@ -26,6 +26,8 @@ PYDOC = "pydoc"
 HUB_ALIASES = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1")}
 """Short names of hub datasets: the repository and its default config."""
 
+_Rows = list[tuple[Any, ...]]
+"""Of a dataset: the values of its columns."""
 _TOOLS = "tools"
 _SUFFIXES = (".parquet", ".jsonl", ".txt")
 
@@ -59,14 +61,8 @@ class Corpus:
     @property
     def info(self) -> CorpusInfo:
         """What a reference keeps of it."""
-        return CorpusInfo(
-            name=self.name,
-            config=self.config,
-            split=self.split,
-            num_rows=self.num_rows,
-            sha256=self.fingerprint,
-            preset=self.preset,
-        )
+        names = CorpusInfo.model_fields.keys() - {"sha256"}
+        return CorpusInfo(sha256=self.fingerprint, **{name: getattr(self, name) for name in names})
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -104,23 +100,18 @@ def load_corpus(
     by: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Corpus:
-    """Load a corpus from one of `dataset`, `text` and `text_file`.
+    """Load a corpus from one of `dataset`, `text` and `text_file` (UTF-8).
 
     Args:
         dataset: `pydoc` (the Python language reference in the standard library); an alias such as `wikitext`; a path
             to a parquet, jsonl or txt file, or to a folder of them laid out like the hub's; or a name on the hub.
             A folder called `wikitext` is `./wikitext`.
-        text: The text itself.
-        text_file: A file that holds the text, UTF-8.
-        config: Configuration of the dataset; a subfolder of a local one.
-        split: Split of the dataset.
-        column: Column of the dataset that holds the text.
+        config: Configuration of the dataset; a subfolder of a local one. It has a `split`, and the text in a `column`.
         num_samples: Take the first rows only.
         preset: Join it as this tool does.
         messages: Column of the dataset that holds conversations, in the place of `column`; their tools are in the
             column `tools`, if there is one.
         by: Column of the dataset that holds a label of each row. Rows are then not joined.
-        chat_template_kwargs: Of the conversations.
 
     Raises:
         CorpusError: the text cannot be read, or there is none.
@@ -128,29 +119,31 @@ def load_corpus(
     """
     if sum(source is not None for source in (dataset, text, text_file)) != 1:
         raise ValueError("exactly one of dataset, text and text_file is needed")
+    values: _Rows
     if text is not None:
-        found = _Rows("text", f"the text {text!r}", [(text,)])
+        corpus, values = Corpus("text", "", f"the text {text!r}", 1), [(text,)]
     elif text_file is not None:
         path = Path(text_file)
-        found = _Rows(path.name, f"file {path.resolve()}", [(_read_text(path),)])
+        corpus, values = Corpus(path.name, "", f"file {path.resolve()}", 1), [(_read_text(path),)]
     else:
         assert dataset is not None
         columns = [messages or column, *([by] if by else []), *([_TOOLS] if messages else [])]
-        found = _load_dataset(dataset, config, split, columns)
+        corpus, values = _load_dataset(dataset, config, split, columns)
+        values = values[:num_samples]
     # Only datasets have rows of several columns.
-    values, labels = found.rows[:num_samples], tuple(str(row[1]) for row in found.rows[:num_samples] if by)
+    corpus = replace(corpus, num_rows=len(values), labels=tuple(str(row[1]) for row in values if by))
     if messages is not None:
-        return _conversations(found, values, labels, chat_template_kwargs)
+        return _with_conversations(corpus, values, chat_template_kwargs)
     rows = [row[0] for row in values]
     if not any(rows):
-        raise CorpusError(f"no text in {found.source}")
+        raise CorpusError(f"no text in {corpus.source}")
     if num_samples is not None and dataset is not None:
-        found = found._replace(source=f"{found.source}, first {len(rows)} rows")
+        corpus = replace(corpus, source=f"{corpus.source}, first {len(rows)} rows")
     is_raw = preset in ("llama.cpp", "lm-eval")
     joined = presets.as_lines(rows) if is_raw else ROW_SEPARATOR.join(rows)
-    corpus = Corpus(found.name, joined, found.source, len(rows), found.config, found.split, preset)
+    corpus = replace(corpus, text=joined, preset=preset)
     if by is not None:
-        return replace(corpus, documents=tuple(rows), labels=labels)
+        return replace(corpus, documents=tuple(rows))
     if preset == "llama.cpp":
         # It reads a file without the newline at its end.
         return replace(corpus, documents=(joined.removesuffix("\n"),))
@@ -165,43 +158,30 @@ def load_corpus(
     return corpus
 
 
-class _Rows(NamedTuple):
-    name: str
-    source: str
-    rows: list[tuple[Any, ...]]
-    """The values of the columns."""
-    config: str | None = None
-    split: str | None = None
-
-
-def _conversations(
-    found: _Rows, rows: list[tuple[Any, ...]], labels: tuple[str, ...], chat_template_kwargs: Mapping[str, Any] | None
-) -> Corpus:
-    conversations = [
-        read_conversation(row[0], row[-1], f"row {number} of {found.source}") for number, row in enumerate(rows, 1)
-    ]
+def _with_conversations(corpus: Corpus, rows: _Rows, chat_template_kwargs: Mapping[str, Any] | None) -> Corpus:
+    conversations = tuple(
+        read_conversation(row[0], row[-1], f"row {number} of {corpus.source}") for number, row in enumerate(rows, 1)
+    )
     if not conversations:
-        raise CorpusError(f"no conversation in {found.source}")
-    return Corpus(
-        found.name,
-        # What tells it from others.
-        "\n".join(json.dumps([each.messages, each.tools, chat_template_kwargs], default=str) for each in conversations),
-        f"{found.source}, {len(rows)} conversations",
-        len(rows),
-        found.config,
-        found.split,
-        conversations=tuple(conversations),
+        raise CorpusError(f"no conversation in {corpus.source}")
+    # What tells it from others.
+    lines = [json.dumps([each.messages, each.tools, chat_template_kwargs], default=str) for each in conversations]
+    return replace(
+        corpus,
+        text="\n".join(lines),
+        source=f"{corpus.source}, {len(rows)} conversations",
+        conversations=conversations,
         chat_template_kwargs=chat_template_kwargs,
-        labels=labels,
     )
 
 
-def _load_dataset(dataset: str, config: str | None, split: str, columns: list[str]) -> _Rows:
+def _load_dataset(dataset: str, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
+    """Its rows, and a corpus that has none of their text yet."""
     if dataset == PYDOC:
         from pydoc_data.topics import topics
 
         source = f"pydoc_data.topics of Python {platform.python_version()}"
-        return _Rows(PYDOC, source, [(topics[name],) for name in sorted(topics)])
+        return Corpus(PYDOC, "", source, len(topics)), [(topics[name],) for name in sorted(topics)]
     path = Path(dataset).expanduser()
     if dataset not in HUB_ALIASES and path.exists():
         return _load_local(path, config, split, columns)
@@ -210,7 +190,7 @@ def _load_dataset(dataset: str, config: str | None, split: str, columns: list[st
     return _load_from_hub(dataset, config, split, columns)
 
 
-def _load_local(path: Path, config: str | None, split: str, columns: list[str]) -> _Rows:
+def _load_local(path: Path, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
     folder = None if path.is_file() else _config_folder(path, config)
     files = [path]
     if folder is not None:
@@ -221,8 +201,8 @@ def _load_local(path: Path, config: str | None, split: str, columns: list[str]) 
     rows = [row for file in files for row in _read_columns(file, columns)]
     source = f"{', '.join(str(file.resolve()) for file in files)}, column {columns[0]}"
     if folder is None:
-        return _Rows(path.name, source, rows)
-    return _Rows(path.resolve().name, source, rows, None if folder == path else folder.name, split)
+        return Corpus(path.name, "", source, len(rows)), rows
+    return Corpus(path.resolve().name, "", source, len(rows), None if folder == path else folder.name, split), rows
 
 
 def _config_folder(folder: Path, config: str | None) -> Path:
@@ -252,7 +232,7 @@ def read_rows(file: Path, column: str) -> list[str]:
     return [text for (text,) in _read_columns(file, [column])]
 
 
-def _read_columns(file: Path, columns: list[str]) -> list[tuple[Any, ...]]:
+def _read_columns(file: Path, columns: list[str]) -> _Rows:
     """The values of columns, of which `tools` may be missing."""
     if file.suffix not in _SUFFIXES:
         raise CorpusError(f"cannot read {file}: its name should end in one of {', '.join(_SUFFIXES)}")
@@ -274,17 +254,21 @@ def _read_columns(file: Path, columns: list[str]) -> list[tuple[Any, ...]]:
     rows = []
     # Not str.splitlines: a row may hold U+2028 and its like.
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise CorpusError(f"cannot read {file}: line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise CorpusError(f"cannot read {file}: line {number} is not a JSON object")
-        _check_columns(columns, row, f"{file}, line {number}")
-        rows.append(row)
+        if line.strip():
+            rows.append(json_row(line, f"cannot read {file}: line {number}"))
+            _check_columns(columns, rows[-1], f"{file}, line {number}")
     return _checked_rows(rows, columns, str(file))
+
+
+def json_row(line: str | bytes, where: str) -> dict[str, Any]:
+    """The row that is a line of a jsonl file."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise CorpusError(f"{where} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise CorpusError(f"{where} is not a JSON object")
+    return row
 
 
 def _read_text(file: Path) -> str:
@@ -296,7 +280,7 @@ def _read_text(file: Path) -> str:
         raise CorpusError(f"cannot read {file}: byte {error.start} is not UTF-8") from error
 
 
-def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[str]) -> _Rows:
+def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
     repository, default_config = HUB_ALIASES.get(dataset, (dataset, None))
     config = config or default_config
     with extra("datasets"):
@@ -312,7 +296,7 @@ def _load_from_hub(dataset: str, config: str | None, split: str, columns: list[s
     _check_columns(columns, table.column_names, repository)
     rows = _checked_rows(list(table), columns, repository)
     source = f"hub dataset {repository}, config {config or 'default'}, split {split}, column {columns[0]}"
-    return _Rows(dataset, source, rows, config, split)
+    return Corpus(dataset, "", source, len(rows), config, split), rows
 
 
 def _check_columns(columns: list[str], names: Iterable[str], where: str) -> None:
@@ -321,7 +305,7 @@ def _check_columns(columns: list[str], names: Iterable[str], where: str) -> None
             raise CorpusError(f"no column {column!r} in {where}; there are: {', '.join(names)}")
 
 
-def _checked_rows(rows: list[dict[str, Any]], columns: list[str], where: str) -> list[tuple[Any, ...]]:
+def _checked_rows(rows: list[dict[str, Any]], columns: list[str], where: str) -> _Rows:
     if columns[-1] != _TOOLS and not all(isinstance(row[columns[0]], str) for row in rows):
         raise CorpusError(f"column {columns[0]!r} of {where} has rows that are not text")
     return [tuple(row.get(column) for column in columns) for row in rows]

@@ -56,9 +56,8 @@ class KldPlan:
         return self.reference.num_windows
 
     async def measure(self, client: AsyncScoreClient, index: int) -> KldWindowValues:
-        result = await client.kld(
-            self.reference.name, (index, index + 1), top_logprobs=self.top_logprobs, lane=self.lane
-        )
+        window = (index, index + 1)
+        result = await client.kld(self.reference.name, window, top_logprobs=self.top_logprobs, lane=self.lane)
         if [window.index for window in result.data] != [index]:
             raise ResponseError("the server did not compare the window that it was asked for")
         if self.server.fingerprint is not None and result.fingerprint != self.server.fingerprint:
@@ -189,11 +188,13 @@ async def measure_kld(
     Args:
         clients: One, or one for each server; all must have the reference.
         name: Of a complete reference.
-        return_token_texts: Keep the text of every token that is a target or the top token of either; as for `evaluate`.
+        return_token_texts: Keep the text of every token that is a target or the top token of either. A server that
+            cannot give them costs the texts, not the run: the log says so.
         top_logprobs: Keep the k top tokens of both models where they diverge most, or as many as the server gives.
         concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
-        lane: Of the served model, as for `evaluate`.
-        start_journal: As for `evaluate`.
+        lane: Of the served model, as for `AsyncScoreClient.score`.
+        start_journal: Opens the journal once it is known what is to be measured. Windows that are in it are not
+            measured again, and every other is added to it. Closing it is left to the caller.
         on_progress: Called for the windows of the journal together, and then for each that was compared.
 
     Raises:
@@ -223,14 +224,8 @@ async def measure_noise_floor(
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
-    It is one request, for which the server runs the windows in other batches than when they were recorded.
-
-    Args:
-        client: Of a server whose fingerprint is the reference's.
-        name: Of a complete reference.
-        lane: Of the served model, as for `evaluate`: each lane has its own floor.
-        return_token_texts: As for `measure_kld`.
-        on_progress: Called for each window.
+    It is one request, for which the server, whose fingerprint is the reference's, runs the windows in other batches
+    than when they were recorded. Each lane has its own floor. The arguments are those of `measure_kld`.
 
     Raises:
         ScoremodeError: the server fails, or serves another model.
@@ -266,8 +261,7 @@ async def _measurement(
     except ValueError as error:
         raise ResponseError(f"the server's top tokens do not fit the windows: {error}") from error
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
-    if top_tokens is not None:
-        occurring.append(top_tokens.token_ids.ravel())
+    occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
     figures = statistics(positions, window_sizes)
     return KldMeasurement(
         server=plan.server,
@@ -278,7 +272,7 @@ async def _measurement(
         window_sizes=window_sizes,
         positions=positions,
         statistics=figures,
-        most_divergent=await divergent_tokens(
+        most_divergent=await _divergent_tokens(
             client, figures["most_divergent"], positions, window_sizes, reference.method
         ),
         seconds=seconds,
@@ -295,10 +289,8 @@ def _identity(reference: Reference) -> Mapping[str, object]:
 
 
 async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[int] | NDArray[Any]) -> dict[int, str]:
-    """Look up the text of every token id that occurs in some arrays, by the tokenizer of a server.
-
-    A server that fails, or is older than the route, costs the texts, not the run: the log says so, and there are none.
-    """
+    """The text of every token id that occurs in some arrays, by the tokenizer of a server. One that fails, or is older
+    than the route, costs the texts."""
     occurring = np.unique(np.concatenate([np.asarray(ids) for ids in token_ids])).tolist()
     try:
         return await client.token_texts(occurring)
@@ -307,30 +299,27 @@ async def texts_of_occurring(client: AsyncScoreClient, *token_ids: Collection[in
         return {}
 
 
-async def divergent_tokens(
+async def _divergent_tokens(
     client: AsyncScoreClient,
     most_divergent: Sequence[DivergentPosition],
     positions: KldPositions,
     window_sizes: Sequence[int],
     method: Method,
 ) -> list[DivergentToken]:
-    """Look up the texts of positions, by the tokenizer of a server.
-
-    A server that fails costs the texts, not the comparison: the log says so.
-    """
+    """With their texts, by the tokenizer of a server. One that fails costs the texts, as the log says."""
     if method in EXHAUSTIVE_METHODS:
         # Targets follow one another through the whole text, with the other methods within a window.
         starts = np.zeros(len(positions), np.intp)
     else:
         starts = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes)
+    shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
     places = [entry["index"] for entry in most_divergent]
     before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]
-    shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
-    tokens = [[int(ids[at]) for ids in shown] for at in places]
+    looked_up = [[before_it, *((int(ids[at]),) for ids in shown)] for before_it, at in zip(before, places, strict=True)]
     texts: dict[tuple[int, ...], str] = {(): ""}
     try:
         # One by one, over one connection: they are few and short.
-        for sequence in {*before, *((token,) for of_place in tokens for token in of_place)} - {()}:
+        for sequence in {each for of_position in looked_up for each in of_position} - {()}:
             texts[sequence] = await client.detokenize(sequence)
     except ScoremodeError as error:
         _log.warning("the most divergent tokens are shown without their text: %s", error)
@@ -338,18 +327,16 @@ async def divergent_tokens(
     return [
         DivergentToken(
             **entry,
-            token_id=token,
-            reference_probability=exp(float(positions.reference_logprobs[at])),
-            probability=exp(float(positions.logprobs[at])),
-            reference_top_token_id=reference_top,
-            reference_confidence=float(positions.reference_confidence[at]),
-            top_token_id=top,
+            token_id=token[0],
+            reference_probability=exp(float(positions.reference_logprobs[entry["index"]])),
+            probability=exp(float(positions.logprobs[entry["index"]])),
+            reference_top_token_id=reference_top[0],
+            reference_confidence=float(positions.reference_confidence[entry["index"]]),
+            top_token_id=top[0],
             text_before=texts.get(before_it),
-            token=texts.get((token,)),
-            reference_top_token=texts.get((reference_top,)),
-            top_token=texts.get((top,)),
+            token=texts.get(token),
+            reference_top_token=texts.get(reference_top),
+            top_token=texts.get(top),
         )
-        for entry, at, before_it, (token, reference_top, top) in zip(
-            most_divergent, places, before, tokens, strict=True
-        )
+        for entry, (before_it, token, reference_top, top) in zip(most_divergent, looked_up, strict=True)
     ]

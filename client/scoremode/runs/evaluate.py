@@ -72,18 +72,8 @@ async def evaluate(
 ) -> Evaluation:
     """Measure the perplexity of a corpus, cutting the windows here, and spreading them over servers of the same model.
 
-    Args:
-        clients: One, or one for each server.
-        corpus: The text.
-        return_ranks: Keep the rank of every target too.
-        return_token_texts: Keep the text of every token that is a target. A server that cannot give them costs the
-            texts, not the run: the log says so.
-        concurrency: Windows in flight at once at each server; as many sequences as it runs at once when left out.
-        lane: How many tokens of a window are in a step of the server, as for `AsyncScoreClient.score`.
-        start_journal: Opens the journal once it is known what is to be scored. Windows that are in it are not scored
-            again, and every other is added to it. Closing it is left to the caller.
-        on_progress: Called for the windows of the journal together, and then for each that was scored.
-        **windows: How the text is cut into windows.
+    `return_ranks` keeps the rank of every target too, `return_token_texts` its text. The other arguments are those of
+    `measure_kld`.
 
     Raises:
         WindowError: windows that cannot be cut, or a text too short for one.

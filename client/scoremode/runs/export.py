@@ -24,16 +24,11 @@ OnBytes = Callable[[int, int], object]
 async def export_llama_cpp(
     client: AsyncScoreClient, name: str, path: Path, *, force: bool = False, on_bytes: OnBytes | None = None
 ) -> int:
-    """Write a reference's distributions to a file for llama.cpp; returns its bytes.
+    """Write the distributions of a complete reference to a file for llama.cpp, which appears when it is whole; returns
+    its bytes.
 
-    What is written of an unfinished file stays next to it, and the same call resumes it.
-
-    Args:
-        client: Of a server that has the reference, and whose model can be compared with it.
-        name: Of a complete reference that was recorded with method `llama.cpp`.
-        path: Of the file, which appears when it is whole.
-        force: Replace an earlier file.
-        on_bytes: Called as bytes are written.
+    The reference was recorded with method `llama.cpp`, and can be compared with the server's model. What is written of
+    an unfinished file stays next to it, and the same call resumes it. `force` replaces an earlier file.
 
     Raises:
         OutputError: the file is there already, cannot be written, or needs more than the disk has.

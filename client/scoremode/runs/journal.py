@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 _KIND: dict[str, object] = {"object": "ppl-client.journal", "format": 2}
 _BEGINNING = json.dumps(_KIND).removesuffix("}").encode()
 
-
 _SECONDS = TypeAdapter(float, config=ConfigDict(strict=True))
 
 
@@ -63,11 +62,7 @@ class Measurement(Protocol[Result]):
         """A finished window as JSON, exact to the last bit."""
 
     def from_line(self, line: dict[str, object]) -> Result:
-        """The window that a line has.
-
-        Raises:
-            ValueError, ResponseError: it has none of this run.
-        """
+        """The window that a line has; a ValueError or ResponseError if it has none of this run."""
 
 
 class AppendedFile:
@@ -209,26 +204,21 @@ def open_locked(path: Path) -> FileIO:
     Delete such a file before it is closed.
     """
     while True:
-        file = _open_locked(path)
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{path} is not a file")
+        try:
+            file = FileIO(path, "a")
+        except OSError as error:
+            raise OutputError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise OutputError(f"{path} is in use: another ppl-client is at work on the same output") from error
+        except OSError as error:
+            _log.debug("%s cannot be locked, as on some network file systems: %s", path, error)
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(file.fileno())):
                 return file
         # Its owner deleted it after it was opened and before it was locked.
         file.close()
-
-
-def _open_locked(path: Path) -> FileIO:
-    if path.exists() and not path.is_file():
-        raise OutputError(f"{path} is not a file")
-    try:
-        file = FileIO(path, "a")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise OutputError(f"{path} is in use: another ppl-client is at work on the same output") from error
-    except OSError as error:
-        _log.debug("%s cannot be locked, as on some network file systems: %s", path, error)
-    return file

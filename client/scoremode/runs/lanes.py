@@ -49,41 +49,30 @@ class LaneDifference:
             return f"{lane} agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"
         last = self.by_position[-1][2]
         drifts = len(self.by_position) > 1 and abs(last) > 2 * abs(self.by_position[0][2]) and self.differs_from > 1
-        return (
-            f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, from position {self.differs_from} on"
-            + (f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's" * drifts)
-        )
+        growth = f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's"
+        where = f"from position {self.differs_from} on{growth if drifts else ''}"
+        return f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, {where}"
 
 
 def lane_difference(
     prefill: NDArray[np.floating], decode: NDArray[np.floating], positions: NDArray[np.integer]
 ) -> LaneDifference:
-    """Compare both lanes of one server.
-
-    Args:
-        prefill: [n] nats of each target. Targets whose value is infinite in a lane are left out.
-        decode: [n] of the same targets.
-        positions: [n] of each target in its window, at least 1.
-    """
+    """Compare both lanes of one server: [n] nats of the same targets, and the [n] positions of these in their windows,
+    at least 1. Targets whose value is infinite in a lane are left out."""
     finite = np.isfinite(prefill) & np.isfinite(decode)
     off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
     octaves = np.log2(positions).astype(int)
     ranges, significant = [], []
-    for octave in np.unique(octaves):
+    for octave in np.unique(octaves).tolist():
         part = off[octaves == octave]
-        ranges.append((2 ** int(octave), min(2 ** (int(octave) + 1), int(positions.max()) + 1), float(part.mean())))
+        ranges.append((2**octave, min(2 ** (octave + 1), int(positions.max()) + 1), float(part.mean())))
         significant.append(_differs(part))
     differs_from = None
     if _differs(off) or significant[-1]:
         # The last ranges that all differ; where the mean alone does, all positions.
         count = next((index for index, each in enumerate(reversed(significant)) if not each), len(significant))
         differs_from = ranges[-count][0] if count else ranges[0][0]
-    return LaneDifference(
-        mean=float(off.mean()),
-        mean_absolute=float(np.abs(off).mean()),
-        by_position=ranges,
-        differs_from=differs_from,
-    )
+    return LaneDifference(float(off.mean()), float(np.abs(off).mean()), ranges, differs_from)
 
 
 def _differs(off: NDArray[np.float64]) -> bool:

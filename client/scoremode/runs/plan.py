@@ -3,9 +3,8 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
 _COMPUTED_BY = "server.computed_by."
+_DECISIVE = ("method", "context_length", "stride", "max_tokens", "add_special_tokens", "return_ranks", "model")
+"""The settings of a plan that its journal has."""
 CONVERSATIONS_AT_ONCE = 64
 """Rendered by one request."""
 
@@ -65,12 +66,12 @@ class Plan:
     stride: int
     max_tokens: int | None
     add_special_tokens: bool
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     """Of the text used, with any special tokens that the tokenizer added."""
-    num_bytes: int
-    """UTF-8 bytes of the text used."""
-    num_words: int
-    windows: list[Window]
+    num_bytes: int = 0
+    """UTF-8 bytes of the text used; 0, as `num_words`, for conversations: templates write more than what was said."""
+    num_words: int = 0
+    windows: list[Window] = field(default_factory=list)
     return_ranks: bool = False
     """Whether ranks are asked for."""
     lane: Lane = "prefill"
@@ -82,13 +83,10 @@ class Plan:
     @property
     def origins(self) -> WindowOrigins:
         """Where the windows are from."""
-        documents, labels = self.documents or [0] * len(self.windows), self.corpus.labels
-        return WindowOrigins(
-            num_context=[window.first_scored for window in self.windows],
-            documents=documents,
-            labels=[labels[index] for index in documents] if labels else None,
-            roles=self.roles or None,
-        )
+        contexts = [window.first_scored for window in self.windows]
+        documents = self.documents or [0] * len(self.windows)
+        labels = [self.corpus.labels[index] for index in documents] if self.corpus.labels else None
+        return WindowOrigins(num_context=contexts, documents=documents, labels=labels, roles=self.roles or None)
 
     @property
     def num_windows(self) -> int:
@@ -109,13 +107,12 @@ class Plan:
         if len(scores) != 1 or scores[0].token_ids != sequence[left_out:]:
             raise ResponseError("the server did not score the tokens that it was sent")
         first = window.first_scored - left_out
-        nlls: list[float] = (-scores[0].logprob_array[first:]).tolist()
-        if num_missing := sum(map(math.isnan, nlls)):
-            given = window.num_scored - num_missing
-            raise ResponseError(f"the server gave {given} logprobs for the {window.num_scored} targets of a window")
+        nlls = [-logprob for logprob in scores[0].logprobs[first:] if logprob is not None]
         ranks = [rank for rank in (scores[0].ranks or [])[first:] if rank is not None]
-        if self.return_ranks and len(ranks) != window.num_scored:
-            raise ResponseError(f"the server gave {len(ranks)} ranks for the {window.num_scored} targets of a window")
+        asked = {"logprobs": len(nlls), **({"ranks": len(ranks)} if self.return_ranks else {})}
+        for name, given in asked.items():
+            if given != window.num_scored:
+                raise ResponseError(f"the server gave {given} {name} for the {window.num_scored} targets of a window")
         asked_ranks = ranks if self.return_ranks else None
         return WindowNlls(index, len(nlls), math.fsum(nlls), nlls, asked_ranks, scores[0].mean_batch)
 
@@ -126,13 +123,7 @@ class Plan:
         return {
             "kind": "perplexity",
             "sha256": self.corpus.fingerprint,
-            "method": self.method,
-            "context_length": self.context_length,
-            "stride": self.stride,
-            "max_tokens": self.max_tokens,
-            "add_special_tokens": self.add_special_tokens,
-            "return_ranks": self.return_ranks,
-            "model": self.model,
+            **{name: getattr(self, name) for name in _DECISIVE},
             **lane_fields(self.lane),
             **server_header(self.server),
             "num_tokens": len(self.tokens),
@@ -167,17 +158,20 @@ async def make_plan(
     lane: Lane = "prefill",
 ) -> Plan:
     """Tokenize a corpus on the server and cut it into windows."""
-    model = client.model or server.model
-    plan_of = partial(Plan, corpus=corpus, server=server, model=model, return_ranks=return_ranks, lane=lane)
     if corpus.conversations:
-        longest = resolve_context_length("conversation", context_length, server.max_model_len)
-        return await _conversation_plan(client, corpus, longest, plan_of)
+        method, stride, max_tokens, add_special_tokens = "conversation", None, None, False
     context_length = resolve_context_length(method, context_length, server.max_model_len)
     stride = resolve_stride(method, context_length, stride)
-    if add_special_tokens is None:
-        add_special_tokens = adds_special_tokens(method)
+    model, special = client.model or server.model, adds_special_tokens(method, add_special_tokens)
+    settings = (method, context_length, stride, max_tokens, special)
+    plan = Plan(corpus, server, model, *settings, return_ranks=return_ranks, lane=lane)
+    return await (_with_turns if corpus.conversations else _with_text)(plan, client)
+
+
+async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
+    corpus, server, max_tokens = plan.corpus, plan.server, plan.max_tokens
     texts = corpus.documents or (corpus.text,)
-    documents = [await client.tokenize(text, add_special_tokens) for text in texts]
+    documents = [await client.tokenize(text, plan.add_special_tokens) for text in texts]
     tokens, text = [token for document in documents for token in document], "".join(texts)
     if max_tokens is not None and len(tokens) > max_tokens:
         if len(documents) > 1:
@@ -185,7 +179,7 @@ async def make_plan(
         tokens = tokens[:max_tokens]
         documents = [tokens]
         # A BOS that the tokenizer put before the text is not part of it.
-        has_bos = add_special_tokens and server.adds_bos and tokens[0] == server.bos_token_id
+        has_bos = plan.add_special_tokens and server.adds_bos and tokens[0] == server.bos_token_id
         of_text = tokens[has_bos:]
         text = await client.detokenize(of_text) if of_text else ""
     windows: list[Window] = []
@@ -194,9 +188,9 @@ async def make_plan(
     for index, document in enumerate(documents):
         cut = cut_windows(
             len(document),
-            method,
-            context_length,
-            stride,
+            plan.method,
+            plan.context_length,
+            plan.stride,
             prefix_token_id=server.prefix_token_id,
             bos_token_id=server.chunk_token_id,
         )
@@ -205,16 +199,12 @@ async def make_plan(
         offset += len(document)
     if not windows:
         raise WindowError(
-            f"the text is too short: {len(tokens)} tokens make no window of {context_length} with method {method!r}; "
-            "give a smaller context_length (--context-length) or a longer text",
+            f"the text is too short: {len(tokens)} tokens make no window of {plan.context_length} with method "
+            f"{plan.method!r}; give a smaller context_length (--context-length) or a longer text",
             "context_length",
         )
-    return plan_of(
-        method=method,
-        context_length=context_length,
-        stride=stride,
-        max_tokens=max_tokens,
-        add_special_tokens=add_special_tokens,
+    return replace(
+        plan,
         tokens=tokens,
         num_bytes=corpus.num_bytes or len(text.encode()),
         num_words=corpus.num_words or count_words(text),
@@ -223,10 +213,9 @@ async def make_plan(
     )
 
 
-async def _conversation_plan(
-    client: AsyncScoreClient, corpus: Corpus, context_length: int, plan_of: Callable[..., Plan]
-) -> Plan:
-    """A window for each turn, as far as the context reaches. `plan_of` takes the fields that windows decide."""
+async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
+    """A window for each turn, as far as the context reaches."""
+    corpus, context_length = plan.corpus, plan.context_length
     tokens, windows, documents, roles = list[int](), list[Window](), list[int](), list[str]()
     num_turns = num_cut = 0
     for start in range(0, len(corpus.conversations), CONVERSATIONS_AT_ONCE):
@@ -243,20 +232,7 @@ async def _conversation_plan(
         _log.warning("%d of %d turns end after %d tokens, and are cut there", num_cut, num_turns, context_length)
     if not windows:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
-    return plan_of(
-        method="conversation",
-        context_length=context_length,
-        stride=context_length,
-        max_tokens=None,
-        add_special_tokens=False,
-        tokens=tokens,
-        # Templates write more than what was said.
-        num_bytes=0,
-        num_words=0,
-        windows=windows,
-        documents=documents,
-        roles=roles,
-    )
+    return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles)
 
 
 def identity(server: ServerInfo) -> dict[str, object]:
@@ -277,16 +253,13 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
     Other GPUs or kernels forbid nothing: they are logged."""
-    (kept, decisive), (now, wanted_decisive) = _without_computed_by(found), _without_computed_by(wanted)
+    kept, now = (
+        {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)} for header in (found, wanted)
+    )
     if now.keys() <= kept.keys() and (differing := differences(kept, now)):
         _log.warning("%s was begun on another server, and will mix what both compute: %s", path, differing)
-    return differences(decisive, wanted_decisive)
-
-
-def _without_computed_by(header: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Its fields of `computed_by`, and the others."""
-    computed_by = {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)}
-    return computed_by, {name: value for name, value in header.items() if name not in computed_by}
+    forgiven = {**kept, **now}
+    return differences({**found, **forgiven}, {**wanted, **forgiven})
 
 
 def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:

@@ -60,11 +60,8 @@ class Pool:
 
     @classmethod
     async def connect(cls, clients: AsyncScoreClient | Sequence[AsyncScoreClient], concurrency: int | None) -> Self:
-        """Ask every server, or the one given, for its `info`.
-
-        `concurrency` is the number of windows in flight at each; None for as many sequences as it runs at
-        once, at most MAX_CONCURRENCY.
-        """
+        """Ask every server, or the one given, for its `info`. `concurrency` is the number of windows in flight at each;
+        None for as many sequences as it runs at once, at most MAX_CONCURRENCY."""
         clients = [clients] if isinstance(clients, AsyncScoreClient) else clients
         return cls(clients, [await client.info() for client in clients], concurrency)
 
@@ -112,10 +109,8 @@ class Pool:
         """Have the server with the fewest requests in flight answer one request, and another if that fails. The request
         that has waited longest is next.
 
-        For runs whose requests follow from one another; others have `score`. Use it within `taking_over`.
-
-        Raises:
-            ScoremodeError: the last server failed, or the request is at fault.
+        For runs whose requests follow from one another; others have `score`, with its errors. Use it within
+        `taking_over`.
         """
         while True:
             async with self._next:
@@ -164,9 +159,6 @@ class Pool:
     def _check_identity(self, info: ServerInfo, address: str) -> None:
         if differing := differences(identity(info), identity(self.info)):
             raise ServersDifferError(f"{address} does not serve the model that the run began with: {differing}")
-        if info.computed_by is not None and self.info.computed_by is not None:
-            computed_by, first = info.computed_by.model_dump(), self.info.computed_by.model_dump()
-            if differing := differences(computed_by, first):
-                _log.warning(
-                    "%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing
-                )
+        here, there = info.computed_by, self.info.computed_by
+        if here and there and (differing := differences(here.model_dump(), there.model_dump())):
+            _log.warning("%s has other GPUs or kernels, and the run mixes what both compute: %s", address, differing)

@@ -40,26 +40,23 @@ class Run(Generic[Result]):
     def __init__(
         self, measurement: Measurement[Result], journal: Journal[Result] | None, on_progress: OnProgress | None
     ) -> None:
-        self._num_windows = measurement.num_windows
-        self._nats = measurement.nats
+        self._measurement = measurement
         self._journal = journal
         self._on_progress = on_progress
         self._windows: dict[int, Result] = {}
         self._num_scored = 0
         self._total = 0.0
-        self._num_resumed = 0
-        self._seconds_before = 0.0
         self._started = time.perf_counter()
-        if journal is not None and journal.windows:
-            self._seconds_before = journal.seconds
-            for window in journal.windows.values():
-                self._take(window)
-            self._num_resumed = self._num_scored
+        earlier = {} if journal is None else journal.windows
+        for window in earlier.values():
+            self._take(window)
+        self._num_resumed = self._num_scored
+        if earlier:
             self._report()
 
     def missing(self) -> Iterator[int]:
         """Indices of the windows that were not finished in an earlier session."""
-        return (index for index in range(self._num_windows) if index not in self._windows)
+        return (index for index in range(self._measurement.num_windows) if index not in self._windows)
 
     def store(self, window: Result) -> None:
         """Take a window that has just been finished."""
@@ -69,23 +66,22 @@ class Run(Generic[Result]):
         self._report()
 
     def in_order(self) -> list[Result]:
-        return [self._windows[index] for index in range(self._num_windows)]
+        return [self._windows[index] for index in range(self._measurement.num_windows)]
 
     def seconds(self) -> float:
         """Since the run began, over all sessions."""
-        return self._seconds_before + time.perf_counter() - self._started
+        before = 0.0 if self._journal is None else self._journal.seconds
+        return before + time.perf_counter() - self._started
 
     def _take(self, window: Result) -> None:
         self._windows[window.index] = window
         self._num_scored += window.num_scored
-        self._total += self._nats(window)
+        self._total += self._measurement.nats(window)
 
     def _report(self) -> None:
         if self._on_progress is not None:
-            mean = self._total / self._num_scored
-            self._on_progress(
-                Progress(len(self._windows), self._num_windows, self._num_scored, mean, self._num_resumed)
-            )
+            done, num_windows, mean = len(self._windows), self._measurement.num_windows, self._total / self._num_scored
+            self._on_progress(Progress(done, num_windows, self._num_scored, mean, self._num_resumed))
 
 
 async def measure(

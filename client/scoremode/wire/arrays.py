@@ -24,24 +24,21 @@ class TopLogprobs:
 
 def decode_top_logprobs(sent: object) -> TopLogprobs | None:
     """The arrays of an answer, which are `TopLogprobArrays`; None where there are none."""
+    return None if sent is None else TopLogprobs(*decode_arrays("top_logprobs", sent, token_ids="<i4", logprobs="<f4"))
+
+
+def decode_arrays(name: str, sent: object, **dtypes: str) -> list[NDArray[Any]]:
+    """Arrays of one shape, by their names in a field of an answer."""
     match sent:
-        case None:
-            return None
-        case {"shape": list(shape), "token_ids": token_ids, "logprobs": logprobs}:
-            return TopLogprobs(
-                decode_array("top_logprobs", token_ids, "<i4", shape),
-                decode_array("top_logprobs", logprobs, "<f4", shape),
-            )
-    raise ResponseError("the server's top_logprobs are not in base64")
+        case {"shape": list(shape), **arrays}:
+            return [decode_array(name, arrays.get(part), dtype, shape) for part, dtype in dtypes.items()]
+    raise ResponseError(f"the server's {name} are not in base64")
 
 
 def encode_top_logprobs(token_ids: NDArray[Any], logprobs: NDArray[Any]) -> TopLogprobArrays:
     """The top tokens [n, k] at each position as `decode_top_logprobs` takes them."""
-    return {
-        "shape": list(token_ids.shape),
-        "token_ids": encode_array(token_ids, "<i4"),
-        "logprobs": encode_array(logprobs, "<f4"),
-    }
+    ids, values = encode_array(token_ids, "<i4"), encode_array(logprobs, "<f4")
+    return {"shape": list(token_ids.shape), "token_ids": ids, "logprobs": values}
 
 
 def encode_array(array: NDArray[Any], dtype: str) -> str:

@@ -4,7 +4,7 @@ server-sent events. They are sent by `client`, synchronously or not."""
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -73,32 +73,19 @@ class BytesReader(Reader[None]):
         """The answer has ended."""
 
 
+@dataclass(eq=False)
 class EventReader(Reader[Answer], Generic[Event, Answer]):
-    """Reads a stream of windows and a result, each with the name of its kind in `object`.
+    """Reads a stream of windows, which are handed to `on_window`, and a result, each with the name of its kind in
+    `object`. It is `repeatable` if a second request does not report the windows of the first again."""
 
-    Args:
-        kinds: The names of the two.
-        window: Reads a window, which is handed to `on_window`.
-        result: Reads the result.
-        repeatable: Whether a second request does not report the windows of the first again.
-    """
-
-    def __init__(
-        self,
-        kinds: tuple[str, str],
-        window: Callable[[object], Event],
-        result: Callable[[object], Answer],
-        on_window: Callable[[Event], object] | None,
-        *,
-        repeatable: bool = False,
-    ) -> None:
-        self._parser = EventParser()
-        self._kinds = kinds
-        self._read_window = window
-        self._read_result = result
-        self._on_window = on_window
-        self._repeatable = repeatable
-        self._result: Answer | None = None
+    kinds: tuple[str, str]
+    """The names of a window and of the result."""
+    read_window: Callable[[object], Event]
+    read_result: Callable[[object], Answer]
+    on_window: Callable[[Event], object] | None
+    repeatable: bool = False
+    _parser: EventParser = field(default_factory=EventParser)
+    _result: Answer | None = None
 
     def feed(self, chunk: bytes) -> None:
         for data in self._parser.feed(chunk):
@@ -115,22 +102,23 @@ class EventReader(Reader[Answer], Generic[Event, Answer]):
             event = json.loads(data)
         except ValueError:
             event = None
-        if isinstance(event, dict) and "error" in event:
-            raise event_error(event["error"])
-        kind = event.get("object") if isinstance(event, dict) else None
-        if kind not in self._kinds:
+        fields = event if isinstance(event, dict) else {}
+        if "error" in fields:
+            raise event_error(fields["error"])
+        kind = fields.get("object")
+        if kind not in self.kinds:
             raise ResponseError(f"unknown event in the server's stream: {data[:200].decode(errors='replace')}")
         try:
-            if kind == self._kinds[1]:
-                self._result = self._read_result(event)
+            if kind == self.kinds[1]:
+                self._result = self.read_result(event)
                 return
-            window = self._read_window(event)
+            window = self.read_window(event)
         except ValidationError as error:
             raise protocol_error(error) from error
         # A second run would report the window again.
-        self.can_restart = self._repeatable
-        if self._on_window is not None:
-            self._on_window(window)
+        self.can_restart = self.repeatable
+        if self.on_window is not None:
+            self.on_window(window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,10 @@ from scoremode.windows import Method, adds_special_tokens
 
 MAX_TOP_LOGPROBS = 256
 """Top tokens at a position; a server allows what its `--max-logprobs` says, and at most these."""
-
 MAX_CANDIDATES = 256
 """Chosen tokens at a position."""
-
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks; vLLM's OpenAI API does the same."""
-
 
 T = TypeVar("T")
 
@@ -66,7 +63,7 @@ Text = Annotated[str | TokenIds, one_message("must be a string or a list of toke
 
 
 class Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     model: str | None = Field(None, description="A served model or LoRA adapter; the served model when left out.")
 
@@ -80,44 +77,33 @@ LANES: tuple[Lane, ...] = get_args(Lane)
 class LaneFields(Request):
     """Which of the server's kernels compute the tokens, by how many of a sequence are in a step."""
 
-    lane: Lane = Field(
-        "prefill",
-        description="`decode`: feed one token a step, as in generation; `verify`: as many as a step of speculative "
-        "decoding has. Nothing is cached then.",
-    )
-    context: int | None = Field(
-        None,
-        ge=1,
-        description="In the other lanes, prefill at most this many tokens; by default all those that come before the "
-        "token whose step gives the first logprob that is returned.",
-    )
+    lane: Lane = "prefill"
+    """`decode`: feed one token a step, as in generation; `verify`: as many as a step of speculative decoding has.
+    Nothing is cached then."""
+    context: int | None = Field(None, ge=1)
+    """In the other lanes, prefill at most this many tokens; by default all those that come before the token whose step
+    gives the first logprob that is returned."""
 
 
 CacheSalt = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 """What vLLM takes: some of its connectors make file names of it."""
 
-
 Messages = Many[dict[str, Any]]
 """Of one conversation."""
+Conversations = Annotated[
+    Messages | Many[Messages], one_message("must be a list of messages, which are objects, or a list of such lists")
+]
 Tools = Many[dict[str, Any]]
+ToolLists = Annotated[
+    Tools | Many[Tools | None], one_message("must be a list of objects, or such a list for each conversation")
+]
 
 
 class MessagesFields(Request):
     """Conversations, which the served model's chat template renders as in `/v1/chat/completions`."""
 
-    messages: (
-        Annotated[
-            Messages | Many[Messages],
-            one_message("must be a list of messages, which are objects, or a list of such lists"),
-        ]
-        | None
-    ) = Field(None, description="One conversation or several, of which turns are scored.")
-    tools: (
-        Annotated[
-            Tools | Many[Tools | None], one_message("must be a list of objects, or such a list for each conversation")
-        ]
-        | None
-    ) = Field(None, description="Tools of all conversations, or a list for each.")
+    messages: Conversations | None = Field(None, description="One conversation or several, of which turns are scored.")
+    tools: ToolLists | None = Field(None, description="Tools of all conversations, or a list for each.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Passed to the chat template.")
     roles: Many[str] = Field(["assistant"], min_length=1, description="The turns to score, by their role.")
 
@@ -161,31 +147,23 @@ class ScoreRequest(MessagesFields, LaneFields):
     """Body of `POST /v1/score`: `prompt` or `messages`."""
 
     prompt: Prompt | None = Field(None, description="One text or several, as text or as token ids.")
-    continuations: Continuations | None = Field(
-        None,
-        description="Score these instead, each after each prompt, or a list for each prompt. A text after a text is "
-        "tokenized together with it.",
-    )
+    continuations: Continuations | None = None
+    """Score these instead, each after each prompt, or a list for each prompt. A text after a text is tokenized together
+    with it."""
     add_special_tokens: bool = Field(True, description="Let the tokenizer add its special tokens (BOS) to a text.")
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens at every position.")
-    candidate_token_ids: Candidates | None = Field(
-        None,
-        description="Score these tokens too: one list for all positions, or lists of one length, one per position.",
-    )
+    candidate_token_ids: Candidates | None = None
+    """Score these tokens too: one list for all positions, or lists of one length, one per position."""
     temperature: float = Field(1.0, ge=0.01, le=1000, description="Of the distribution: softmax(logits / T).")
-    logprobs_from: int | Many[int] = Field(
-        0, description="Return only positions from this one on; one for all prompts, or one per prompt."
-    )
+    logprobs_from: int | Many[int] = 0
+    """Return only positions from this one on; one for all prompts, or one per prompt."""
     return_ranks: bool = Field(False, description="The rank of every token in the vocabulary, 1 for the most likely.")
     return_tokens: bool = Field(False, description="Every token as text.")
-    encoding_format: Literal["float", "base64"] = Field(
-        "float",
-        description="`base64`: logprobs as little-endian float32, NaN where there is none, and ids as int32, -1 there.",
-    )
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64`: logprobs as little-endian float32, NaN where there is none, and ids as int32, -1 there."""
     use_cache: bool = Field(True, description="Accept logprobs that were computed for an earlier request.")
-    cache_salt: CacheSalt | None = Field(
-        None, description="Share cached prefixes only with requests that have the same salt."
-    )
+    cache_salt: CacheSalt | None = None
+    """Share cached prefixes only with requests that have the same salt."""
 
 
 class TokensRequest(Request):
@@ -298,6 +276,8 @@ class ComputedBy(BaseModel):
 class ServerInfo(BaseModel):
     """Response of `GET /v1/score`: what a client needs to cut windows and to repeat a run."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     object: Literal["score.info"] = "score.info"
     scoremode_version: str
     vllm_version: str
@@ -310,29 +290,19 @@ class ServerInfo(BaseModel):
     adds_bos: bool = Field(description="Whether the tokenizer puts BOS before a text by itself.")
     dtype: str
     quantization: str | None
-    max_num_seqs: int | None = Field(
-        None,
-        description="Sequences that the engine runs at once (`--max-num-seqs`); "
-        "None from a server older than this field.",
-    )
-    fingerprint: str | None = Field(
-        None,
-        description="Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names "
-        "one; begins with `v2-`, or `v2-dummy-` with dummy weights; None from an older server.",
-    )
-    revision: str | None = Field(
-        None, description="The commit of a model from the hub; None of a folder, and from an older server."
-    )
-    computed_by: ComputedBy | None = Field(
-        None, description="Model runner, kernels, GPUs and parallelism; None from an older server."
-    )
-    weight_bytes: int | None = Field(
-        None, description="Of the weight files that the server loads; None where it cannot know, or is older."
-    )
-    num_parameters: int | None = Field(
-        None,
-        description="Weights of the model before any quantization; None where the server cannot know, or is older.",
-    )
+    max_num_seqs: int | None = None
+    """Sequences that the engine runs at once (`--max-num-seqs`); None from a server older than this field."""
+    fingerprint: str | None = None
+    """Of the contents of config and weights, dtype and quantization, of an adapter too if `model` names one; begins
+    with `v2-`, or `v2-dummy-` with dummy weights; None from an older server."""
+    revision: str | None = None
+    """The commit of a model from the hub; None of a folder, and from an older server."""
+    computed_by: ComputedBy | None = None
+    """Model runner, kernels, GPUs and parallelism; None from an older server."""
+    weight_bytes: int | None = None
+    """Of the weight files that the server loads; None where it cannot know, or is older."""
+    num_parameters: int | None = None
+    """Weights of the model before any quantization; None where the server cannot know, or is older."""
 
     @property
     def devices(self) -> str | None:
@@ -359,27 +329,21 @@ class PerplexityRequest(MessagesFields, LaneFields):
     prompt: Text | None = Field(None, description="One text, or its token ids.")
     texts: Many[str] | None = Field(None, description="Several texts, each cut into windows separately.")
     method: Method = Field("sliding", description="How the text is cut into windows; `conversation` with messages.")
-    context_length: int | None = Field(
-        None,
-        ge=2,
-        description="Tokens per window; by default 2,048, or the model's context if that is shorter, or for messages.",
-    )
-    stride: int | None = Field(
-        None, ge=1, description="Tokens from one window to the next; by default a quarter of the context."
-    )
+    context_length: int | None = Field(None, ge=2)
+    """Tokens per window; by default 2,048, or the model's context if that is shorter, or for messages."""
+    stride: int | None = Field(None, ge=1)
+    """Tokens from one window to the next; by default a quarter of the context."""
     max_tokens: int | None = Field(None, ge=1, description="Take at most this many tokens of the text.")
-    add_special_tokens: bool | None = Field(
-        None, description="Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."
-    )
-    cache_salt: CacheSalt | None = Field(
-        None, description="Share cached prefixes only with requests that have the same salt."
-    )
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its special tokens; yes, except for `rolling`, as in lm-eval."""
+    cache_salt: CacheSalt | None = None
+    """Share cached prefixes only with requests that have the same salt."""
     stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
 
     @property
     def adds_special_tokens(self) -> bool:
         """`add_special_tokens`, or the default of the method."""
-        return adds_special_tokens(self.method) if self.add_special_tokens is None else self.add_special_tokens
+        return adds_special_tokens(self.method, self.add_special_tokens)
 
 
 Figure = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]

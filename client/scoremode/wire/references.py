@@ -24,8 +24,6 @@ REFERENCE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 """Names of references: they are folders below `--reference-dir`, so none is a path out of it."""
 
 ReferenceName = Annotated[str, StringConstraints(pattern=f"^{REFERENCE_NAME}$")]
-
-
 _Word = Annotated[str, StringConstraints(max_length=1024)]
 
 
@@ -58,12 +56,10 @@ class ReferenceRequest(PerplexityRequest):
 
     name: ReferenceName = Field(description="Of the reference: letters, digits, '.', '_' and '-', at most 128.")
     corpus: CorpusInfo | None = Field(None, description="Where the text is from, kept with the reference.")
-    labels: Many[_Word] | None = Field(
-        None, description="Of each text or conversation, such as its language, kept with the reference."
-    )
-    return_ranks: bool = Field(
-        False, description="With `stream`, each window's event has the logprobs and ranks of its targets."
-    )
+    labels: Many[_Word] | None = None
+    """Of each text or conversation, such as its language, kept with the reference."""
+    return_ranks: bool = False
+    """With `stream`, each window's event has the logprobs and ranks of its targets."""
 
 
 class NoiseFloor(BaseModel):
@@ -170,20 +166,15 @@ class KldRequest(LaneFields):
     """Body of `POST /v1/kld`: the windows of a reference through the served model."""
 
     reference: ReferenceName = Field(description="Name of a complete reference.")
-    windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
-        None, description="The first window and the one after the last, from 0; all when left out."
-    )
-    top_logprobs: int = Field(
-        0, ge=0, le=MAX_TOP_LOGPROBS, description="The k most likely tokens of both models at every position."
-    )
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="`base64`: arrays as little-endian float32 and int32."
-    )
-    as_noise_floor: bool = Field(
-        False,
-        description="Keep the result with the reference as its noise floor in this lane; all windows, and the "
-        "reference's own model.",
-    )
+    windows: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
+    """The first window and the one after the last, from 0; all when left out."""
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    """The k most likely tokens of both models at every position."""
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64`: arrays as little-endian float32 and int32."""
+    as_noise_floor: bool = False
+    """Keep the result with the reference as its noise floor in this lane; all windows, and the reference's own
+    model."""
     stream: bool = Field(False, description="Send server-sent events: one per window, then the result.")
 
 
