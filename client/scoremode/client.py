@@ -55,10 +55,7 @@ OnKldWindow = Callable[[KldWindowValues], object]
 
 def server_root(base_url: str) -> str:
     """The address that paths are appended to: `base_url` without a trailing `/v1`.
-
-    Raises:
-        ValueError: it is not an http or https address.
-    """
+    ValueError if it is not an http or https address."""
     root = base_url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         url = httpx.URL(root)

@@ -94,11 +94,8 @@ def adds_special_tokens(method: Method, asked: bool | None) -> bool:
 
 
 def resolve_context_length(method: Method, context_length: int | None, max_model_len: int) -> int:
-    """The given context length, or the default that fits the model.
-
-    Raises:
-        WindowError: the windows would be longer than the model takes.
-    """
+    """The given context length, or the default that fits the model. WindowError if the windows would be longer than the
+    model takes."""
     # A `rolling` window predicts `context_length` tokens, the first of them from one more before it.
     num_before = 1 if method == "rolling" else 0
     if context_length is None:
@@ -116,10 +113,7 @@ def resolve_context_length(method: Method, context_length: int | None, max_model
 
 def resolve_stride(method: Method, context_length: int, stride: int | None) -> int:
     """The given stride, or the method's default: a quarter of the context where windows overlap, else all of it.
-
-    Raises:
-        WindowError: the stride is not positive, skips tokens, or the method takes none.
-    """
+    WindowError if the stride is not positive, skips tokens, or the method takes none."""
     if stride is None:
         return max(1, context_length // 4) if method in STRIDED_METHODS else context_length
     if stride < 1:

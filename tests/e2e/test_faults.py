@@ -58,7 +58,7 @@ def check_refusal(response: httpx.Response, message: str) -> None:
     assert (response.status_code, error["code"], error["message"]) == (503, 503, message)
 
 
-async def test_when_an_engine_dies_requests_get_503_its_server_ends_and_runs_continue(first_server, second_server):
+async def test_an_engine_that_dies_ends_its_server_and_runs_continue(first_server, second_server):
     family, health = psutil.Process(second_server.pid).children(recursive=True), [0]
     (engine,) = [process for process in family if "EngineCore" in process.name()]
     corpus = Corpus("text", WIKITEXT.read_text(), "made up", 1)

@@ -384,11 +384,8 @@ def check_labels(labels: Sequence[str]) -> None:
 
 
 def check_comparable(runs: Sequence[RunFile]) -> None:
-    """Refuse runs that cannot be paired token by token.
-
-    Raises:
-        RunError: the list is empty, two runs have one label, or one differs from the first in text, tokens or windows.
-    """
+    """Refuse runs that cannot be paired token by token with a RunError: none, two with one label, or one that differs
+    from the first in text, tokens or windows."""
     if not runs:
         raise RunError("give at least one run to compare")
     check_labels([run.label for run in runs])

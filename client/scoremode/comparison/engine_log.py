@@ -52,10 +52,7 @@ _QBENCH = TypeAdapter(list[_QbenchModel])
 
 def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     """Read what `llama-perplexity`, with `--kl-divergence` or without, printed on stdout and stderr.
-
-    Raises:
-        RunError: it cannot be read, or has no final figures.
-    """
+    RunError if it cannot be read, or has no final figures."""
     path = Path(path)
     try:
         text = path.read_text(errors="replace")
@@ -91,10 +88,7 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
 
 def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
     """Read the `results` of ExLlamaV3's eval/qbench.py: every model but its reference, and its noise floor.
-
-    Raises:
-        RunError: it cannot be read, or has no reference.
-    """
+    RunError if it cannot be read, or has no reference."""
     path = Path(path)
     try:
         models = _QBENCH.validate_json(path.read_bytes())
@@ -128,12 +122,8 @@ def _figure(value: str | float, stderr: str | None = None) -> Figure:
 def with_logs(
     comparison: RunComparison, llama_cpp: Iterable[tuple[str, str]], qbench: Iterable[str] = ()
 ) -> RunComparison:
-    """A comparison with logs of llama-perplexity, by labels and paths, and qbench's results.
-
-    Raises:
-        RunError: a log cannot be read, is of other windows than the runs, or of another base than their reference, or a
-            label occurs twice.
-    """
+    """A comparison with logs of llama-perplexity, by labels and paths, and qbench's results. RunError if a log cannot
+    be read, is of other windows than the runs, or of another base than their reference, or a label occurs twice."""
     found = [load_log(path, label) for label, path in llama_cpp]
     found += [figures for path in qbench for figures in load_qbench(path)]
     for each in found:

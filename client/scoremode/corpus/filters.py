@@ -34,10 +34,7 @@ def parse_filter(text: str) -> pc.Expression:
 
     There are names of columns, `a.b` for a field of a struct, `column("any name")`, numbers, texts, True, False,
     comparisons, `in`, `is None`, `and`, `or`, `not`, `+ - * /`, `len` of a text and `abs`. As in SQL, what is compared
-    with null is null, and a row is kept where the condition is true.
-
-    Raises:
-        CorpusError: it is anything else.
+    with null is null, and a row is kept where the condition is true. CorpusError if it has anything else.
     """
     try:
         expression = _expression(ast.parse(text.strip(), mode="eval").body)

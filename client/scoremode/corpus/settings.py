@@ -26,10 +26,8 @@ class InputFile:
 def find_inputs(paths: Sequence[Path], output: Path) -> list[InputFile]:
     """The files that are named, and those in folders that are named, at any depth, in order.
 
-    Files and folders whose names begin with `.` or `_` are left out of a folder.
-
-    Raises:
-        CorpusError: there is none, one has another suffix, two would become one output, or the output would be read.
+    Files and folders whose names begin with `.` or `_` are left out of a folder. CorpusError if there is none, one has
+    another suffix, two would become one output, or the output would be read.
     """
     files = [file for path in paths for file in _files_of(path, output)]
     sources: dict[str, Path] = {}

@@ -79,10 +79,8 @@ class Pool:
         """Have each job answered, by the server with the fewest requests in flight, and hand each result to `keep`, in
         any order.
 
-        A server that fails is dropped, as long as there is another, which takes over its jobs.
-
-        Raises:
-            ScoremodeError: the last server failed, or a request is at fault.
+        A server that fails is dropped, as long as there is another, which takes over its jobs. ScoremodeError if the
+        last server failed, or a request is at fault.
         """
         remaining = iter(jobs)
 

@@ -169,11 +169,7 @@ def _is_local(model: str) -> bool:
 
 
 def read_plan(path: Path) -> SweepPlan:
-    """Read a plan.
-
-    Raises:
-        PlanError: what is wrong, with the file, the entry and the field.
-    """
+    """Read a plan. PlanError with the file, the entry and the field, if something is wrong."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

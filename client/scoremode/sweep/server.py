@@ -69,10 +69,8 @@ async def model_server(
 ) -> AsyncIterator[ModelServer]:
     """`COMMAND MODEL --host 127.0.0.1 --port PORT FLAGS`, once it answers `/health`; stopped on leaving.
 
-    It runs in `folder`, with `environment` in addition to this process's, and prints to `log`.
-
-    Raises:
-        ServerProcessError: the command is missing, or the server ended or was not ready in time.
+    It runs in `folder`, with `environment` in addition to this process's, and prints to `log`. ServerProcessError if
+    the command is missing, or the server ended or was not ready in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with _reserved_port() as port:

@@ -101,11 +101,8 @@ class Attempts:
                 self._retries.end_waiting()
 
     def wait_after_status(self, response: httpx.Response) -> float:
-        """Seconds to wait after an error answer, whose body has been read.
-
-        Raises:
-            APIStatusError: trying again would not help, or was tried often or long enough.
-        """
+        """Seconds to wait after an error answer, whose body has been read. APIStatusError if trying again would not
+        help, or was tried often or long enough."""
         error = status_error(response.status_code, response.content, response.request.url.path)
         if response.status_code < INTERNAL_ERROR:
             self._retries.first_contact = None
@@ -118,12 +115,8 @@ class Attempts:
         return self._wait(error, asked_wait, busy=response.status_code == BUSY)
 
     def wait_after_failure(self, error: httpx.RequestError, *, can_restart: bool) -> float:
-        """Seconds to wait after a request without a whole answer.
-
-        Raises:
-            TransportError: trying again would not help, was tried often or long enough, or would repeat what was
-                reported.
-        """
+        """Seconds to wait after a request without a whole answer. TransportError if trying again would not help, was
+        tried often or long enough, or would repeat what was reported."""
         url = error.request.url.copy_with(userinfo=b"")
         failure = TransportError(f"no answer from {url}: {str(error) or type(error).__name__}")
         failure.__cause__ = error

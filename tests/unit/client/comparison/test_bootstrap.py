@@ -60,7 +60,7 @@ def test_blocks_are_twice_as_long_as_is_best_within_bounds():
     assert block_length(cut_units(sizes(*[4] * 50)), np.arange(200.0)[:, None]) <= 12, "a quarter"
 
 
-def test_documents_are_drawn_whole_and_one_by_one_and_groups_are_ratios_over_them():
+def test_whole_documents_are_drawn_and_groups_are_ratios_over_them():
     rng = np.random.default_rng(RNG_SEED)
     # Document 3 has one window without targets, and document 7 none with targets.
     documents = np.repeat(np.arange(40), rng.integers(1, 5, 40)).astype(np.int32)

@@ -85,7 +85,7 @@ def test_infinite_values_stay_infinite_and_equal_ones_equal(runs, report):
         assert np.flatnonzero(np.isinf(unpacked(other[name]))).tolist() == [11]
 
 
-def test_without_a_reference_there_is_no_divergence_and_never_a_folder_of_this_machine(tmp_path, report):
+def test_without_a_reference_there_is_no_divergence_nor_any_local_path(tmp_path, report):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     runs = [perplexity_run(tmp_path / name, name, made_up_nlls(1)) for name in ("one", "two")]
