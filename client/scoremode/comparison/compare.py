@@ -30,7 +30,7 @@ OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no di
 NEGLIGIBLE_KLD = 1e-9
 """Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 LEAST_LN_RATIO = 5e-5
-"""Of two perplexities: what batches of other shapes move the same model's by, and far below what any use could show."""
+"""Smallest abs(ln(PPL ratio)) that counts: batches of other shapes alone change a model's perplexity by this much."""
 DEFAULT_NUM_RESAMPLES = 4000
 
 
@@ -40,13 +40,13 @@ class Figure:
 
     value: float
     stderr: float | None
-    """The field's, which takes tokens as independent; None where it is not defined."""
+    """Treats tokens as independent, as is usual; None where it is not defined."""
     low: float | None
-    """Ends of the 95 % interval that takes neighbours as dependent; None where it cannot be had."""
+    """Ends of the 95 % interval that treats neighboring tokens as dependent; None where it cannot be computed."""
     high: float | None
 
     def through(self, function: Callable[[float], float], slope: float | None) -> "Figure":
-        """A function of the figure, whose absolute slope there gives the error (delta method); ends go through it."""
+        """Apply a monotonic function to the value and the ends; `slope`, its absolute slope there, scales the error."""
         stderr = None if self.stderr is None or slope is None else slope * self.stderr
         if self.low is None or self.high is None:
             return Figure(function(self.value), stderr, None, None)
@@ -183,7 +183,7 @@ class RunComparison:
 
     @property
     def base_reference(self) -> Reference | None:
-        """The reference, where it is the base: the first run is of another model."""
+        """The first run's reference, which is then the base; None if it recorded that run's own model."""
         reference = self.base.reference
         return None if reference is None or reference.is_of(self.base.server) else reference
 
@@ -224,7 +224,7 @@ def compare(runs: Sequence[RunFile], *, num_resamples: int = DEFAULT_NUM_RESAMPL
     with np.errstate(invalid="ignore", over="ignore"):
         of_text, *of_groups = resample(
             np.column_stack(list(values.values())),
-            # What decides the length of blocks: the NLLs of the first run, what others differ by, and the divergences.
+            # These set the block length: the first run's NLLs, the others' differences from them, and the divergences.
             np.column_stack([runs[0].nlls, *(run.nlls - runs[0].nlls for run in runs[1:]), *klds]),
             runs[0].window_sizes,
             first_known(runs, "window_documents"),
@@ -261,8 +261,8 @@ class _Sample:
         return self.resamples.means[:, list(self.values).index((run.label, name))]
 
     def run_figures(self, run: RunFile, noise_floor: float | None) -> RunFigures:
-        nll, kld = self._mean(run, "nll"), self._mean_within(run, "kld")
-        square = self._mean_within(run, "delta_p_square")
+        nll, kld = self._mean(run, "nll"), self._clipped_mean(run, "kld")
+        square = self._clipped_mean(run, "delta_p_square")
         names = {"kld_median": 0.5, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
         ordered = None if run.kld is None else np.sort(run.kld)
         return RunFigures(
@@ -272,7 +272,7 @@ class _Sample:
             bits_per_byte=_bits_per_byte(run, nll),
             kld=kld,
             **{name: None if ordered is None else quantile(ordered, at) for name, at in names.items()},
-            same_top_p=self._mean_within(run, "same_top", 1),
+            same_top_p=self._clipped_mean(run, "same_top", 1),
             delta_p_rms=square and square.through(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=kld.value / noise_floor if kld is not None and noise_floor else None,
         )
@@ -283,8 +283,8 @@ class _Sample:
             group=group,
             perplexity=_exponential(self._mean(run, "nll")),
             ppl_ratio=None if run is base else _exponential(self._difference(base, run, "nll")),
-            kld=self._mean_within(run, "kld"),
-            same_top_p=self._mean_within(run, "same_top", 1),
+            kld=self._clipped_mean(run, "kld"),
+            same_top_p=self._clipped_mean(run, "same_top", 1),
         )
 
     def pair_figures(self, of_first: RunFigures, of_second: RunFigures) -> PairFigures:
@@ -320,8 +320,8 @@ class _Sample:
         values = self.values[run.label, name]
         return self._figure(float(values.mean()), standard_error(values), self._resampled(run, name))
 
-    def _mean_within(self, run: RunFile, name: str, most: float = math.inf) -> Figure | None:
-        """An interval without what the figure cannot be; None for a run without these values."""
+    def _clipped_mean(self, run: RunFile, name: str, most: float = math.inf) -> Figure | None:
+        """The mean, with its interval clipped to [0, `most`]; None for a run without these values."""
         if (run.label, name) not in self.values:
             return None
         mean = self._mean(run, name)
@@ -352,7 +352,7 @@ def _series(run: RunFile) -> dict[str, Floats]:
 
 
 def _noise_floors(runs: Sequence[RunFile]) -> dict[object, float]:
-    """Of each reference and lane, the largest that a run knows: it may have been measured after some of them."""
+    """By reference and lane, the largest that any run has: runs from before it was measured have none."""
     known = sorted((run.noise_floor, run.reference_identity, run.lane) for run in runs if run.noise_floor is not None)
     return {(identity, lane): floor for floor, identity, lane in known}
 
@@ -370,7 +370,7 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
 
 
 def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
-    """None is shown where neither end of the interval is as far from 0 as a difference that could matter."""
+    """No difference is shown if the interval contains 0, or if both of its ends are closer to 0 than `least`."""
     low, high = difference.low, difference.high
     if low is None or high is None or low <= 0 <= high or max(-low, high) < least:
         return "no difference shown"
@@ -378,14 +378,14 @@ def _verdict(difference: Figure, least: float = 0.0) -> Verdict:
 
 
 def check_labels(labels: Sequence[str]) -> None:
-    """Refuse labels that occur twice with a RunError."""
+    """Raise RunError for labels that occur twice."""
     if repeated := [label for label in labels if labels.count(label) > 1]:
         raise RunError(f"{labels.count(repeated[0])} runs are called {repeated[0]!r}: give them labels of their own")
 
 
 def check_comparable(runs: Sequence[RunFile]) -> None:
-    """Refuse runs that cannot be paired token by token with a RunError: none, two with one label, or one that differs
-    from the first in text, tokens or windows."""
+    """Raise RunError if there are no runs, two have one label, or one differs from the first in text, tokens or
+    windows."""
     if not runs:
         raise RunError("give at least one run to compare")
     check_labels([run.label for run in runs])
@@ -397,7 +397,7 @@ def check_comparable(runs: Sequence[RunFile]) -> None:
 def _run_difference(first: RunFile, second: RunFile) -> str | None:
     """The first thing that differs, in words."""
     settings = {
-        # A run against a reference knows its text by other marks than one of perplexity.
+        # Runs of kinds `kld` and `perplexity` identify their text by different hashes, which cannot be compared.
         **({"text_identity": "text (its fingerprint)"} if first.kind == second.kind else {}),
         **{"method": "method", "context_length": "context length", "stride": "stride"},
         **{"num_windows": "number of windows", "num_scored": "number of scored tokens"},
@@ -419,5 +419,5 @@ def _token_difference(first: RunFile, second: RunFile) -> str | None:
     window = int(np.searchsorted(np.cumsum(first.window_sizes), at, side="right"))
     return (
         f"{len(differing):,} of {first.num_scored:,} token ids differ, the first in window {window}: "
-        f"{first.token_ids[at]} and {second.token_ids[at]}; the text or the tokenizer is another"
+        f"{first.token_ids[at]} and {second.token_ids[at]}; the runs used different texts or tokenizers"
     )

@@ -25,10 +25,10 @@ from scoremode.corpus.rows import added_columns, added_schema, check_columns, do
 from scoremode.corpus.settings import CorpusProgress, InputFile, OnCorpusProgress
 from scoremode.errors import OutputError, ScoremodeError
 
-_PIECES_PER_PLACE = 4
-"""Not yet written, for each request in flight: one that takes long should not hold up the others."""
+_PIECES_PER_REQUEST = 4
+"""Unwritten pieces per request in flight, so that a slow request does not hold up the others."""
 _HELD_BYTES = 128 << 20
-"""Of rows that are not yet written; one piece may have more."""
+"""Limit on the bytes of unwritten rows; a single piece may exceed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Pipeline:
         self._files = files
         self._folder = folder
         self._settings = settings
-        """All but the input that decides an output's rows and their figures."""
+        """Everything that decides an output's rows and figures, except the input file."""
         self._scorer = scorer
         self._on_progress = on_progress
         self._added = added_schema(settings["column_prefix"], per_token=settings["per_token"])
         self._condition = None if settings["filter"] is None else parse_filter(settings["filter"])
-        self._most_pieces = _PIECES_PER_PLACE * scorer.pool.concurrency
+        self._most_pieces = _PIECES_PER_REQUEST * scorer.pool.concurrency
         self._pieces: deque[_Piece | OutputFile | ScoremodeError] = deque()
         """Not yet written. An output stands for its end, an error for why no more is read."""
         self._held = 0
@@ -70,7 +70,7 @@ class Pipeline:
         self._started = time.perf_counter()
         for path in () if resume else [folder / file.output_name for file in files]:
             if path.exists() or journal_of(path).exists():
-                raise OutputError(f"{path} is there, or was begun: resume with --resume, or choose another folder")
+                raise OutputError(f"{path} exists or was started: finish it with --resume, or choose another folder")
 
     async def run(self) -> CorpusProgress:
         """Score all files. After a failure finished files stay, and the journal of each unfinished one."""

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weight_bytes", "num_parameters"}
 _COMPUTED_BY = "server.computed_by."
-_DECISIVE = ("method", "context_length", "stride", "max_tokens", "add_special_tokens", "return_ranks", "model")
+_JOURNALED = ("method", "context_length", "stride", "max_tokens", "add_special_tokens", "return_ranks", "model")
 """The settings of a plan that its journal has."""
 CONVERSATIONS_AT_ONCE = 64
 """Rendered by one request."""
@@ -99,7 +99,7 @@ class Plan:
     async def measure(self, client: AsyncScoreClient, index: int) -> WindowNlls:
         window = self.windows[index]
         sequence = window.token_ids(self.tokens)
-        # In the other lanes tokens without a wanted logprob are prefilled.
+        # In the other lanes, the tokens before the first target are prefilled, so ask for no logprobs there.
         left_out = 0 if self.lane == "prefill" else window.first_scored
         scores = await client.score(
             [sequence], return_ranks=self.return_ranks, lane=self.lane, logprobs_from=left_out or None
@@ -123,7 +123,7 @@ class Plan:
         return {
             "kind": "perplexity",
             "sha256": self.corpus.fingerprint,
-            **{name: getattr(self, name) for name in _DECISIVE},
+            **{name: getattr(self, name) for name in _JOURNALED},
             **lane_fields(self.lane),
             **server_header(self.server),
             "num_tokens": len(self.tokens),
@@ -251,8 +251,8 @@ def server_header(server: ServerInfo) -> dict[str, object]:
 
 
 def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
-    """The fields of the header of a kept file that forbid it to be resumed as a run with another header, in words.
-    Other GPUs or kernels forbid nothing: they are logged."""
+    """Why a file with the header `found` cannot be resumed as a run with the header `wanted`; empty if it can. Other
+    GPUs or kernels do not prevent it: they are logged."""
     kept, now = (
         {name: value for name, value in header.items() if name.startswith(_COMPUTED_BY)} for header in (found, wanted)
     )

@@ -73,7 +73,7 @@ class Admission:
         """Tokens that the engine must compute, as far as this process knows."""
         self._num_decoding = 0
         self._decoding_seconds, self._decoding_until = 0.0, 0.0
-        """The sum of all sequences' seconds in the engine, of queues that decode, and the time until which it goes."""
+        """Seconds in the engine, summed over all sequences that decode, and when that sum was last updated."""
         self.abort = abort
         self._show = show
         self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
@@ -192,8 +192,8 @@ class Admission:
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self) -> _Waiting | None:
-        """The next sequence for which the engine has space. The last sequence and the reserved tokens are for requests
-        with at most one sequence there, which would otherwise wait for another step."""
+        """The next sequence for which the engine has space. The last free place and the reserved tokens go only to
+        requests with at most one sequence in the engine, which would otherwise wait for another step."""
         num_free = self.size.sequences - self.num_running
         free_tokens = self.size.tokens - self._num_computing
         if num_free <= 0 or free_tokens <= 0:
@@ -244,13 +244,13 @@ class RequestQueue:
         self.num_scored = self.num_scored_tokens = self.num_cached_tokens = 0
         """With an answer."""
         self.decoding: tuple[tuple[float, float], ...] = ()
-        """When its first sequence that decodes entered the engine, and when one last entered or left: the time, and the
-        seconds in the engine of all sequences that decode, of other requests too."""
+        """The time and `Admission._decoding_seconds` (which includes other requests), when its first sequence that
+        decodes entered the engine and when one last entered or left."""
 
     @property
     def mean_batch(self) -> float | None:
-        """The mean number of this process's sequences outside the prefill lane that the engine had while it had some of
-        this request; at most as many as it runs at once. None if there was none."""
+        """How many of this process's sequences were in the engine outside the prefill lane, on average over the time in
+        which this request had some there; at most as many as it runs at once. None if there were none."""
         if not self.decoding or self.decoding[0][0] == self.decoding[1][0]:
             return None
         (began, before), (ended, after) = self.decoding
@@ -272,9 +272,9 @@ class RequestQueue:
         self.add(-1, -num_tokens)
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1) -> AsyncGenerator[T, None]:
-        """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at once, and
-        if sequences count as they begin, of `loads` times `size.tokens`. A failure, or a reader that stops, cancels the
-        others, and aborts those in the engine in one call: vLLM rebuilds its queue for each."""
+        """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at once; if
+        they are counted as they begin, with at most `loads` times `size.tokens` tokens. If one fails or the reader
+        stops, the others are cancelled, and aborted in one call, because vLLM rebuilds its queue on each."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.
             for coroutine in coroutines:

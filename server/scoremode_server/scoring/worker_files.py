@@ -37,14 +37,14 @@ HEADS_IN_LINE = 2
 """LM heads that workers read or keep on the host until there is memory for them on the device."""
 
 STEPS_READ = 3
-"""Times what the engine is handed: tokens of the windows of a reference that workers keep or read at a time. Some are
+"""Tokens of a reference's windows that workers may read or keep at once, as a multiple of `EngineSize.tokens`: some are
 in the engine, and some wait for it."""
 
 ALIVE_SECONDS = 1.0
-"""After which an engine that does not answer is asked whether it has died: vLLM drops its calls then."""
+"""How often a pending call checks whether the engine has died: vLLM then drops its calls without an answer."""
 
 POLL_SECONDS = 0.005
-"""After which workers are asked how far they are; without news, then after twice as long, up to `MAX_POLL_SECONDS`."""
+"""Pause before workers are asked for progress again; doubles up to `MAX_POLL_SECONDS` while nothing changes."""
 
 MAX_POLL_SECONDS = 0.1
 
@@ -108,7 +108,7 @@ class _Engine:
         now = time.monotonic()
         if not turn.num_read and now - turn.used > IDLE_SECONDS:
             return True
-        # One at a time frees its memory.
+        # Only one reference at a time gives up its memory: none ends its turn while another is leaving.
         is_one_leaving = any(each.gate.num_running and not each.gate.is_open for each in self.references.values())
         return self.is_contended and now - began >= TURN_SECONDS and not is_one_leaving
 
@@ -132,12 +132,12 @@ class WorkerFiles:
     async def loaded(
         self, mark: WindowMark, head: HeadFormat, num_tokens: int, rank: int | None = None
     ) -> AsyncGenerator[tuple[Gate, int | None], None]:
-        """Have a window of so many tokens read on one engine, and kept there; and its reference's head as well. The
-        engine is that of `rank`, where the request has chosen one.
+        """Have one engine's workers read and keep a window of `num_tokens` tokens and its reference's LM head. The
+        engine is `rank`, or the one with the fewest windows if the request names none.
 
         Yields:
-            The gate where the window waits until the head is in its place, and which refuses it if the head cannot be
-            read; the rank of the engine, None where there is one alone.
+            The gate that admits the window once the LM head is in place, or refuses it if the head cannot be read; and
+            the engine's rank, None if there is only one engine.
 
         Raises:
             UnreadableFileError: a file is missing, or not what was written.
@@ -181,7 +181,7 @@ class WorkerFiles:
         key, gate, is_usable = reference.mark.head, reference.gate, False
         try:
             async with engine.in_line:
-                # A head that several API servers hold in turn would never leave.
+                # While a head waits for memory, hold no other: API servers that hold one by turns would never free it.
                 while engine.is_contended:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
                 engine.orders.append(("hold head", asdict(reference.mark), self._holder, reference.head.model_dump()))
@@ -233,7 +233,7 @@ class WorkerFiles:
         except RequestError as error:
             failure = error
         except Exception as error:
-            failure = EngineOutputError(f"the engine's workers do not read references: {error}")
+            failure = EngineOutputError(f"the engine's workers failed to read or write a reference: {error}")
         for engine in self._engines:
             engine.is_contended = False
         for outcome in self._outcomes:
@@ -247,7 +247,7 @@ class WorkerFiles:
             if self._admission.is_stopped:
                 raise stopping()
             self._wake.clear()
-            # Only what is asked now: a head may be ordered something else before the answer comes.
+            # Answers apply only to what was asked in this call: a head may get another order before they arrive.
             asked, orders = self._outcomes.copy(), {}
             for engine in self._engines:
                 tickets = {ticket for ticket, rank in asked.values() if rank in (None, engine.rank)}

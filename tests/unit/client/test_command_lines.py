@@ -127,7 +127,7 @@ def references(made) -> dict[str, Any]:
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
         ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),
-        ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet is there", ""),
+        ("corpus SERVER a.parquet --output begun", 1, "begun/a.parquet exists or was started", ""),
         ("--version", 0, f"ppl-client {__version__}\n", ""),
         ("SERVER TEXT --output new.json", 0, f"{PERPLEXITY:.4f} ±", "new.json new.safetensors"),
         (f"SERVER --text {'~' * 600} --output new.json", 0, "inf", "new.json new.safetensors"),

@@ -172,7 +172,7 @@ async def test_files_of_other_runs_are_neither_resumed_nor_overwritten(parquet, 
 
 async def test_the_reader_waits_for_the_writer(tmp_path, output, monkeypatch):
     """While the first answer is outstanding, 5,000 bytes are read here."""
-    monkeypatch.setattr(pipeline, "_PIECES_PER_PLACE", 1000)
+    monkeypatch.setattr(pipeline, "_PIECES_PER_REQUEST", 1000)
     monkeypatch.setattr(pipeline, "_HELD_BYTES", 5000)
     texts = [f"document {index}, none of them long" for index in range(500)]
     server, seen_meanwhile = FakeServer(), []
