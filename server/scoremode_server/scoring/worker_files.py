@@ -92,7 +92,7 @@ class _Engine:
     """By the key of the LM head."""
     in_line: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HEADS_IN_LINE))
     orders: list[tuple[Any, ...]] = field(default_factory=list)
-    """For the next call: see `ReferenceWindows.exchange`."""
+    """For the next call: see `WorkerWindows.exchange`."""
     is_contended: bool = False
     """Whether a head waits for memory."""
 

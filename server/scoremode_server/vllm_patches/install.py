@@ -54,12 +54,12 @@ def patch_runners(budget_bytes: int, head_bytes: int = 0) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from scoremode_server.vllm_patches import runners
-    from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+    from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 
     if getattr(GPUModelRunner, "_scoremode_patched", False):
         return
     root = reference_directory()
-    windows = None if root is None else ReferenceWindows(ReferenceDirectory(root), head_bytes)
+    windows = None if root is None else WorkerWindows(ReferenceDirectory(root), head_bytes)
     refuse_adapters_of_heads()
     runners.patch_v1(budget_bytes, windows)
     runners.patch_v2(budget_bytes, windows)

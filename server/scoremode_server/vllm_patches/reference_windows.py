@@ -74,7 +74,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class ReferenceWindows:
+class WorkerWindows:
     """The files that windows in this worker need, and the memory for references' LM heads. No step and no call waits
     for a file: threads read what API servers order before they send a window, and write what windows leave."""
 

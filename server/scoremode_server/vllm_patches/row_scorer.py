@@ -19,7 +19,7 @@ from scoremode_server.kernels.reduced_rows import JoinedRows, agreed
 from scoremode_server.kernels.working_memory import MAX_TOP, RESERVED_TOP, LogitsShape
 from scoremode_server.vllm_patches.lm_head import LMHead, examine
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import ComparedWindow, RecordedWindow, WorkerWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
 COMPARISON_BUDGETS = 4
@@ -94,7 +94,7 @@ class RowScorer:
     shape: LogitsShape
     group: Any
     """vLLM's, of the tensor-parallel ranks."""
-    windows: ReferenceWindows | None = None
+    windows: WorkerWindows | None = None
     requests: dict[str, RequestRows] = field(default_factory=dict)
     """Those that were begun, and are not complete."""
     _logits_fn: LogitsFunction | None = None

@@ -20,12 +20,12 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.kernels.fused_logprobs import LogitsFunction
 from scoremode_server.kernels.working_memory import LogitsShape, row_bytes_fused, rows_per_chunk
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
 
-def patch_v1(budget_bytes: int, windows: ReferenceWindows | None) -> None:
+def patch_v1(budget_bytes: int, windows: WorkerWindows | None) -> None:
     """Patch the V1 model runner."""
 
     def scorer_of(runner: Any) -> RowScorer:
@@ -112,7 +112,7 @@ def prompt_logprobs(
     return complete
 
 
-def patch_v2(budget_bytes: int, windows: ReferenceWindows | None) -> None:
+def patch_v2(budget_bytes: int, windows: WorkerWindows | None) -> None:
     """Patch the V2 model runner."""
     load_model = GPUModelRunnerV2.load_model
 
@@ -199,7 +199,7 @@ def _add_to_profile(runner_class: Any, reserve: Callable[[Any, torch.Tensor], No
     runner_class._dummy_sampler_run = dummy_sampler_run_then_reserve
 
 
-def _make_scorer(runner: Any, budget_bytes: int, windows: ReferenceWindows | None) -> RowScorer:
+def _make_scorer(runner: Any, budget_bytes: int, windows: WorkerWindows | None) -> RowScorer:
     # Prompt tokens are not sampled, so that processed and raw logprobs are the same.
     if not (mode := runner.model_config.logprobs_mode).endswith("_logprobs"):
         raise ValueError(f"Scoremode needs --logprobs-mode raw_logprobs or processed_logprobs, got {mode}")

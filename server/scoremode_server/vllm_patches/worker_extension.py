@@ -7,7 +7,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.vllm_patches.lm_head import LogitsSource, examine
 from scoremode_server.vllm_patches.reference_heads import describe_head, gather_weight
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 
 
 class ReferenceWorker:
@@ -42,7 +42,7 @@ class ReferenceWorker:
 
     def scoremode_exchange(self, orders: dict[int, tuple[list[list[Any]], list[str]]]) -> dict[str, Any] | None:
         """Begin what an API server orders of its engines, by their data-parallel indices, and tell how far the files
-        are: see `ReferenceWindows.exchange`. None on a rank without an LM head."""
+        are: see `WorkerWindows.exchange`. None on a rank without an LM head."""
         runner = self.model_runner
         index = runner.vllm_config.parallel_config.data_parallel_index
         if not get_pp_group().is_last_rank or index not in orders:
@@ -61,8 +61,8 @@ class ReferenceWorker:
         assert head.source is not None
         return head.source, described
 
-    def _scoremode_windows(self) -> ReferenceWindows:
-        windows: ReferenceWindows = type(self.model_runner)._scoremode_windows
+    def _scoremode_windows(self) -> WorkerWindows:
+        windows: WorkerWindows = type(self.model_runner)._scoremode_windows
         return windows
 
 

@@ -15,7 +15,7 @@ from scoremode_server.references.manifest import HeadFormat
 from scoremode_server.rows import PromptLogprobs
 from scoremode_server.scoring.scorer import Turns
 from scoremode_server.vllm_patches.reference_heads import HeadMemory, ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.bad_inputs import REFERENCES
 from tests.unit.server.prefix_cache.fake_engine import VOCABULARY, HeldEngine
@@ -65,7 +65,7 @@ class HeadInMemory:
         return ReferenceHead(lambda hidden_states: hidden_states @ self.placed.T, 4)
 
 
-def allocate_heads(windows: ReferenceWindows, num_heads: int) -> HeadMemory:
+def allocate_heads(windows: WorkerWindows, num_heads: int) -> HeadMemory:
     """The room for heads in a worker, without that for the padding of vLLM's layers: hundreds of these heads."""
     num_bytes = num_heads * HEAD_FORMAT.num_bytes
     room = HeadMemory(num_bytes, CPU, HeadInMemory, windows.root, windows._threads)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ class ReferenceEngine(HeldEngine):
         super().__init__(16)
         self.let_go.set()
         self.directory = ReferenceDirectory(root)
-        self.windows = ReferenceWindows(self.directory)
+        self.windows = WorkerWindows(self.directory)
         self.windows.heads = allocate_heads(self.windows, num_heads)
         self.vllm_config.parallel_config = SimpleNamespace(
             data_parallel_size=1, local_engines_only=False, data_parallel_index=0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from scoremode_server.kernels.working_memory import LogitsShape, block_bytes, row_bytes_fused
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
 from scoremode_server.vllm_patches.row_spec import RowSpec
 
@@ -17,7 +17,7 @@ ALONE = SimpleNamespace(world_size=1, rank_in_group=0, device=torch.device("cpu"
 
 def make_scorer(
     vocab: int,
-    windows: ReferenceWindows | None = None,
+    windows: WorkerWindows | None = None,
     *,
     chunk: int = 3,
     group: Any = ALONE,
@@ -27,7 +27,7 @@ def make_scorer(
     return RowScorer(block_bytes(shape) + chunk * row_bytes_fused(shape, 0, None), shape, group, windows)
 
 
-def let_all_be_written(windows: ReferenceWindows) -> None:
+def let_all_be_written(windows: WorkerWindows) -> None:
     """Wait until no thread of a worker has anything to do."""
     while windows._threads._lanes:
         time.sleep(0.001)

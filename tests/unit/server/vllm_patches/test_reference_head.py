@@ -30,7 +30,7 @@ from scoremode_server.vllm_patches.reference_heads import (
     describe_head,
     gather_weight,
 )
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer, StepPart
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import ReferenceWorker
@@ -211,7 +211,7 @@ def worker_of(model: Model, config: VllmConfig) -> ReferenceWorker:
 
 
 def what_api_servers_ask_of_workers(root: Path, config: VllmConfig) -> None:
-    windows = ReferenceWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
+    windows = WorkerWindows(ReferenceDirectory(root), 1000 * HIDDEN * 4)
     Runner._scoremode_windows = windows  # type: ignore[attr-defined]
     group, worker = get_tp_group(), worker_of(Model(1000, scale=0.5), config)
     described = worker.scoremode_describe_head()

@@ -23,7 +23,7 @@ from scoremode_server.references.directory import ReferenceDirectory, StoredRefe
 from scoremode_server.vllm_patches import install, reference_windows
 from scoremode_server.vllm_patches.lm_head import LMHead
 from scoremode_server.vllm_patches.reference_heads import ReferenceHead
-from scoremode_server.vllm_patches.reference_windows import RecordedWindow, ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import RecordedWindow, WorkerWindows
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from tests.unit.server.references.reference_setup import HIDDEN, create, random_shard
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, LinearWorker, let_all_be_written, make_scorer
@@ -64,7 +64,7 @@ def project(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states @ WEIGHT
 
 
-def read(windows: ReferenceWindows, *specs: RowSpec) -> None:
+def read(windows: WorkerWindows, *specs: RowSpec) -> None:
     """As the API server has it, which sends a window once it was read, or could not be."""
     marks = [wanted.window for wanted in specs if wanted.window is not None]
     windows.exchange([["read window", asdict(mark)] for mark in marks], [])
@@ -72,7 +72,7 @@ def read(windows: ReferenceWindows, *specs: RowSpec) -> None:
         time.sleep(0.001)
 
 
-def add(windows: ReferenceWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
+def add(windows: WorkerWindows, wanted: RowSpec, name: str = "request", group: Any = ALONE) -> LinearWorker:
     if wanted.window is not None and wanted.window.action == "compare":
         read(windows, wanted)
     worker = LinearWorker(make_scorer(VOCAB, windows, chunk=5, group=group), project)
@@ -93,9 +93,9 @@ def steps(worker: LinearWorker, *ends: int, states: torch.Tensor = STATES) -> Lo
 
 
 @contextmanager
-def windows_in(root: Path) -> Iterator[ReferenceWindows]:
+def windows_in(root: Path) -> Iterator[WorkerWindows]:
     """Windows of a worker. At the end all files are written, as they are when a worker ends."""
-    windows = ReferenceWindows(ReferenceDirectory(root))
+    windows = WorkerWindows(ReferenceDirectory(root))
     windows.heads = Room()  # type: ignore[assignment]
     yield windows
     let_all_be_written(windows)
@@ -228,8 +228,8 @@ WINDOW_BYTES = 5 * HIDDEN * 4
 
 
 @pytest.fixture
-def windows(tmp_path: Path) -> ReferenceWindows:
-    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+def windows(tmp_path: Path) -> WorkerWindows:
+    windows = WorkerWindows(ReferenceDirectory(tmp_path))
     windows.heads = Room()  # type: ignore[assignment]
     return windows
 
@@ -238,7 +238,7 @@ def mark(action: Any, index: int) -> WindowMark:
     return WindowMark(action, "base", "one", index, 5, ticket=str(index))
 
 
-def finish(windows: ReferenceWindows, index: int) -> None:
+def finish(windows: WorkerWindows, index: int) -> None:
     """What a step does with the last rows of a window that is recorded."""
     window = windows.begin(mark("record", index), writes=True)
     assert isinstance(window, RecordedWindow)
@@ -246,12 +246,12 @@ def finish(windows: ReferenceWindows, index: int) -> None:
     window.finish()
 
 
-def told(windows: ReferenceWindows, *tickets: str) -> list[str | None]:
+def told(windows: WorkerWindows, *tickets: str) -> list[str | None]:
     outcomes: dict[str, str | None] = windows.exchange([], list(tickets))["outcomes"]
     return list(outcomes.values())
 
 
-def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_does_not_wait_for_the_disk(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
     create(windows.root.root)
     let_go, write_shard = Event(), StoredReference.write_shard
     monkeypatch.setattr(StoredReference, "write_shard", lambda *each: (let_go.wait(), write_shard(*each)))
@@ -269,7 +269,7 @@ def test_a_step_does_not_wait_for_the_disk(windows: ReferenceWindows, monkeypatc
     assert told(windows, "0", "39") == ["", ""]
 
 
-def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWindows, monkeypatch: pytest.MonkeyPatch):
+def test_of_files_that_nobody_asks_for_the_last_are_known(windows: WorkerWindows, monkeypatch: pytest.MonkeyPatch):
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -283,7 +283,7 @@ def test_of_files_that_nobody_asks_for_the_last_are_known(windows: ReferenceWind
     assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
 
 
-def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
+def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
     reference = create(windows.root.root)
     os.mkfifo(reference.shard(0))
     reference.write_shard(1, *random_shard(5))
@@ -298,7 +298,7 @@ def test_a_call_does_not_wait_for_a_file(windows: ReferenceWindows):
     os.close(os.open(reference.shard(0), os.O_RDWR))
 
 
-def test_a_file_of_another_size_is_not_read(windows: ReferenceWindows):
+def test_a_file_of_another_size_is_not_read(windows: WorkerWindows):
     create(windows.root.root).write_shard(1, *random_shard(4))
     windows.exchange([["read window", asdict(mark("compare", 1))]], [])
     while told(windows, "1") == [None]:

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from scoremode_server.references.directory import ReferenceDirectory
 from scoremode_server.vllm_patches import runners
-from scoremode_server.vllm_patches.reference_windows import ReferenceWindows
+from scoremode_server.vllm_patches.reference_windows import WorkerWindows
 from scoremode_server.vllm_patches.row_scorer import RowScorer
 from scoremode_server.vllm_patches.row_spec import RowSpec
 from tests.unit.server.vllm_patches.linear_scorer import ALONE, check_rows, make_scorer
@@ -328,7 +328,7 @@ def test_the_patch_replaces_what_is_pinned(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(GPUModelRunnerV2, "load_model", lambda self, **options: loaded.append(self))
     monkeypatch.setattr(GPUModelRunnerV2, "_scoremode_windows", None, raising=False)
     monkeypatch.setattr(runners, "get_tp_group", lambda: ALONE)
-    windows = ReferenceWindows(ReferenceDirectory(tmp_path))
+    windows = WorkerWindows(ReferenceDirectory(tmp_path))
     runners.patch_v2(256 * MEBIBYTE, windows)
     # `ReferenceWorker` looks for them there.
     assert GPUModelRunnerV2._scoremode_windows is windows
