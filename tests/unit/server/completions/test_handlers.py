@@ -1,6 +1,9 @@
 """Our handlers of completions and of token ids around vLLM's, on the fake engine."""
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -40,6 +43,27 @@ async def test_the_generate_route_refuses_with_the_name_of_the_field(random_mode
         ):
             *found, message = error_of(await client.post(GENERATE, json=PRIME_RL | change))
             assert (tuple(found), len(message) < 1000) == (error, True)
+
+
+@pytest.mark.parametrize(("route", "body"), [(COMPLETIONS, ECHO | {"prompt": [5, 6, 7]}), (GENERATE, PRIME_RL)])
+async def test_an_answer_is_written_in_its_turn(random_model: Path, monkeypatch, route: str, body: dict[str, Any]):
+    app, _ = app_with_completions(random_model)
+    state, turns, is_in_turn = app.state.scoremode, set[str](), list[bool]()
+
+    async def wait() -> None:
+        turns.add("this")
+        asyncio.get_running_loop().call_soon(turns.clear)
+
+    def written(*given: Any) -> Iterator[bytes]:
+        is_in_turn.append(bool(turns))
+        return filled(*given)
+
+    for each in (state.completions, state.generate):
+        monkeypatch.setattr(each.turns, "wait", wait)
+    monkeypatch.setattr(handler, "filled", written)
+    async with client_of(app) as client:
+        assert (await client.post(route, json=body)).status_code == 200
+    assert is_in_turn == [True]
 
 
 def test_gaps_are_filled_in_order_each_when_it_is_reached():
