@@ -7,6 +7,7 @@ again in `wire.retries`.
 import asyncio
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import wraps
 from types import MethodType
@@ -102,7 +103,7 @@ class _Method(Generic[Arguments, Answer]):
         return method
 
 
-class _Client(Generic[Transport]):
+class _Client(ABC, Generic[Transport]):
     """What both clients are made of, apart from the connection."""
 
     def __init__(
@@ -129,8 +130,9 @@ class _Client(Generic[Transport]):
         limits = httpx.Timeout(timeout, connect=min(timeout, _LONGEST_CONNECT), pool=None)
         self._open(headers=headers, timeout=limits, transport=transport)
 
+    @abstractmethod
     def _open(self, **settings: Any) -> None:
-        raise NotImplementedError
+        """Make the connection, with settings of httpx."""
 
     @_Method
     def info(self) -> Call[ServerInfo]:

@@ -26,8 +26,13 @@ PLUGIN = "scoremode"
 
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 
-_ALLOWED_BY_DEFAULT = ("general_plugins", "io_processor_plugins", "platform_plugins", "stat_logger_plugins")
-"""Groups below `vllm` whose plugins vLLM loads if VLLM_PLUGINS is unset."""
+_ALLOWED_BY_DEFAULT = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Groups whose plugins vLLM loads if VLLM_PLUGINS is unset."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -145,8 +150,7 @@ def allow_plugin() -> None:
     if (current := os.environ.get(PLUGINS_VARIABLE)) is not None:
         names = current.split(",")
     else:
-        points = (importlib.metadata.entry_points(group=f"vllm.{group}") for group in _ALLOWED_BY_DEFAULT)
-        names = [point.name for of_group in points for point in of_group]
+        names = [point.name for group in _ALLOWED_BY_DEFAULT for point in importlib.metadata.entry_points(group=group)]
     os.environ[PLUGINS_VARIABLE] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
 
 

@@ -43,10 +43,8 @@ def domains(runs: Sequence[RunFile]) -> tuple[Sequence[str], NDArray[np.int32]] 
 
 
 def groups_of(runs: Sequence[RunFile]) -> list[Group]:
-    """Groups by class, by domain and by context, each only where there are several.
-
-    By context, only where it is longer than the default context length.
-    """
+    """Groups by class, by domain and by context, each only where there are several; by context only where that is
+    longer than the default context length."""
     found: list[Group] = []
     sizes, classes = runs[0].window_sizes, first_known(runs, "classes")
     if classes is not None:

@@ -275,8 +275,6 @@ class ScoremodeLM(TemplateLM):
             for index, answer in answered:
                 keep(index, answer)
             bar.update(len(answered))
-            if self.cache_hook.dbdict is not None:
-                self.cache_hook.dbdict.commit(blocking=False)
 
         async def run() -> None:
             async with AsyncScoreClient(self._url, **self._connection) as client:

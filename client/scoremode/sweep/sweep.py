@@ -101,6 +101,7 @@ class _Sweep:
     async def measure_served(self, entry: ModelEntry) -> None:
         marks = self._marks(entry, kept.served_marks(self.plan, entry, self.folder))
         if self._is_kept(entry, marks, self.reference):
+            self.result.runs[entry.name] = self._path(entry)
             return
         log = self.output / "logs" / f"{entry.name}.log"
         command = entry.command or self.plan.command
@@ -125,9 +126,11 @@ class _Sweep:
     async def measure_running(self, entry: ModelEntry, url: str) -> None:
         async with self._client(url, entry.model) as client:
             marks = self._marks(entry, kept.running_marks(await client.info(), entry))
-            if not self._is_kept(entry, marks, await self._reference_at(client, entry)):
-                self._announce(entry, f"served at {client.address}")
-                await self._measure(entry, client, marks)
+            if self._is_kept(entry, marks, await self._reference_at(client, entry)):
+                self.result.runs[entry.name] = self._path(entry)
+                return
+            self._announce(entry, f"served at {client.address}")
+            await self._measure(entry, client, marks)
 
     def _announce(self, entry: ModelEntry, doing: str) -> None:
         models = self.plan.models
@@ -155,7 +158,7 @@ class _Sweep:
         return marks
 
     def _is_kept(self, entry: ModelEntry, marks: kept.Marks, reference: str | None) -> bool:
-        """Whether the run is there already; then it is in the result."""
+        """Whether the run is there already."""
         wanted = {**marks, "reference": reference}
         if reference is None or self.plan.models[0].name in self.result.failures:
             # What was compared with the first is not thrown away because that is not at hand today.
@@ -166,7 +169,6 @@ class _Sweep:
         if changed != "" or (entry.url is None and self._is_first(entry) and self._lacks_reference()):
             return False
         _log.info("%s: measured before, %s", entry.name, self._path(entry))
-        self.result.runs[entry.name] = self._path(entry)
         return True
 
     def _lacks_reference(self) -> bool:

@@ -198,8 +198,9 @@ async def create_kld(request: KldRequest, raw_request: Request) -> Response:
         compared = references.comparer.compare(reference, indices, settings)
         positions: dict[int, KldPositions] = {}
         async with aclosing(compared) as in_order:
-            async for index, positions[index], top in in_order:
-                yield await asyncio.to_thread(_window, request, index, positions[index], top)
+            async for index, of_window, top in in_order:
+                positions[index] = of_window
+                yield await asyncio.to_thread(_window, request, index, of_window, top)
         parts = [positions[index] for index in windows]
         lengths = list(map(len, parts))
         figures = await asyncio.to_thread(lambda: statistics(KldPositions.concatenate(parts), lengths, windows.start))

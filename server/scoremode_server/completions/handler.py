@@ -72,9 +72,8 @@ class ScoringHandler:
             with exempt_from_queue_bounds():
                 response = await self.respond(stock, request, raw_request)
         finally:
-            # vLLM's handler does not wait for what it cancels. To await what has ended would end the turn.
-            if not all(task.done() for task in scoring.tasks):
-                await cancel_and_wait(*scoring.tasks)
+            # vLLM's handler does not wait for what it cancels.
+            await cancel_and_wait(*scoring.tasks)
         if isinstance(response, ErrorResponse):
             return response
         content = response.model_dump()

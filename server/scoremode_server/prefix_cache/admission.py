@@ -301,10 +301,12 @@ class RequestQueue:
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and wait until they have ended."""
+    """Cancel tasks, and wait until they have ended. If all have, the caller keeps its turn of the event loop."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ended = asyncio.gather(*tasks, return_exceptions=True)
+    if not all(task.done() for task in tasks):
+        await ended
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:

@@ -195,7 +195,7 @@ class Comparer:
             await self.turns.wait()
             return _positions(window.mark.index, columns)
 
-        # Twice as many windows are read as are in the engine: the workers answer between two of its steps.
+        # More windows are read than are in the engine: the workers answer between two of its steps.
         return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ)
 
     async def export(
