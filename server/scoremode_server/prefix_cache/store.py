@@ -61,24 +61,20 @@ class RowStore:
     def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
         """Store the computed blocks of a sequence, unless they are of an earlier generation. All stored blocks of the
         sequence become the most recently used, as in `get`. Returns how many blocks were evicted."""
-        if generation != self.generation or not self.enabled:
+        if not blocks or generation != self.generation or not self.enabled:
             return 0
         for block_hash in reversed(block_hashes):
-            stored = self._pop(block_hash)
-            if block := max(blocks.get(block_hash, b""), stored, key=len):
+            block, stored = blocks.get(block_hash, b""), self._blocks.get(block_hash, b"")
+            if len(block) > len(stored):
                 self._blocks[block_hash] = block
-                self.num_bytes += len(block) + ENTRY_BYTES
+                self.num_bytes += len(block) - len(stored) + (0 if stored else ENTRY_BYTES)
+            if stored:
+                self._blocks.move_to_end(block_hash)
         num_evicted = 0
         while self.num_bytes > self.max_bytes:
-            self._pop(next(iter(self._blocks)))
+            self.num_bytes -= len(self._blocks.popitem(last=False)[1]) + ENTRY_BYTES
             num_evicted += 1
         return num_evicted
-
-    def _pop(self, block_hash: bytes) -> bytes:
-        """A block that is stored no longer; empty if it was not."""
-        block = self._blocks.pop(block_hash, b"")
-        self.num_bytes -= len(block) + ENTRY_BYTES if block else 0
-        return block
 
     def clear(self) -> None:
         """Drop all rows and start a new generation."""
@@ -105,12 +101,13 @@ class RowStore:
 
     def join(self, blocks: Sequence[bytes], num_columns: int) -> Rows:
         """The rows of blocks, which have at least this many columns."""
-        return Rows.from_bytes(b"".join(self._narrowed(block, num_columns) for block in blocks), num_columns)
+        joined = b"".join(blocks)
+        if len(joined) > len(blocks) * self._block_bytes(num_columns):
+            joined = b"".join(self._narrowed(block, num_columns) for block in blocks)
+        return Rows.from_bytes(joined, num_columns)
 
     def _narrowed(self, block: bytes, num_columns: int) -> bytes:
         stored = (len(block) // _WORD_BYTES // self.block_size) // 2
-        if stored == num_columns:
-            return block
         return Rows.from_bytes(block, stored).first_columns(num_columns).table.tobytes()
 
     def _block_bytes(self, num_columns: int) -> int:
@@ -118,8 +115,8 @@ class RowStore:
 
 
 class BlockHasher:
-    """Hashes the blocks of token sequences, each with the hash of the block before it, as vLLM's prefix cache does. A
-    secret of this process is the key, so that no client can search for collisions.
+    """Hashes the blocks of token sequences, each with all before it. A secret of this process is the key, so that no
+    client can search for collisions.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -133,9 +130,9 @@ class BlockHasher:
         step = self.block_size * token_ids.itemsize
         # The first token has no row, but all rows depend on it.
         first = data[: token_ids.itemsize]
-        parent = blake2b(identity.encode(), key=self._secret, digest_size=HASH_BYTES).digest() + first
-        hashes = []
+        key = blake2b(identity.encode(), key=self._secret, digest_size=HASH_BYTES).digest()
+        running, hashes = blake2b(first, key=key, digest_size=HASH_BYTES), []
         for start in range(token_ids.itemsize, len(data) - step + 1, step):
-            parent = blake2b(data[start : start + step], key=parent, digest_size=HASH_BYTES).digest()
-            hashes.append(parent)
+            running.update(data[start : start + step])
+            hashes.append(running.digest())
         return hashes
