@@ -138,10 +138,10 @@ class ScoringCompletions(ScoringHandler):
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
         stock = self.stock
         prompts = _token_prompts(request)
-        async with self.engine.admission.until_stopped():
-            if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
+        if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
+            async with self.engine.admission.until_stopped():
                 return await stock.render_completion_request(request)
-            error = await stock._check_model(request)
+        error = await stock._check_model(request)
         if error is not None:
             return error
         stock._preflight(request.n or 1)
@@ -196,10 +196,13 @@ class _EngineThatScores:
 
     async def _output(self, index: int, prompt: Any) -> AsyncIterator[RequestOutput]:
         """The only output of a prompt, without its logprobs."""
-        if index == 0:
+        if len(self._asked) == 1:
+            await self._score()
+        elif index == 0:
             self.tasks.append(asyncio.create_task(self._score()))
             # An error is that of the first prompt.
             await self.tasks[0]
+        if index == 0:
             await self._handler.turns.wait()
             self._finished.set()
         await self._finished.wait()

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from scoremode_server.errors import BusyError, OverdueError, TooLargeError, stopping
@@ -78,7 +78,7 @@ class Admission:
         self._show = show
         self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
         self._queues: set[RequestQueue] = set()
-        self._limits: set[asyncio.Timeout] = set()
+        self.limits: set[asyncio.Timeout] = set()
         """Of the tasks that read, tokenize and score requests."""
         self._is_draining = self.is_stopped = False
 
@@ -110,27 +110,10 @@ class Admission:
             if queue.num_sequences:
                 queue.add(-queue.num_sequences, -queue.num_tokens)
 
-    @asynccontextmanager
-    async def until_stopped(self, seconds: float | None = None) -> AsyncGenerator[None, None]:
+    def until_stopped(self, seconds: float | None = None) -> "_Limit":
         """Let this task work on a request, such as tokenize it, until the server stops (UnavailableError)
         or so many seconds are over (OverdueError)."""
-        if self.is_stopped:
-            raise stopping()
-        limit = asyncio.timeout(seconds)
-        self._limits.add(limit)
-        try:
-            async with limit:
-                yield
-        except TimeoutError:
-            # Else it is another one, such as a file system's.
-            if not limit.expired():
-                raise
-            if self.is_stopped:
-                raise stopping() from None
-            message = f"the request was not scored within {seconds:g} s (--request-timeout)"
-            raise OverdueError(message, None) from None
-        finally:
-            self._limits.remove(limit)
+        return _Limit(self, seconds)
 
     @asynccontextmanager
     async def inside(
@@ -186,7 +169,7 @@ class Admission:
                 while self._queues:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
         self.is_stopped = True
-        for limit in self._limits:
+        for limit in self.limits:
             if not limit.expired():
                 limit.reschedule(0)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
@@ -221,6 +204,32 @@ class Admission:
         self._decoding_until = now
         self._num_decoding += num_running
         queue.decoding = (queue.decoding or ((now, self._decoding_seconds),))[0], (now, self._decoding_seconds)
+
+
+@dataclass(slots=True)
+class _Limit:
+    """What `Admission.until_stopped` returns. A request enters it three times, and the event loop would register each
+    if it were a generator."""
+
+    admission: Admission
+    seconds: float | None
+    timeout: asyncio.Timeout = field(init=False)
+
+    async def __aenter__(self) -> None:
+        if self.admission.is_stopped:
+            raise stopping()
+        self.timeout = await asyncio.timeout(self.seconds).__aenter__()
+        self.admission.limits.add(self.timeout)
+
+    async def __aexit__(self, *error: Any) -> None:
+        self.admission.limits.remove(self.timeout)
+        try:
+            await self.timeout.__aexit__(*error)
+        except TimeoutError:
+            if self.admission.is_stopped:
+                raise stopping() from None
+            message = f"the request was not scored within {self.seconds:g} s (--request-timeout)"
+            raise OverdueError(message, None) from None
 
 
 Accept = Callable[[str, int, int], AbstractAsyncContextManager["RequestQueue"]]
@@ -304,9 +313,10 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks, and wait until they have ended. If all have, the caller keeps its turn of the event loop."""
     for task in tasks:
         task.cancel()
-    ended = asyncio.gather(*tasks, return_exceptions=True)
-    if not all(task.done() for task in tasks):
-        await ended
+    if tasks:
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        if not all(task.done() for task in tasks):
+            await ended
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:
