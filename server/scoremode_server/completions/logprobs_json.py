@@ -139,12 +139,12 @@ class LogprobsWriter:
 
         If the engine had the first blocks cached, stored pieces are used, and new ones are stored.
         """
-        token_ids, rows = result.output.prompt_token_ids, result.rows
-        most_rows = max(1, PIECE_ENTRIES // rows.num_columns)
+        token_ids, rows, num_columns = result.output.prompt_token_ids, result.rows, result.rows.num_columns
+        most_rows = max(1, PIECE_ENTRIES // num_columns)
         most_blocks = most_rows // self._block_size
-        stores = result.num_cached_blocks and most_blocks and rows.num_columns <= MAX_STORED_COLUMNS
+        stores = result.num_cached_blocks and most_blocks and num_columns <= MAX_STORED_COLUMNS
         hashes = result.block_hashes if stores else ()
-        keys: list[Key] = [(block_hash, rows.num_columns, style) for block_hash in hashes]
+        keys: list[Key] = [(block_hash, num_columns, style) for block_hash in hashes]
         found, num_found = self._find(keys)
         yield self._first(token_ids[0], style)
         yield from found
@@ -176,9 +176,9 @@ class LogprobsWriter:
         for num_found in range(len(keys), 0, -1):
             pieces: list[Written] = []
             key: Key | None = keys[num_found - 1]
-            while key is not None and (piece := self._stored.get(key)) is not None:
-                pieces.append(piece)
-                key = piece.before
+            while key is not None and key in self._stored:
+                pieces.append(self._stored[key])
+                key = pieces[-1].before
             if key is None:
                 return pieces[::-1], num_found
         return [], 0
