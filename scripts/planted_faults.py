@@ -99,11 +99,11 @@ SERVER_FAULTS = {
         ("start += piece.rows.stop - piece.rows.start", "start += piece.num_wanted"),
     ],
     "prefix_cache/store.py < prefix_cache/test_store.py": [
-        ("digest_size=HASH_BYTES).digest() + first", "digest_size=HASH_BYTES).digest()"),
+        ("blake2b(first, key=key", "blake2b(key=key"),
         ("len(data) - step + 1, step", "len(data) - step, step"),
         ("in reversed(block_hashes):\n            block = self", "in block_hashes:\n            block = self"),
-        ("-= len(block) + ENTRY_BYTES if block else 0", "-= len(block)"),
-        ("if generation != self.generation or not self.enabled:", "if not self.enabled:"),
+        ("popitem(last=False)[1]) + ENTRY_BYTES", "popitem(last=False)[1])"),
+        ("if not blocks or generation != self.generation or not self.enabled:", "if not blocks or not self.enabled:"),
     ],
     "prefix_cache/engine.py < prefix_cache scoring/test_scorer.py": [
         ("repr((self._store.generation, adapter, salt,", "repr((self._store.generation, salt,"),
@@ -149,7 +149,7 @@ SERVER_FAULTS = {
     "completions/logprobs_json.py < completions": [
         ("lengths.cumsum() - lengths", "lengths.cumsum()"),
         ("shown.cumsum(axis=1) > num_top + 1", "shown.cumsum(axis=1) > num_top"),
-        ("rows.num_columns, style) for", "rows.num_columns, Style(style.num_top, False)) for"),
+        ("num_columns, style) for", "num_columns, Style(style.num_top, False)) for"),
     ],
     "completions/prompt_texts.py < completions/test_prompt_texts.py": [
         ("text.endswith(before.lstrip(INCOMPLETE))", "True")

@@ -34,6 +34,13 @@ async def test_four_options_at_once_compute_their_prefix_once(shared: int):
     assert made.counted("joined") == 3
 
 
+@pytest.mark.parametrize(("tops", "joined"), [((0, 2), 0), ((2, 0), 1), ((0, 2, 2), 1)])
+async def test_a_request_waits_only_for_one_with_as_many_columns(tops: tuple[int, ...], joined: int):
+    made = setup(in_order=True)
+    await asyncio.gather(*(made.ask(Ask(list(range(41)), top)) for top in tops))
+    assert (made.engine.num_requests, made.counted("joined")) == (len(tops), joined)
+
+
 async def test_an_adapter_of_the_same_id_and_name_from_another_path_shares_nothing(monkeypatch: pytest.MonkeyPatch):
     made = setup()
     await made.ask(Ask(list(range(13)), adapter=1))
