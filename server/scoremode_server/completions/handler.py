@@ -72,7 +72,7 @@ class ScoringHandler:
             with exempt_from_queue_bounds():
                 response = await self.respond(stock, request, raw_request)
         finally:
-            # vLLM's handler does not wait for what it cancels.
+            # Of several prompts, vLLM's handler does not wait for those that it cancels.
             await cancel_and_wait(*scoring.tasks)
         if isinstance(response, ErrorResponse):
             return response
@@ -138,10 +138,10 @@ class ScoringCompletions(ScoringHandler):
         """vLLM's check and rendering. Token ids, unless there are many, are decoded after they are scored."""
         stock = self.stock
         prompts = _token_prompts(request)
-        if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
-            async with self.engine.admission.until_stopped():
+        async with self.engine.admission.until_stopped():
+            if stock.renderer.tokenizer is None or sum(map(len, prompts)) not in range(1, DECODED_AT_ONCE + 1):
                 return await stock.render_completion_request(request)
-        error = await stock._check_model(request)
+            error = await stock._check_model(request)
         if error is not None:
             return error
         stock._preflight(request.n or 1)

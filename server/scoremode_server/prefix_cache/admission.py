@@ -78,7 +78,7 @@ class Admission:
         self._show = show
         self._waiting: dict[RequestQueue, deque[_Waiting]] = {}
         self._queues: set[RequestQueue] = set()
-        self.limits: set[asyncio.Timeout] = set()
+        self.timeouts: set[asyncio.Timeout] = set()
         """Of the tasks that read, tokenize and score requests."""
         self._is_draining = self.is_stopped = False
 
@@ -169,9 +169,9 @@ class Admission:
                 while self._queues:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
         self.is_stopped = True
-        for limit in self.limits:
-            if not limit.expired():
-                limit.reschedule(0)
+        for timeout in self.timeouts:
+            if not timeout.expired():
+                timeout.reschedule(0)
         await self.abort([request_id for queue in self._queues for request_id in queue.running])
 
     def _next(self) -> _Waiting | None:
@@ -219,10 +219,10 @@ class _Limit:
         if self.admission.is_stopped:
             raise stopping()
         self.timeout = await asyncio.timeout(self.seconds).__aenter__()
-        self.admission.limits.add(self.timeout)
+        self.admission.timeouts.add(self.timeout)
 
     async def __aexit__(self, *error: Any) -> None:
-        self.admission.limits.remove(self.timeout)
+        self.admission.timeouts.remove(self.timeout)
         try:
             await self.timeout.__aexit__(*error)
         except TimeoutError:
@@ -313,10 +313,9 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks, and wait until they have ended. If all have, the caller keeps its turn of the event loop."""
     for task in tasks:
         task.cancel()
-    if tasks:
-        ended = asyncio.gather(*tasks, return_exceptions=True)
-        if not all(task.done() for task in tasks):
-            await ended
+    ended = asyncio.gather(*tasks, return_exceptions=True)
+    if not all(task.done() for task in tasks):
+        await ended
 
 
 async def _first(tasks: deque[asyncio.Task[T]]) -> T:

@@ -59,8 +59,8 @@ class RowStore:
         return found
 
     def put(self, generation: int, block_hashes: Sequence[bytes], blocks: Mapping[bytes, bytes]) -> int:
-        """Store the computed blocks of a sequence, unless they are of an earlier generation. All stored blocks of the
-        sequence become the most recently used, as in `get`. Returns how many blocks were evicted."""
+        """Store the computed blocks of a sequence, unless they are of an earlier generation. With them, all its stored
+        blocks become the most recently used, as in `get`. Returns how many blocks were evicted."""
         if not blocks or generation != self.generation or not self.enabled:
             return 0
         for block_hash in reversed(block_hashes):
