@@ -2,9 +2,9 @@
 
     python bench/builds.py TOKENIZER LOGS --build before=FOLDER --build after=FOLDER [OPTION...] [any vllm serve flag]
 
-TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the servers' logs and for all figures (builds.json).
-FOLDER holds an installed wheel. It goes first on its server's PYTHONPATH; several, joined by colons, may bring another
-vLLM too:
+TOKENIZER is the folder of any model's tokenizer, LOGS a folder for the servers' logs, all figures (builds.json) and,
+while it runs, references. FOLDER holds an installed wheel. It goes first on its server's PYTHONPATH; several, joined by
+colons, may bring another vLLM too:
 
     bench/build_wheel.sh REVISION wheels && pip install --no-deps --no-index --target FOLDER wheels/scoremode-*.whl
 
@@ -12,9 +12,11 @@ Builds may also differ in flags and environment: `--flags after="--score-cache-b
 build that `--stock` names is served by vLLM's own command without plugins, and gets the loads that it has routes for.
 
 All servers of a shape start at once and share the GPU. In every turn each build gets the same requests, drawn anew for
-the turn, in an order that rotates. Ratios are those of paired turns, with 95 % intervals: to the first build, and to
-the same build's rate of tokens under the load's floor (such as `prefill`), where that is measured too. Loads are those
-of bench/loads.py. CPU time is what a process used from a load's first request to 0.1 s after its last answer.
+the turn, in an order that rotates. On a host that others use too, a rate over 0.2 s is hardly less certain than one
+over 2 s, so many short turns (`--loads choices --count choices=80 --turns 400`) say more than as long a time of long
+ones. Ratios are those of paired turns, with 95 % intervals: to the first build, and to the same build's rate of tokens
+under the load's floor (such as `prefill`), where that is measured too. Loads are those of bench/loads.py. CPU time is
+what a process used from a load's first request to 0.1 s after its last answer.
 """
 
 import argparse
@@ -118,11 +120,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=DEFAULT_LOADS)
     parser.add_argument("--count", type=assignment, action="append", default=[], metavar="LOAD=N", help="requests")
     parser.add_argument("--text", default=str(TEXT), help="what `ppl-client --dataset` reads")
-    parser.add_argument("--reference-dir", type=Path, help="default: LOGS/references")
     parser.add_argument("--turns", type=int, default=8)
     options, flags = parser.parse_known_args()
     options.builds = read_builds(options)
-    options.reference_dir = (options.reference_dir or options.logs / "references").absolute()
+    options.logs = options.logs.absolute()
     return options, flags
 
 
@@ -199,39 +200,43 @@ class Turns:
             print(f"  turn {turn + 1} of {self.options.turns} took {time.monotonic() - start:.1f} s", flush=True)
 
     def _run(self, shape: str, load: str, turn: int, count: int, sets: int) -> list[Run]:
-        """One load on each build that has its route."""
+        """One load on each build that has its route. A set of requests is sent to all of them before the next set."""
         source = Source(shape, self.options.tokenizer, self.options.text)
-        drawn = [LOADS[load].draw(source, count, f"{shape} {load} {turn} {number}") for number in range(sets)]
-        runs = []
-        for name in rotated(list(self.options.builds), turn):
-            build, server = self.options.builds[name], self.servers[f"{shape} {name}"]
-            if LOADS[load].is_on_stock or not build.is_stock:
-                target = Target(server.url, build.environment)
-                runs.append(measure(server.pid, target, drawn, shape=shape, load=load, turn=turn, build=name))
-        return runs
+        builds = self.options.builds
+        names = [name for name in builds if LOADS[load].is_on_stock or not builds[name].is_stock]
+        sums: dict[str, Counter[str]] = {name: Counter() for name in names}
+        for number in range(sets):
+            drawn = LOADS[load].draw(source, count, f"{shape} {load} {turn} {number}")
+            for name in rotated(names, turn + number):
+                server = self.servers[f"{shape} {name}"]
+                sums[name].update(measure(server.pid, Target(server.url, builds[name].environment), drawn))
+        return [finished(sums[name], shape=shape, load=load, turn=turn, build=name) for name in rotated(names, turn)]
 
     def _count(self, shape: str, load: str) -> int:
         usual = LOADS[load].count_1b if shape == "1b" else 0
         return self.counts.get(load) or usual or LOADS[load].count
 
 
-def measure(server: int, target: Target, drawn: Sequence[Drawn], **which: Any) -> Run:
-    """Send each set of requests to the server with this process id, and sum up.
+def measure(server: int, target: Target, drawn: Drawn) -> dict[str, float]:
+    """Send requests to the server with this process id."""
+    drawn.before(target)
+    before = cpu_seconds(server)
+    rate = drawn.send(target)
+    time.sleep(SETTLE_SECONDS)
+    used = cpu_seconds(server) - before
+    drawn.after(target)
+    return {**asdict(rate), "api_cpu_seconds": used.api, "engine_cpu_seconds": used.engine}
+
+
+def finished(sums: Counter[str], **which: Any) -> Run:
+    """A run of which all sets were sent.
 
     Raises:
         RuntimeError: a request failed.
     """
-    sums: Counter[str] = Counter()
-    for requests in drawn:
-        requests.before(target)
-        before = cpu_seconds(server)
-        rate = requests.send(target)
-        time.sleep(SETTLE_SECONDS)
-        sums.update(asdict(rate) | asdict(cpu_seconds(server) - before))
-        requests.after(target)
     if failed := sums.pop("failed"):
         raise RuntimeError(f"{which}: {failed} requests failed")
-    run = Run(**which, api_cpu_seconds=sums.pop("api"), engine_cpu_seconds=sums.pop("engine"), **sums)
+    run = Run(**which, **sums)
     print(
         f"    {run.shape} {run.load} {run.build}: {run.requests_per_second:,.1f} req/s, {run.seconds:.2f} s, "
         f"CPU ms per request: API server {run.api_milliseconds:.2f}, engine {run.engine_milliseconds:.2f}",
@@ -293,7 +298,7 @@ def servers_of(shapes: list[str], options: argparse.Namespace, flags: list[str],
     """A server for every build on every shape."""
     needed = [flag for load in options.loads for flag in LOADS[load].flags]
     keeps_references = not {"record", "kld"}.isdisjoint(options.loads)
-    references = ["--reference-dir", str(options.reference_dir)] if keeps_references else []
+    references = ["--reference-dir", str(folder / "references")] if keeps_references else []
     return {
         f"{shape} {name}": shape_server(
             shape,
@@ -319,7 +324,7 @@ def main() -> None:
     for shapes in groups:
         start = time.monotonic()
         with (
-            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory(dir=options.logs) as folder,
             starting(servers_of(shapes, options, flags, Path(folder)), options.logs) as futures,
         ):
             turns = Turns({name: future.result() for name, future in futures.items()}, shapes, options)

@@ -9,7 +9,7 @@ mmlu       a subject's questions to `/v1/score`, 32 per request: 600 to 900 shar
 questions  such prompts as prefill, one per request, to compare questions per second with
 alone      1,023 random tokens through `/v1/score`, one request after another
 record     windows of 2,048 tokens, recorded as a reference by one request
-kld        such a reference's windows, one per request to `/v1/kld`; recording is not timed
+kld        the windows of such a reference, one per request to `/v1/kld`; each server has recorded it once
 windows    prefill of windows of 2,048 tokens of a text, 512 apart
 text       the same windows by the whole command `ppl-client`, from its start as a process to its end
 documents  prefill of documents of 64 to 2,000 random tokens
@@ -39,7 +39,6 @@ from tokenizers import Tokenizer
 IN_FLIGHT = 64
 TIMEOUT_SECONDS = 900
 WINDOW, STRIDE = 2048, 512
-REFERENCE = "bench"
 CHARACTERS_PER_TOKEN = 8
 """More than English has, so that a text cut to this is still long enough."""
 SHORTEST, LONGEST = 64, 2000
@@ -87,7 +86,7 @@ class Drawn:
     """The requests of a load. Only `send` is timed."""
 
     send: Callable[[Target], Rate]
-    before: Callable[[Target], None] = lambda target: None
+    before: Callable[[Target], object] = lambda target: None
     after: Callable[[Target], None] = lambda target: None
 
 
@@ -176,18 +175,17 @@ def draw_mmlu(source: Source, count: int, seed: str, *, prefill: bool = False) -
     return Drawn(lambda target: replace(done.send(target), tokens=sum(map(len, prompts)), requests=count))
 
 
-def forget(target: Target) -> None:
-    """Delete the reference; an interrupted run may have left one."""
-    response = httpx.delete(f"{target.url}/v1/references/{REFERENCE}", timeout=TIMEOUT_SECONDS)
-    if response.status_code != 404:
-        response.raise_for_status()
+def forget(name: str, target: Target) -> None:
+    """Delete a reference."""
+    response = httpx.delete(f"{target.url}/v1/references/{name}", timeout=TIMEOUT_SECONDS)
+    response.raise_for_status()
 
 
-def record(windows: Sequence[Sequence[int]], target: Target) -> Rate:
+def record(name: str, windows: Sequence[Sequence[int]], target: Target) -> Rate:
     """Keep what the server's model says of the windows."""
     # `disjoint` leaves out a window that ends with the text.
     tokens = [token for window in windows for token in window] + [windows[0][0]]
-    body = {"name": REFERENCE, "prompt": tokens, "method": "disjoint", "context_length": WINDOW}
+    body = {"name": name, "prompt": tokens, "method": "disjoint", "context_length": WINDOW}
     start = time.perf_counter()
     response = httpx.post(f"{target.url}/v1/references", json=body, timeout=TIMEOUT_SECONDS).raise_for_status()
     seconds = time.perf_counter() - start
@@ -200,25 +198,25 @@ def record(windows: Sequence[Sequence[int]], target: Target) -> Rate:
 
 def draw_record(source: Source, count: int, seed: str) -> Drawn:
     rng = random.Random(seed)
-    return Drawn(partial(record, [random_tokens(rng, WINDOW) for _ in range(count)]), before=forget, after=forget)
+    windows = [random_tokens(rng, WINDOW) for _ in range(count)]
+    return Drawn(partial(record, "recorded", windows), after=partial(forget, "recorded"))
+
+
+@cache
+def recorded(url: str, count: int) -> str:
+    """The name of a server's reference of so many windows."""
+    name = f"kld-{httpx.URL(url).port}-{count}"
+    record(name, [random_tokens(random.Random(index), WINDOW) for index in range(count)], Target(url, {}))
+    return name
 
 
 def draw_kld(source: Source, count: int, seed: str) -> Drawn:
-    rng = random.Random(seed)
-    windows = [random_tokens(rng, WINDOW) for _ in range(count)]
-    bodies = [{"reference": REFERENCE, "windows": [index, index + 1], **SCORE} for index in range(count)]
-
-    def prepare(target: Target) -> None:
-        forget(target)
-        record(windows, target)
-        # The first request loads the reference's LM head.
-        httpx.post(f"{target.url}/v1/kld", json=bodies[0], timeout=TIMEOUT_SECONDS).raise_for_status()
-
     def send(target: Target) -> Rate:
-        rate = asyncio.run(send_all(f"{target.url}/v1/kld", bodies))
-        return replace(rate, tokens=count * WINDOW)
+        reference = recorded(target.url, count)
+        bodies = [{"reference": reference, "windows": [index, index + 1], **SCORE} for index in range(count)]
+        return replace(asyncio.run(send_all(f"{target.url}/v1/kld", bodies)), tokens=count * WINDOW)
 
-    return Drawn(send, before=prepare, after=forget)
+    return Drawn(send, before=lambda target: recorded(target.url, count))
 
 
 def piece_of(name: str, count: int, seed: str) -> str:
