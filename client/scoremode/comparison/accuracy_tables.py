@@ -25,7 +25,7 @@ def tasks_as_csv(tasks: TaskComparison) -> Iterator[CsvRow]:
         for row in model.all_rows:
             figures, flips = row.figures, row.figures.flips
             low, high = figures.interval
-            shared = {"run": model.label, "beside": tasks.base, "task": row.task}
+            shared = {"run": model.label, "base": tasks.base, "task": row.task}
             difference = {"figure": "accuracy_difference", "value": flips.difference, "low": low, "high": high}
             yield {**shared, **difference, "verdict": figures.verdict}
             values = {

@@ -45,7 +45,7 @@ class Figure:
     """Ends of the 95 % interval that treats neighboring tokens as dependent; None where it cannot be computed."""
     high: float | None
 
-    def through(self, function: Callable[[float], float], slope: float | None) -> "Figure":
+    def mapped(self, function: Callable[[float], float], slope: float | None) -> "Figure":
         """Apply a monotonic function to the value and the ends; `slope`, its absolute slope there, scales the error."""
         stderr = None if self.stderr is None or slope is None else slope * self.stderr
         if self.low is None or self.high is None:
@@ -273,7 +273,7 @@ class _Sample:
             kld=kld,
             **{name: None if ordered is None else quantile(ordered, at) for name, at in names.items()},
             same_top_p=self._clipped_mean(run, "same_top", 1),
-            delta_p_rms=square and square.through(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
+            delta_p_rms=square and square.mapped(math.sqrt, 0.5 / math.sqrt(square.value) if square.value else None),
             kld_over_noise_floor=kld.value / noise_floor if kld is not None and noise_floor else None,
         )
 
@@ -358,7 +358,7 @@ def _noise_floors(runs: Sequence[RunFile]) -> dict[object, float]:
 
 
 def _exponential(of: Figure) -> Figure:
-    return of.through(exp, exp(of.value))
+    return of.mapped(exp, exp(of.value))
 
 
 def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
@@ -366,7 +366,7 @@ def _bits_per_byte(run: RunFile, nll: Figure) -> Figure | None:
         return None
     num_tokens = run.num_scored if run.method in EXHAUSTIVE_METHODS else run.num_tokens
     factor = bits_per_byte(num_tokens, run.num_bytes)
-    return nll.through(lambda value: factor * value, factor)
+    return nll.mapped(lambda value: factor * value, factor)
 
 
 def _verdict(difference: Figure, least: float = 0.0) -> Verdict:

@@ -81,8 +81,8 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
     known: dict[str, Any] = {name: printed[label].value for name, label in _QUANTILES.items() if label in printed}
     for name, label in _PERCENTAGES.items():
         if label in printed:
-            known[name] = printed[label].through(lambda percent: percent / 100, 1 / 100)
-    nll = perplexity.through(math.log, 1 / perplexity.value)
+            known[name] = printed[label].mapped(lambda percent: percent / 100, 1 / 100)
+    nll = perplexity.mapped(math.log, 1 / perplexity.value)
     return RunFigures(log, nll, perplexity, kld=printed.get("Mean KLD"), **known)
 
 

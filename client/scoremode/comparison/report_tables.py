@@ -120,10 +120,10 @@ def pair_matrices(comparison: RunComparison) -> list[Matrix]:
     differences: dict[tuple[str, str], Cell] = {}
     for pair in comparison.pairs:
         ratio, more = pair.ppl_ratio, pair.kld_difference
-        inverse = ratio.through(_inverse, _inverse(ratio.value) ** 2)
+        inverse = ratio.mapped(_inverse, _inverse(ratio.value) ** 2)
         ratios |= _pair_cells(pair, pair.verdict, "perplexity", "times", (ratio, inverse))
         if more is not None and pair.kld_verdict is not None:
-            both = (more, more.through(operator.neg, 1))
+            both = (more, more.mapped(operator.neg, 1))
             differences |= _pair_cells(pair, pair.kld_verdict, "mean KL divergence", "nats", both, sign="+")
     labels = [figures.run.label for figures in comparison.runs]
     # Any model diverges more than the reference's own.

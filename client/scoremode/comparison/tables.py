@@ -14,7 +14,7 @@ from scoremode.runs.presets import comparable_with
 
 CsvRow = dict[str, object]
 _CSV_HEADER = (
-    *("run", "beside", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict"),
+    *("run", "base", "quantization", "dtype", "figure", "value", "stderr", "low", "high", "verdict"),
     *("path", "corpus", "corpus_sha256", "figures", "model", "revision", "versions", "device", "finished", "task"),
     *("by", "group"),
 )
@@ -59,7 +59,7 @@ def paragraphs(*parts: Sequence[str]) -> str:
 
 
 def as_csv(comparison: RunComparison | None, accuracies: Iterable[CsvRow] = ()) -> str:
-    """One line per figure that is known, in full precision. A pair's `run` is the second, `beside` the first."""
+    """One line per figure that is known, in full precision. A pair's `run` is the second, `base` the first."""
     rows = [*(() if comparison is None else _csv_rows(comparison)), *accuracies]
     file = io.StringIO()
     writer = csv.DictWriter(file, _CSV_HEADER, lineterminator="\n")
@@ -81,12 +81,12 @@ def _csv_rows(comparison: RunComparison) -> Iterator[CsvRow]:
         verdicts = {"ln_ppl_ratio": pair.verdict, "ppl_ratio": pair.verdict, "ppl_difference": None}
         for name, verdict in {**verdicts, "kld_difference": pair.kld_verdict}.items():
             row = _csv_row(pair.second, name, getattr(pair, name))
-            yield {**row, "beside": pair.first.label, "verdict": verdict}
+            yield {**row, "base": pair.first.label, "verdict": verdict}
     for each in comparison.groups:
         for name, value in each.known.items():
-            beside = comparison.base.label if name == "ppl_ratio" else ""
+            base = comparison.base.label if name == "ppl_ratio" else ""
             row = _csv_row(each.run, name, value)
-            yield {**row, "beside": beside, "by": each.group.by, "group": each.group.name}
+            yield {**row, "base": base, "by": each.group.by, "group": each.group.name}
 
 
 def _csv_row(run: RunFile, name: str, value: Figure | float | None) -> CsvRow:

@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import OutputError, ResponseError
-from scoremode.runs.plan import obstacles
+from scoremode.runs.plan import conflicts
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def open_journal(path: Path, plan: Measurement[Result]) -> Journal[Result]:
 
 def check_same_run(path: Path, found: Mapping[str, object], wanted: Mapping[str, object], other_way: str) -> None:
     """Refuse a file of finished work whose header is that of another run."""
-    if differing := obstacles(path, found, wanted):
+    if differing := conflicts(path, found, wanted):
         raise OutputError(f"{path} is of another run: {differing}; give the options of that run, or {other_way}")
 
 

@@ -250,7 +250,7 @@ def server_header(server: ServerInfo) -> dict[str, object]:
     }
 
 
-def obstacles(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+def conflicts(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """Why a file with the header `found` cannot be resumed as a run with the header `wanted`; empty if it can. Other
     GPUs or kernels do not prevent it: they are logged."""
     kept, now = (

@@ -56,7 +56,7 @@ class _Waiting:
     num_tokens: int
     gate: Gate | None
     decodes: bool
-    is_inside: bool = False
+    is_running: bool = False
 
 
 class Admission:
@@ -116,11 +116,11 @@ class Admission:
         return _Limit(self, seconds)
 
     @asynccontextmanager
-    async def inside(
+    async def slot(
         self, queue: "RequestQueue", request_id: str, num_tokens: int, gate: Gate | None, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
-        """Wait until a sequence, of which `num_tokens` must be computed, may enter the engine and its gate is open. It
-        is in the engine inside this; it `decodes` in another lane than prefill."""
+        """A place in the engine for a sequence, of which `num_tokens` must be computed; entering waits until there is
+        one and the sequence's gate is open. It `decodes` in another lane than prefill."""
         waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, gate, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
@@ -133,7 +133,7 @@ class Admission:
             yield
         finally:
             queue.running.discard(request_id)
-            if waiting.is_inside:
+            if waiting.is_running:
                 self._count(waiting, -1)
             # Others may enter, and cancelled tasks must not hold them up.
             self.admit_waiting()
@@ -147,7 +147,7 @@ class Admission:
                 # After all other requests.
                 self._waiting[first.queue] = line
             if not first.admitted.done():
-                first.is_inside = True
+                first.is_running = True
                 self._count(first, 1)
                 first.admitted.set_result(None)
 

@@ -150,11 +150,11 @@ async def in_engine(
     num_fed = len(request.token_ids) - (request.spec.last_token is not None)
     # Of a step, where it has a chunk in each.
     num_tokens = request.spec.chunk or num_fed - num_known
-    inside: Any = nullcontext()
+    slot: Any = nullcontext()
     if queue is not None:
-        inside = queue.admission.inside(queue, request_id, num_tokens, request.gate, decodes=bool(request.spec.chunk))
+        slot = queue.admission.slot(queue, request_id, num_tokens, request.gate, decodes=bool(request.spec.chunk))
     try:
-        async with inside:
+        async with slot:
             with exempt_from_queue_bounds():
                 async for part in engine.generate(request.prompt, params, request_id, **request.options):
                     output = part

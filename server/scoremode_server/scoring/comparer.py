@@ -24,7 +24,7 @@ from scoremode_server.rows import Columns, missing_row
 from scoremode_server.scoring.limits import Limits
 from scoremode_server.scoring.references import References
 from scoremode_server.scoring.scorer import ScoreSettings, Turns
-from scoremode_server.scoring.worker_files import STEPS_READ, UnreadableFileError, WorkerFiles
+from scoremode_server.scoring.worker_files import STEPS_READ_AHEAD, UnreadableFileError, WorkerFiles
 from scoremode_server.settings import REFERENCE_HEADS_FLAG
 from scoremode_server.vllm_patches.row_spec import RowSpec, WindowMark
 from scoremode_server.vllm_patches.worker_extension import call_workers
@@ -196,7 +196,7 @@ class Comparer:
             return _positions(window.mark.index, columns)
 
         # More windows are read than are in the engine: the workers answer between two of its steps.
-        return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ)
+        return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ_AHEAD)
 
     async def export(
         self, reference: StoredReference, indices: range, settings: ScoreSettings

@@ -127,7 +127,7 @@ class Recorder:
         """Wait until a worker has written a window or the LM head."""
         try:
             async with asyncio.timeout(SECONDS_TO_WRITE):
-                await self.files.done(ticket)
+                await self.files.wait_until_done(ticket)
         except TimeoutError:
             failure = f"{what} is not there after {SECONDS_TO_WRITE} s"
             raise self.references.unwritable(reference.name, failure) from None

@@ -33,10 +33,10 @@ which neither is compared."""
 IDLE_SECONDS = 0.5
 """Time without requests for its windows after which a reference releases its head; the memory is kept until needed."""
 
-HEADS_IN_LINE = 2
+HEADS_AT_ONCE = 2
 """LM heads that workers read or keep on the host until there is memory for them on the device."""
 
-STEPS_READ = 3
+STEPS_READ_AHEAD = 3
 """Tokens of a reference's windows that workers may read or keep at once, as a multiple of `EngineSize.tokens`: some are
 in the engine, and some wait for it."""
 
@@ -90,7 +90,7 @@ class _Engine:
     rank: int
     references: dict[str, _Reference] = field(default_factory=dict)
     """By the key of the LM head."""
-    in_line: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HEADS_IN_LINE))
+    head_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(HEADS_AT_ONCE))
     orders: list[tuple[Any, ...]] = field(default_factory=list)
     """For the next call: see `WorkerWindows.exchange`."""
     is_contended: bool = False
@@ -151,7 +151,7 @@ class WorkerFiles:
         reference = engine.references.setdefault(mark.head, _Reference(mark, head, Gate(self._admission)))
         reference.num_windows += 1
         try:
-            await reference.reserve(num_tokens, STEPS_READ * self._admission.size.tokens)
+            await reference.reserve(num_tokens, STEPS_READ_AHEAD * self._admission.size.tokens)
             engine.orders.append(("read window", asdict(mark)))
             try:
                 await self._read(mark.ticket, f"window {mark.index}", engine, reference)
@@ -180,14 +180,14 @@ class WorkerFiles:
         """Have a reference's head placed, and let its windows in until its turn is over."""
         key, gate, is_usable = reference.mark.head, reference.gate, False
         try:
-            async with engine.in_line:
+            async with engine.head_slots:
                 # While a head waits for memory, hold no other: API servers that hold one by turns would never free it.
                 while engine.is_contended:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
                 engine.orders.append(("hold head", asdict(reference.mark), self._holder, reference.head.model_dump()))
                 await self._read(key, "the LM head", engine, reference)
                 engine.orders.append(("place head", key))
-                await self.done(key, engine.rank)
+                await self.wait_until_done(key, engine.rank)
             is_usable = True
             gate.open()
             began = time.monotonic()
@@ -205,12 +205,12 @@ class WorkerFiles:
     async def _read(self, ticket: str, what: str, engine: _Engine, reference: _Reference) -> None:
         try:
             async with asyncio.timeout(SECONDS_TO_READ):
-                await self.done(ticket, engine.rank)
+                await self.wait_until_done(ticket, engine.rank)
         except TimeoutError:
             late = f"{what} was not read within {SECONDS_TO_READ} s; does its file system answer?"
             raise UnavailableError(f"reference {reference.mark.reference!r}: {late}", "reference") from None
 
-    async def done(self, ticket: str, rank: int | None = None) -> None:
+    async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
         """Wait until all workers of an engine have done what was ordered, or one worker of any engine."""
         outcome: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank

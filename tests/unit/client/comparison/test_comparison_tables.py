@@ -55,7 +55,7 @@ def test_text_has_settings_runs_and_pairs_in_120_columns(comparison):
 
 def test_csv_has_every_figure_in_full(comparison):
     rows = list(csv.DictReader(io.StringIO(as_csv(comparison))))
-    found = {(row["run"], row["beside"], row["figure"]): row for row in rows}
+    found = {(row["run"], row["base"], row["figure"]): row for row in rows}
     assert len(found) == len(rows)
     int4, pair = comparison.runs[2], comparison.pairs[1]
     for key, figure, verdict in (

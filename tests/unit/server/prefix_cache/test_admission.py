@@ -26,7 +26,7 @@ class Engine:
     async def score(
         self, queue: RequestQueue, name: str, num_tokens: int = 10, gate: Gate | None = None, decodes: bool = False
     ) -> str:
-        async with self.admission.inside(queue, name, num_tokens, gate, decodes=decodes):
+        async with self.admission.slot(queue, name, num_tokens, gate, decodes=decodes):
             self.inside[name] = asyncio.Event()
             try:
                 await self.inside[name].wait()

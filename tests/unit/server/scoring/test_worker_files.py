@@ -77,7 +77,7 @@ async def enter(files: WorkerFiles, window: WindowMark, admission: Admission) ->
     async with (
         files.loaded(window, HEAD, 8) as (gate, _),
         admission.request(1, 8) as queue,
-        admission.inside(queue, window.ticket, 8, gate),
+        admission.slot(queue, window.ticket, 8, gate),
     ):
         pass
 
@@ -193,7 +193,7 @@ async def test_those_who_wait_get_an_answer_when_the_engine_is_gone(
     files = WorkerFiles(workers, admission)
     at_gate = asyncio.create_task(enter(files, mark("base"), admission))
     unread = asyncio.create_task(enter(files, mark("base", 1), admission))
-    unwritten = asyncio.create_task(files.done("ticket"))
+    unwritten = asyncio.create_task(files.wait_until_done("ticket"))
     await until(lambda: admission._waiting)
     is_gone, admission.is_stopped = True, how == "stops"
     for waiting in (at_gate, unread, unwritten):
