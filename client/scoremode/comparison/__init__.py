@@ -10,7 +10,8 @@
 It needs the extra `report`.
 """
 
-from scoremode.comparison.compare import Figure, GroupFigures, PairFigures, RunComparison, RunFigures, Verdict, compare
+from scoremode.comparison.compare import compare
+from scoremode.comparison.figures import Figure, GroupFigures, PairFigures, RunComparison, RunFigures, Verdict
 from scoremode.comparison.run_file import RunFile, load_run, load_runs
 from scoremode.comparison.summary import summary
 

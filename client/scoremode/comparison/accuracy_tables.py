@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison, TaskRow
+from scoremode.accuracy.compare_tasks import FlippedAnswer, ModelTasks, TaskComparison
 from scoremode.accuracy.flips import TaskFigures
 from scoremode.accuracy.samples import Sample
 from scoremode.comparison.tables import Column, CsvRow, aligned, escaped, markdown_rows, paragraphs
@@ -72,9 +72,11 @@ def _columns(tasks: TaskComparison, model: ModelTasks) -> list[Column]:
     rows = model.all_rows
     figures = [row.figures for row in rows]
     flips = [each.flips for each in figures]
+    judges = [row.metric if row.filter in ("", "none") else f"{row.metric}, {row.filter}" for row in rows]
+    verdicts = [each.verdict + ("" if each.num_needed is None else f": {each.num_needed:,} needed") for each in figures]
     return [
         Column("task", [row.task for row in rows], right=False),
-        Column("judged by", [_judged_by(row) for row in rows], right=False),
+        Column("judged by", judges, right=False),
         Column("questions", [f"{each.num_questions:,}" for each in flips]),
         Column(f"{tasks.base}, %", [f"{100 * each.base_accuracy:.2f}" for each in flips]),
         Column(f"{model.label}, %", [f"{100 * each.accuracy:.2f}" for each in flips]),
@@ -83,21 +85,13 @@ def _columns(tasks: TaskComparison, model: ModelTasks) -> list[Column]:
         Column("gained", [f"{each.gained:,}" for each in flips]),
         Column("p", ["< 0.0001" if each.p < 1e-4 else f"{each.p:.4f}" for each in figures]),
         Column("smallest shown", [f"{100 * each.smallest_shown:.2f}" for each in figures]),
-        Column("verdict", [_verdict(each) for each in figures], right=False),
+        Column("verdict", verdicts, right=False),
     ]
-
-
-def _judged_by(row: TaskRow) -> str:
-    return row.metric if row.filter in ("", "none") else f"{row.metric}, {row.filter}"
 
 
 def _difference(figures: TaskFigures) -> str:
     low, high = figures.interval
     return f"{100 * figures.flips.difference:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]"
-
-
-def _verdict(figures: TaskFigures) -> str:
-    return figures.verdict + ("" if figures.num_needed is None else f": {figures.num_needed:,} needed")
 
 
 def _margin(sample: Sample) -> float:

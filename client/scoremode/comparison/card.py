@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from scoremode._printable import printable
-from scoremode.comparison.compare import Figure, RunComparison, RunFigures, ppl_change
+from scoremode.comparison.figures import Figure, RunComparison, RunFigures
 from scoremode.comparison.run_file import compare_command, model_name
 from scoremode.comparison.summary import computed_differently
 from scoremode.comparison.tables import escaped, measured_by
@@ -50,7 +50,7 @@ def _row(comparison: RunComparison, figures: RunFigures) -> tuple[str, ...]:
         "" if run.gib is None else f"{run.gib:.2f}",
         "" if run.bits_per_weight is None else f"{run.bits_per_weight:.2f}",
         _with_error(figures.perplexity),
-        _with_error(ppl_change(comparison, run), 100, "+"),
+        _with_error(comparison.ppl_change(run), 100, "+"),
         "0" if is_same else _with_error(figures.kld),
         "0" if is_same else _number(figures.kld_p999, None),
         "" if figures.delta_p_rms is None else f"{100 * figures.delta_p_rms.value:.2f}",
@@ -140,7 +140,7 @@ def _metrics(comparison: RunComparison, figures: RunFigures) -> list[dict[str, A
     run = figures.run
     values: dict[str, tuple[str, Figure | float | None, float]] = {
         f"perplexity ({run.method}, {run.context_length}, {run.stride})": ("perplexity", figures.perplexity, 1),
-        "change of perplexity, %": ("perplexity_change", ppl_change(comparison, run), 100),
+        "change of perplexity, %": ("perplexity_change", comparison.ppl_change(run), 100),
         "mean KL divergence, nats": ("kl_divergence", figures.kld, 1),
         "99.9 % KL divergence, nats": ("kl_divergence_p999", figures.kld_p999, 1),
         "RMS Δp, %": ("rms_delta_p", figures.delta_p_rms, 100),

@@ -9,8 +9,9 @@ from scoremode.accuracy.compare_tasks import TaskComparison, compare_tasks
 from scoremode.accuracy.samples import load_tasks
 from scoremode.comparison.accuracy_tables import tasks_as_csv, tasks_as_text
 from scoremode.comparison.card import card
-from scoremode.comparison.compare import RunComparison, compare
+from scoremode.comparison.compare import compare
 from scoremode.comparison.engine_log import with_logs
+from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.run_file import load_runs
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
 

@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from scoremode._printable import printable
-from scoremode.comparison.compare import EngineLog, Figure, RunComparison, RunFigures, check_labels
+from scoremode.comparison.compare import check_labels
+from scoremode.comparison.figures import EngineLog, Figure, RunComparison, RunFigures
 from scoremode.errors import RunError
 
 _NUMBER = r"(-?(?:[\d.]+(?:e[+-]?\d+)?|inf|nan))"

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure as Drawing
 
 from scoremode.comparison import size_plots, token_plots
-from scoremode.comparison.compare import NEGLIGIBLE_KLD, Figure, RunComparison, RunFigures
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, Figure, RunComparison, RunFigures
 from scoremode.comparison.plot_style import DARK, LIGHT, Theme, as_png, as_svg
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.tables import measured_by

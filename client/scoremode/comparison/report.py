@@ -15,7 +15,7 @@ from scoremode._printable import printable
 from scoremode.accuracy.compare_tasks import TaskComparison
 from scoremode.comparison.accuracy_tables import accuracy_notes, report_sections
 from scoremode.comparison.card import card
-from scoremode.comparison.compare import RunComparison
+from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.plot_style import LIGHT, as_element
 from scoremode.comparison.plots import common_caption, measured, plots
 from scoremode.comparison.report_data import script_json, text_data

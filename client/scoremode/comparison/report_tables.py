@@ -5,15 +5,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scoremode.comparison.compare import (
-    NEGLIGIBLE_KLD,
-    OPPOSITE,
-    Figure,
-    PairFigures,
-    RunComparison,
-    Verdict,
-    ppl_change,
-)
+from scoremode.comparison.figures import NEGLIGIBLE_KLD, OPPOSITE, Figure, PairFigures, RunComparison, Verdict
 from scoremode.kld import MOST_FLOORS
 
 NOT_KNOWN = "-"
@@ -88,7 +80,7 @@ def effects(comparison: RunComparison) -> list[tuple[str, list[Cell]]]:
         pair, label = pairs.get(figures.run.label), figures.run.label
         if pair is not None:
             parts = [Cell(f"{_percent_more(pair.ppl_ratio)} PPL", mark=_mark(pair.verdict))]
-        elif not comparison.pairs and (change := ppl_change(comparison, figures.run)) is not None:
+        elif not comparison.pairs and (change := comparison.ppl_change(figures.run)) is not None:
             shown = with_errors(change, scale=100, sign="+")
             parts = [Cell(" ".join((shown.text, *shown.errors, "% PPL")))]
         else:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
-from scoremode.comparison.compare import Figure, RunComparison
+from scoremode.comparison.figures import Figure, RunComparison
 from scoremode.comparison.plot_style import (
     HEIGHT,
     Theme,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from scoremode.comparison.compare import OPPOSITE, RunComparison, RunFigures, Verdict
+from scoremode.comparison.figures import OPPOSITE, RunComparison, RunFigures, Verdict
 from scoremode.comparison.groups import tokens_before
 from scoremode.comparison.run_file import RunFile
 from scoremode.kld import times_the_floor

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from scoremode.comparison.bootstrap import MIN_UNITS
-from scoremode.comparison.compare import Figure, RunComparison, ppl_change
+from scoremode.comparison.figures import Figure, RunComparison
 from scoremode.comparison.report_tables import floors, plain, with_errors
 from scoremode.comparison.run_file import RunFile
 from scoremode.comparison.summary import summary
@@ -131,7 +131,7 @@ def measured_by(comparison: RunComparison) -> str:
 def _run_sections(comparison: RunComparison) -> list[list[Column]]:
     rows, base = comparison.rows, comparison.base.label
     ratios = {pair.second.label: pair.ppl_ratio for pair in comparison.pairs_with_base}
-    change = ppl_change(comparison, comparison.base)
+    change = comparison.ppl_change(comparison.base)
     if not comparison.pairs and change is not None and comparison.base_reference is not None:
         ratios = {base: replace(change, value=1 + change.value)}
         base = f"the reference {comparison.base_reference.name}"

@@ -1,0 +1,201 @@
+"""The figures of compared runs: plain data, of which tables, plots and the report are made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Literal
+
+import numpy as np
+from typing_extensions import TypeVar
+
+from scoremode.comparison.groups import Group
+from scoremode.comparison.run_file import RunFile
+from scoremode.kld import standard_error
+from scoremode.metrics import exp
+from scoremode.wire.references import CorpusInfo, Reference
+
+Verdict = Literal["better", "worse", "no difference shown"]
+OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
+
+NEGLIGIBLE_KLD = 1e-9
+"""Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value with its two errors."""
+
+    value: float
+    stderr: float | None
+    """Treats tokens as independent, as is usual; None where it is not defined."""
+    low: float | None
+    """Ends of the 95 % interval that treats neighboring tokens as dependent; None where it cannot be computed."""
+    high: float | None
+
+    def mapped(self, function: Callable[[float], float], slope: float | None) -> "Figure":
+        """Apply a monotonic function to the value and the ends; `slope`, its absolute slope there, scales the error."""
+        stderr = None if self.stderr is None or slope is None else slope * self.stderr
+        if self.low is None or self.high is None:
+            return Figure(function(self.value), stderr, None, None)
+        return Figure(function(self.value), stderr, *sorted((function(self.low), function(self.high))))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLog:
+    """A run of another engine. What its log or results do not say is None."""
+
+    engine: str
+    path: Path
+    label: str
+    base_perplexity: float | None
+    """Of the base that it was compared with."""
+    file_type: str | None
+    bits_per_weight: float | None
+    gib: float | None = None
+    """Of the weights."""
+    num_windows: int | None = None
+    context_length: int | None = None
+
+    @property
+    def weights(self) -> str:
+        return ", ".join(filter(None, (self.engine, self.file_type)))
+
+
+M = TypeVar("M", bound=RunFile | EngineLog, covariant=True, default=RunFile)
+
+
+@dataclass(frozen=True)
+class RunFigures(Generic[M]):
+    """One run's own figures. Those of a comparison with a reference are None for a run that had none."""
+
+    run: M
+    nll: Figure
+    """Mean NLL, nats per token."""
+    perplexity: Figure
+    bits_per_byte: Figure | None = None
+    kld: Figure | None = None
+    """Mean KL divergence from the reference, nats."""
+    kld_median: float | None = None
+    kld_p95: float | None = None
+    """The 95 % quantile; the next two likewise."""
+    kld_p99: float | None = None
+    kld_p999: float | None = None
+    kld_max: float | None = None
+    delta_p_rms: Figure | None = None
+    """Root mean square of the change in the probability of the text's tokens."""
+    same_top_p: Figure | None = None
+    """Share of positions with the reference's top token."""
+    kld_over_noise_floor: float | None = None
+    """Mean KL divergence over that of the reference's own model compared with itself."""
+
+    @property
+    def known(self) -> dict[str, Figure | float | None]:
+        """All figures by name."""
+        return {name: getattr(self, name) for name in RunFigures.__annotations__ if name != "run"}
+
+    @property
+    def has_no_divergence(self) -> bool:
+        """Whether the divergence is too small to be shown, such as that of the reference's own model."""
+        return self.kld is not None and self.kld.value < NEGLIGIBLE_KLD
+
+
+@dataclass(frozen=True, slots=True)
+class PairFigures:
+    """A run compared with another, position by position: what `second` has more than `first`."""
+
+    first: RunFile
+    second: RunFile
+    ln_ppl_ratio: Figure
+    """Mean NLL of second minus that of first, nats."""
+    ppl_ratio: Figure
+    ppl_difference: Figure
+    kld_difference: Figure | None
+    """Mean KL divergence of second minus that of first; None unless both have one from the same reference."""
+    verdict: Verdict
+    """On second, by its NLL: better where the whole interval of `ln_ppl_ratio` is below 0."""
+    kld_verdict: Verdict | None
+    """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """A run's figures over a group of targets; the last two are None for a run without a reference."""
+
+    run: RunFile
+    group: Group
+    perplexity: Figure
+    ppl_ratio: Figure | None
+    """Over that of the base; None for the base itself."""
+    kld: Figure | None
+    """Mean KL divergence from the reference, nats."""
+    same_top_p: Figure | None
+
+    @property
+    def known(self) -> dict[str, Figure | float | None]:
+        """All figures by name."""
+        figures = {name: getattr(self, name) for name in ("perplexity", "ppl_ratio", "kld", "same_top_p")}
+        return {"num_scored": self.group.num_scored, **figures}
+
+
+@dataclass(frozen=True, slots=True)
+class RunComparison:
+    """All runs, in the order in which they were given, and every pair of them, the earlier one first."""
+
+    runs: list[RunFigures]
+    pairs: list[PairFigures]
+    num_resamples: int
+    seed: int
+    blocks: str
+    """How the resamples were drawn, in words, or why there are none."""
+    has_intervals: bool
+    groups: Sequence[GroupFigures] = ()
+    """Of classes, domains and contexts where the text has several, every run of each."""
+    logs: Sequence[RunFigures[EngineLog]] = ()
+    """On the same text, without values of single tokens."""
+
+    @property
+    def rows(self) -> list[RunFigures[RunFile | EngineLog]]:
+        """Runs and logs."""
+        return [*self.runs, *self.logs]
+
+    @property
+    def base(self) -> RunFile:
+        """The first run, which others are compared with."""
+        return self.runs[0].run
+
+    @property
+    def pairs_with_base(self) -> list[PairFigures]:
+        """Every other run, compared with the first."""
+        return [pair for pair in self.pairs if pair.first is self.base]
+
+    @property
+    def base_reference(self) -> Reference | None:
+        """The first run's reference, which is then the base; None if it recorded that run's own model."""
+        reference = self.base.reference
+        return None if reference is None or reference.is_of(self.base.server) else reference
+
+    def ppl_change(self, run: RunFile) -> Figure | None:
+        """Of the perplexity, as a share of the base's; None for the base itself."""
+        base_nlls = self.base.nlls if self.base_reference is None else self.base.reference_nlls
+        if base_nlls is None or base_nlls is run.nlls:
+            return None
+        with np.errstate(invalid="ignore"):
+            difference = run.nlls - base_nlls
+            ratio = exp(float(difference.mean()))
+            return Figure(ratio - 1, ratio * standard_error(difference), None, None)
+
+    def intervals_in_words(self, beginning: str) -> str:
+        """After `beginning`, how intervals were computed; or why there are none."""
+        if not self.has_intervals:
+            return f"{self.blocks.capitalize()}."
+        return f"{beginning}: {self.blocks}, {self.num_resamples:,} resamples."
+
+    @property
+    def corpus(self) -> CorpusInfo | None:
+        """Of the first run that names it: all are of one text."""
+        return next((figures.run.corpus for figures in self.runs if figures.run.corpus is not None), None)
+
+    @property
+    def corpus_names(self) -> list[str]:
+        """What the runs call their text, each name once; none where no run names it."""
+        return list(dict.fromkeys(figures.run.corpus.name for figures in self.runs if figures.run.corpus is not None))
