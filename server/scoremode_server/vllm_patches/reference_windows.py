@@ -22,12 +22,12 @@ MAX_UNWRITTEN_BYTES = 2 * 1024**3
 disk does not answer, and fail."""
 
 MAX_WRITTEN = 4096
-"""Files whose state is kept for API servers, which ask for far fewer at a time."""
+"""Files whose state is kept until an API server asks for it. None asks for those of a request that has ended."""
 
 
 @dataclass(slots=True)
 class ComparedWindow:
-    """A window whose rows are compared with those of a reference, or take their place."""
+    """A window whose rows are compared with those of a reference or, for an export, replaced by them."""
 
     key: str
     """Of the reference's LM head."""
@@ -90,14 +90,14 @@ class WorkerWindows:
     _read: dict[str, Future[torch.Tensor]] = field(default_factory=dict)
     """Hidden states by ticket."""
     _written: FIFOCache[str, Future[str]] = field(default_factory=lambda: FIFOCache(MAX_WRITTEN))
-    """By ticket: why something was not written, or nothing if it was."""
+    """By ticket: why something was not written, or "" if it was."""
     _unwritten: list[tuple[Future[str], str, int]] = field(default_factory=list)
     """Windows that are being written, with the name of the reference and bytes."""
 
     def begin(self, mark: WindowMark, *, writes: bool) -> RecordedWindow | ComparedWindow | None:
         """What becomes of a window's rows on this rank, of which one writes; None if they are only returned."""
         if mark.action == "record":
-            return RecordedWindow(mark, self._write_later) if writes else None
+            return RecordedWindow(mark, self._write_window_later) if writes else None
         assert self.heads is not None
         read = self._read.get(mark.ticket)
         hidden_states = None if read is None or not read.done() or read.exception() else read.result()
@@ -114,8 +114,8 @@ class WorkerWindows:
         """Begin what an API server orders, and return at once.
 
         Returns:
-            outcomes: by ticket, or by an LM head's key: why its last order failed, nothing if it did not, None until
-                then.
+            outcomes: by ticket, or by an LM head's key: why its last order failed, "" if it succeeded, None until
+                then. Of what was written, this is told once.
             is_contended: whether a head waits for memory.
         """
         assert self.heads is not None
@@ -139,7 +139,8 @@ class WorkerWindows:
     def _outcome(self, ticket: str) -> str | None:
         assert self.heads is not None
         if (written := self._written.get(ticket)) is not None:
-            return written.result() if written.done() else None
+            # Told once: what is kept must not push out a file that is asked for later, such as the LM head.
+            return self._written.pop(ticket).result() if written.done() else None
         begun = self._read.get(ticket) or self.heads.progress(ticket)
         if begun is None or not begun.done():
             return None
@@ -161,9 +162,9 @@ class WorkerWindows:
             on_host = [copy_through_pinned(each, torch.empty_like(each, device="cpu")) for each in weights]
             self.root.open_same(name, identity).write_head(*on_host)
 
-        self._written_later(name, ticket, write)
+        self._submit_write(name, ticket, write)
 
-    def _write_later(self, window: RecordedWindow) -> None:
+    def _write_window_later(self, window: RecordedWindow) -> None:
         mark = window.mark
         num_bytes = sum(states.numel() * states.itemsize for states in window.hidden_states)
 
@@ -176,9 +177,9 @@ class WorkerWindows:
             reference = self.root.open_same(mark.reference, mark.identity)
             reference.write_shard(mark.index, torch.cat(window.hidden_states), logprobs)
 
-        self._written_later(mark.reference, mark.ticket, write, num_bytes)
+        self._submit_write(mark.reference, mark.ticket, write, num_bytes)
 
-    def _written_later(self, name: str, ticket: str, write: Callable[[], None], num_bytes: int = 0) -> None:
+    def _submit_write(self, name: str, ticket: str, write: Callable[[], None], num_bytes: int = 0) -> None:
         def attempt() -> str:
             try:
                 write()

@@ -283,6 +283,17 @@ def test_of_files_that_nobody_asks_for_the_last_are_known(windows: WorkerWindows
     assert told(windows, "19", "29") == [None, "[Errno 28] No space left on device"]
 
 
+def test_the_state_of_the_lm_head_outlasts_any_number_of_windows(windows: WorkerWindows):
+    create(windows.root.root)
+    windows._written = FIFOCache(10)
+    windows.write_head_later("name", "one", "head", [torch.ones(3, 4)])
+    for index in range(30):
+        finish(windows, index)
+        let_all_be_written(windows)
+        assert told(windows, str(index)) != [None]
+    assert told(windows, "head") != [None]
+
+
 def test_a_call_does_not_wait_for_a_file(windows: WorkerWindows):
     reference = create(windows.root.root)
     os.mkfifo(reference.shard(0))
