@@ -131,7 +131,7 @@ BODIES: dict[tuple[str, ...], list[tuple[Any, ...]]] = {
         ("an empty list", {"prompt": ["a", "b"], "continuations": [["c"], []]}, "continuations", "continuations[1] is"),
         ("an empty text", {"prompt": "one", "continuations": [" two", ""]}, "continuations", NO_TOKEN_OF_ITS_OWN, True),
         ("candidate lists", CONTINUED | {"candidate_token_ids": [[1]]}, "candidate_token_ids", "candidate_token_ids: "),
-        ("too many prompts", {"prompt": [[5]] * 65_537}, "prompt", "the request has 65537 sequences to score, of at"),
+        ("too many prompts", {"prompt": [[5]] * 65_537}, "prompt", "the request has 65537 sequences to score, more"),
         (
             "too many pairs",
             {"prompt": [[5]] * 300, "continuations": [[6]] * 300},

@@ -52,8 +52,8 @@ GAP = orjson.Fragment(_GAP)
 
 
 class ScoringHandler:
-    """Answers requests by vLLM's own handler with an engine client that scores: by its `method`. `param` is the field
-    that requests have their sequences in."""
+    """Answers requests by calling `method` of vLLM's own handler, with an engine client that scores. `param` names the
+    request's field with the sequences."""
 
     def __init__(
         self, stock: Any, method: str, param: str, engine: ScoringEngine, writer: LogprobsWriter, turns: Turns

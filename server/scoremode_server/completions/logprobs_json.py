@@ -246,8 +246,8 @@ class LogprobsWriter:
 
 
 def openai_logprobs(pieces: Iterable[Written], sampled: Sequence[OpenAI] = ()) -> Iterator[bytes]:
-    """OpenAI's `logprobs` of the prompt and of what was sampled after it, after an empty part per piece, between which
-    other tasks may run."""
+    """Yields an empty part per piece, after which other tasks may run, and then OpenAI's `logprobs` of the prompt and
+    of the sampled token as one part."""
     parts: list[OpenAI] = []
     for piece in pieces:
         assert piece.openai is not None

@@ -119,8 +119,8 @@ class Admission:
     async def slot(
         self, queue: "RequestQueue", request_id: str, num_tokens: int, gate: Gate | None, *, decodes: bool = False
     ) -> AsyncGenerator[None, None]:
-        """A place in the engine for a sequence, of which `num_tokens` must be computed; entering waits until there is
-        one and the sequence's gate is open. It `decodes` in another lane than prefill."""
+        """A sequence's place in the engine, which must compute `num_tokens` of it. Entering waits until there is one
+        and the gate is open. With `decodes` the sequence counts in `mean_batch`: it is not in the prefill lane."""
         waiting = _Waiting(queue, asyncio.get_running_loop().create_future(), num_tokens, gate, decodes)
         self._waiting.setdefault(queue, deque()).append(waiting)
         self.admit_waiting()
@@ -208,8 +208,8 @@ class Admission:
 
 @dataclass(slots=True)
 class _Limit:
-    """What `Admission.until_stopped` returns. A request enters it three times, and the event loop would register each
-    if it were a generator."""
+    """What `Admission.until_stopped` returns. A class, because the event loop registers every async generator, and a
+    request enters this three times."""
 
     admission: Admission
     seconds: float | None
@@ -281,8 +281,8 @@ class RequestQueue:
         self.add(-1, -num_tokens)
 
     async def in_order(self, coroutines: Iterable[Coroutine[Any, Any, T]], loads: float = 1) -> AsyncGenerator[T, None]:
-        """The results of coroutines that score one sequence each, in order. At most `size.sequences` run at once; if
-        they are counted as they begin, with at most `loads` times `size.tokens` tokens. If one fails or the reader
+        """The results of coroutines that score one sequence each, in order. One more than `size.sequences` may run; if
+        they are counted as they begin, about `loads` times `size.tokens` tokens of them. If one fails or the reader
         stops, the others are cancelled, and aborted in one call, because vLLM rebuilds its queue on each."""
         if self.num_sequences == 1:
             # Most requests have one sequence, which needs no task.

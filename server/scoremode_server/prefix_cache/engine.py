@@ -51,7 +51,7 @@ class EngineResult(ScoredRows):
     block_hashes: Sequence[bytes] = ()
     """Of the sequence's whole blocks; none if its rows may not be stored."""
     num_cached_blocks: int = 0
-    """How many of the first blocks the engine took from its prefix cache."""
+    """How many of the first blocks the engine did not compute."""
 
 
 class ScoringEngine:
@@ -65,7 +65,7 @@ class ScoringEngine:
         self._metrics = metrics
         self._hasher = BlockHasher(store.block_size)
         self._in_flight: dict[bytes, CachedRequest] = {}
-        # A dictionary looks for its oldest entry among all that were deleted before it.
+        # Not a `dict`: to find its oldest entry, it passes all that were deleted before.
         self._computed: OrderedDict[bytes, None] = OrderedDict()
         self._process = secrets.token_hex(8)
         within_changes(engine, store.change, lambda: metrics.cache_bytes.set(store.num_bytes))
@@ -127,7 +127,7 @@ class ScoringEngine:
         self._metrics.evictions.inc(cached.num_evicted)
         self._metrics.cache_bytes.set(self._store.num_bytes)
         if not cached.is_current:
-            # Of an earlier generation: they may belong to JSON of other weights.
+            # These hashes are of an earlier generation, whose JSON may be of other weights.
             block_hashes = []
         num_cached_blocks = min(len(block_hashes), -(-run.first // self.block_size))
         return EngineResult(rows, cached.num_cached_tokens, run.output, block_hashes, num_cached_blocks)

@@ -90,7 +90,7 @@ class CachedRequest:
         return earlier
 
     async def _complete_run(self, earlier: Mapping[bytes, "CachedRequest"]) -> EnginePass:
-        """A pass whose missing rows are all found. The engine starts before this waits for other requests."""
+        """A pass, and all rows that it left out. The engine starts before this waits for other requests."""
         # If the first block is not found, a hit helps only if its rows are not needed.
         reads = self.request.first_row >= self.store.block_size or (
             (first_hash := self.block_hashes[0]) in self._found or first_hash in earlier
@@ -114,7 +114,7 @@ class CachedRequest:
         return range(first_row // size, -(-run.first // size)) if run.first > first_row else range(0)
 
     def _missing(self, run: EnginePass) -> list[int]:
-        """The needed blocks that were not found. What is after the last whole block never is."""
+        """The needed blocks that were not found. Rows after the last whole block are never found."""
         hashes = self.block_hashes
         return [block for block in self._needed(run) if block >= len(hashes) or hashes[block] not in self._found]
 

@@ -52,11 +52,11 @@ class RowsRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's `generate`, such as `lora_request`."""
     owner: str = ""
-    """Owners share no rows, keys and values."""
+    """Owners share no rows, keys or values."""
     queue: RequestQueue | None = None
     """Of the HTTP request; without one, this enters the engine at once."""
     gate: Gate | None = None
-    """The gate in its queue where it waits, if any."""
+    """That must be open before this enters the engine, if any."""
 
     @classmethod
     def score(
@@ -68,7 +68,7 @@ class RowsRequest:
             max_tokens=1,
             temperature=0.0,
             detokenize=False,
-            # Top tokens are the specification's; vLLM holds those asked for here against --max-logprobs.
+            # `spec` has the number of top tokens; vLLM would check one given here against --max-logprobs.
             prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
@@ -114,9 +114,9 @@ class EnginePass:
     num_cached_tokens: int
     """Tokens that the engine took from its prefix cache."""
     rows: Rows
-    """Of the tokens after the first, [n - 1]; rows before `first` are unset."""
+    """Of the tokens after the first, [n - 1]; those before `first` are unset until they are found elsewhere."""
     first: int
-    """How many of the first rows the engine did not compute."""
+    """How many of the first rows the engine left out, or returned as NaN or of another token."""
 
     def check(self, first_row: int) -> None:
         """Check that no row from `first_row` on is missing."""
@@ -148,7 +148,7 @@ async def in_engine(
     params.skip_reading_prefix_cache = not reads_prefix_cache
     request_id, queue, output = request.request_id + suffix, request.queue, None
     num_fed = len(request.token_ids) - (request.spec.last_token is not None)
-    # Of a step, where it has a chunk in each.
+    # With a chunk, the tokens of one step: the engine computes a chunk in each.
     num_tokens = request.spec.chunk or num_fed - num_known
     slot: Any = nullcontext()
     if queue is not None:

@@ -35,7 +35,7 @@ TopOfSides = dict[str, tuple[np.ndarray, np.ndarray]]
 """Token ids and logprobs [scored, k] of the top k of both sides, by the names of their fields."""
 
 PositionsOfWindow = tuple[int, KldPositions, TopOfSides]
-"""A window's index, and its targets."""
+"""A window's index, the figures of its targets, and the top tokens of both sides."""
 
 EXPORTED_BYTES = 256 * 1024**2
 """Of windows that are exported, between the engine and the client."""
@@ -104,7 +104,7 @@ class MarkedWindow:
             self.token_ids,
             self.settings.in_lane(RowSpec(self.first, num_top=self.settings.top_logprobs, window=self.mark)),
             request_id=f"{self.settings.request_id}-{self.mark.index}",
-            # Cached positions have no hidden states, so no window could use another's.
+            # Cached positions have no hidden states, so a window must not hit another's prefix.
             cache_salt=random_uuid(),
             use_cache=False,
             options=options if rank is None else {**options, "data_parallel_rank": rank},
@@ -177,7 +177,7 @@ class Comparer:
         raise RequestError(f"reference {name!r} {reason}", "reference")
 
     async def _reserved_bytes(self) -> int:
-        """The largest LM head that fits. It stays the same, and workers answer between two steps."""
+        """Bytes of the largest LM head that fits. Asked once: it does not change, and workers answer between steps."""
         if self._head_bytes is None:
             answers = await call_workers(self.client, "scoremode_head_bytes")
             self._head_bytes = min(answer for answer in answers if answer is not None)
@@ -190,12 +190,12 @@ class Comparer:
 
         async def compared(window: MarkedWindow) -> PositionsOfWindow:
             columns = await self._columns(reference, window)
-            # Infinite divergences are numbers.
+            # NaN is an error; an infinite divergence is not.
             window.check_rows(np.any(np.isnan(columns[1]), axis=1))
             await self.turns.wait()
             return _positions(window.mark.index, columns)
 
-        # More windows are read than are in the engine: the workers answer between two of its steps.
+        # Read further ahead than the engine computes: workers report a file only between two steps.
         return self._in_order("compare", reference, indices, settings, compared, loads=STEPS_READ_AHEAD)
 
     async def export(

@@ -40,7 +40,7 @@ class Limits:
         """Of prompts, of continuations of all prompts together, or of windows."""
         if num_sequences > self.max_sequences:
             raise RequestError(
-                f"the request has {num_sequences} sequences to score, of at most {self.max_sequences} "
+                f"the request has {num_sequences} sequences to score, more than {self.max_sequences} "
                 "(--max-request-sequences)",
                 field,
             )

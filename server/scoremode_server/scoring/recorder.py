@@ -34,7 +34,7 @@ SECONDS_TO_WRITE = 120
 """The time in which a computed window must be on disk, and after all windows the LM head."""
 
 WindowOnDisk = tuple[np.ndarray, np.ndarray | None]
-"""NLLs [scored] float64 in nats, and ranks [scored]; None for a window that was on disk before this request."""
+"""NLLs [scored] float64 in nats, and ranks [scored]; ranks are None if the window was on disk before this request."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Recorder:
             else self._recorded(reference, MarkedWindow.begin("record", reference, index, settings))
             for index in range(len(text.windows))
         )
-        # As many windows are written as are in the engine.
+        # One load is in the engine while another is written.
         async with aclosing(settings.queue.in_order(windows, loads=2)) as in_order:
             async for window in in_order:
                 yield window

@@ -42,9 +42,9 @@ class ScoreSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """As of `RowsRequest`."""
     chunk: int = 0
-    """Tokens a step, outside the prefill lane."""
+    """Tokens per step in a lane other than prefill; 0 in the prefill lane."""
     context: int | None = None
-    """The most tokens that are prefilled before; all that have no wanted row if None."""
+    """Tokens that are prefilled before the first chunk, at most; if None, all before the first wanted row."""
 
     def in_lane(self, spec: RowSpec) -> RowSpec:
         """The same rows, none of which comes from a step with more than a chunk of tokens."""
@@ -72,8 +72,8 @@ class ScoredSequence:
         return 0 if self.candidates is None else int(self.candidates.shape[-1])
 
     def spec(self, settings: ScoreSettings, block_size: int) -> RowSpec:
-        """The rows that the engine's workers compute. Rows before `first` are left out, unless they are in a block with
-        it that can be stored."""
+        """The rows that the engine's workers compute. Rows before `first` are left out, except those in the same block
+        as `first`, if that block can be stored."""
         first, candidates = max(1, self.first), self.candidates
         if candidates is not None and candidates.ndim > 1:
             candidates = candidates[first - self.first :]
@@ -92,7 +92,7 @@ class ScoredSequence:
 
 
 class Turns:
-    """Lets a few tasks continue at once, first come, first served, and new requests be read before the next ones. The
+    """Lets a few tasks continue at a time, first come, first served; in between, the event loop reads new requests. The
     engine finishes many requests in one step, and would wait while all of them are answered."""
 
     def __init__(self, at_once: int = ANSWERS_AT_ONCE) -> None:
@@ -126,7 +126,7 @@ class Scorer:
             settings.queue.done(1, 0)
             await self.turns.wait()
             return ScoredRows(Rows.empty(0, spec.num_columns), 0)
-        # Lanes share no keys, values and rows, not even with themselves.
+        # Sequences in other lanes share no keys, values or rows, not even with each other.
         use_cache = settings.use_cache and not settings.chunk
         request = RowsRequest.score(
             sequence.token_ids,
@@ -164,7 +164,7 @@ class Lanes:
     def settings(self, request: LaneFields) -> dict[str, Any]:
         """The `ScoreSettings` of a request's lane."""
         if request.lane not in self.chunks:
-            raise RequestError(f"lane: this server has {' and '.join(self.chunks)}, not {request.lane}", "lane")
+            raise RequestError(f"lane: this server has {', '.join(self.chunks)}, not {request.lane}", "lane")
         if request.context is not None and request.lane == "prefill":
             raise RequestError("context: the prefill lane has none; set lane to decode or verify", "context")
         return {"chunk": self.chunks[request.lane], "context": request.context}
@@ -174,7 +174,7 @@ def check_engine(config: VllmConfig) -> None:
     """Raise ValueError if a setting of an engine changes what logprobs are."""
     mode = config.model_config.logprobs_mode
     if mode != "raw_logprobs":
-        raise ValueError(f"scoring needs --logprobs-mode raw_logprobs, got {mode}: sampled tokens' would be others")
+        raise ValueError(f"scoring needs --logprobs-mode raw_logprobs, got {mode}, which changes sampled logprobs")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ValueError("scoring needs a server without --kv-sharing-fast-prefill, which makes prompt logprobs wrong")
     if config.lora_config is not None and current_platform.is_cpu():

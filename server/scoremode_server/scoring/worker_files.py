@@ -75,7 +75,7 @@ class _Reference:
     turns: asyncio.Task[None] | None = None
 
     async def reserve(self, num_tokens: int, most: int) -> None:
-        """Wait until workers may read a window of so many tokens, and keep at most `most`."""
+        """Wait until workers keep few enough tokens to read `num_tokens` more: at most `most` in all."""
         async with self.next_to_read:
             while self.num_tokens and self.num_tokens + num_tokens > most:
                 self.has_left.clear()
@@ -97,7 +97,7 @@ class _Engine:
     """Whether a head waits for memory."""
 
     def has_work(self) -> bool:
-        """Whether workers must be called again."""
+        """Forget references without windows, and return whether workers must be called again."""
         for key, reference in list(self.references.items()):
             if not reference.num_windows and (reference.turns is None or reference.turns.done()):
                 del self.references[key]
@@ -145,7 +145,7 @@ class WorkerFiles:
         """
         engines = self._engines
         if rank is not None and not 0 <= rank < len(engines):
-            raise RequestError(f"X-data-parallel-rank: {rank} is not one of {len(engines)} ranks", None)
+            raise RequestError(f"X-data-parallel-rank: {rank} is not from 0 to {len(engines) - 1}", None)
         num_windows = [sum(each.num_windows for each in engine.references.values()) for engine in engines]
         engine = engines[num_windows.index(min(num_windows)) if rank is None else rank]
         reference = engine.references.setdefault(mark.head, _Reference(mark, head, Gate(self._admission)))
@@ -173,7 +173,7 @@ class WorkerFiles:
     async def _take_turns(self, engine: _Engine, reference: _Reference) -> None:
         while reference.num_read:
             await self._take_turn(engine, reference)
-            # Refused windows leave.
+            # Refused windows need a moment to leave.
             await asyncio.sleep(POLL_SECONDS)
 
     async def _take_turn(self, engine: _Engine, reference: _Reference) -> None:
@@ -181,7 +181,7 @@ class WorkerFiles:
         key, gate, is_usable = reference.mark.head, reference.gate, False
         try:
             async with engine.head_slots:
-                # While a head waits for memory, hold no other: API servers that hold one by turns would never free it.
+                # Hold no head while another waits for memory: API servers holding it alternately would never free it.
                 while engine.is_contended:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_SECONDS)
                 engine.orders.append(("hold head", asdict(reference.mark), self._holder, reference.head.model_dump()))
@@ -211,7 +211,7 @@ class WorkerFiles:
             raise UnavailableError(f"reference {reference.mark.reference!r}: {late}", "reference") from None
 
     async def wait_until_done(self, ticket: str, rank: int | None = None) -> None:
-        """Wait until all workers of an engine have done what was ordered, or one worker of any engine."""
+        """Wait until all workers of engine `rank` have done what was ordered; if None, one worker of any engine."""
         outcome: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
         self._outcomes[outcome] = ticket, rank
         self._wake.set()

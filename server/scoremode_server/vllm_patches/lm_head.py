@@ -40,11 +40,11 @@ class LMHead:
     project: LogitsFunction
     """The same, or [rows, hidden] -> logits of the shard's tokens, maybe with padding after them."""
     copies: int | None
-    """How many times over the logits are held at the peak of it; None where that is not known."""
+    """How many copies of the logits exist at the peak of `project`; None if unknown."""
     shard: Shard | None
-    """Of the vocabulary, where each rank of a group keeps to its own."""
+    """This rank's part of the vocabulary, if `project` computes that alone."""
     source: LogitsSource | None
-    """Where its logits are one projection that vLLM's `LogitsProcessor` scales and caps, and nothing else."""
+    """The call that made the logits, if they are one projection that a `LogitsProcessor` scales and caps; else None."""
 
 
 def examine(logits_fn: LogitsFunction, hidden_size: int, dtype: torch.dtype, group: Any) -> LMHead:
@@ -103,8 +103,8 @@ def _observe(logits_fn: LogitsFunction, hidden_states: torch.Tensor) -> LogitsSo
 
 
 def _shard(call: LogitsSource, group: Any) -> Shard | None:
-    """The columns of the gathered logits that this rank computes: those of all ranks side by side, cut off after the
-    vocabulary."""
+    """The columns of the gathered logits that this rank computes. Gathering puts those of all ranks side by side, and
+    cuts them off after the vocabulary."""
     lm_head = call.lm_head
     if group.world_size == 1 or not isinstance(lm_head, VocabParallelEmbedding):
         return None

@@ -50,14 +50,14 @@ def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: t
         )
     method = getattr(source.lm_head, "quant_method", None)
     if not isinstance(method, UnquantizedEmbeddingMethod | UnquantizedLinearMethod):
-        raise ValueError(f"this model's LM head is quantized ({type(method).__name__})")
+        raise ValueError(f"its LM head is quantized ({type(method).__name__})")
     weight, processor = source.lm_head.weight, source.processor
     if weight.shape[1:] != (hidden_size,) or weight.dtype != hidden_dtype:
-        raise ValueError(f"this model's LM head has the form {tuple(weight.shape)} and {weight.dtype}")
+        raise ValueError(f"its LM head is {tuple(weight.shape)} {weight.dtype}, not (..., {hidden_size}) {hidden_dtype}")
     head_dtype = processor.head_dtype or weight.dtype
     dtypes: list[Any] = [str(each).removeprefix("torch.") for each in (weight.dtype, head_dtype)]
     if unknown := set(dtypes) - set(get_args(HeadDtype)):
-        raise ValueError(f"this model's LM head is of {', '.join(unknown)}")
+        raise ValueError(f"its LM head is of {', '.join(unknown)}")
     return HeadFormat(
         vocab_size=processor.org_vocab_size,
         hidden_size=hidden_size,
@@ -70,8 +70,8 @@ def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: t
 
 
 def gather_weight(part: torch.Tensor, vocab_size: int, group: Any) -> torch.Tensor:
-    """Weight [vocabulary, hidden] or bias [vocabulary] of all ranks. Every rank must come here at the same time. Of one
-    rank alone it is where it was, of several on the CPU."""
+    """Weight [vocabulary, hidden] or bias [vocabulary] of all ranks. Every rank must call this at the same time. With
+    one rank the result stays on its device, with several it is on the CPU."""
     if group.world_size == 1:
         return part[:vocab_size].contiguous()
     rows = len(part)
@@ -90,7 +90,7 @@ class ReferenceHead:
     logits_fn: LogitsFunction
     """[rows, hidden] -> logits [rows, vocabulary], or those of this rank's part and its padding."""
     logit_bytes: int
-    """That a logit takes at the peak of `logits_fn`."""
+    """Bytes per logit at the peak of `logits_fn`."""
 
 
 class HeadLayer:

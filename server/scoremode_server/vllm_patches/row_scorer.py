@@ -31,8 +31,8 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """What a step computed of a prompt of `num_fed` tokens: those from `position` on, whose hidden states are in the
-    step's from `row` on. Of `num_tokens`, those after the prompt are placeholders for drafts, which are ignored."""
+    """What a step computed of a prompt of `num_fed` tokens: `num_tokens` tokens from `position` on, whose hidden states
+    are at `row` and after in the step's. Those after the prompt are placeholders for drafts, which are ignored."""
 
     request_id: str
     position: int
@@ -223,7 +223,7 @@ class RowScorer:
         num_tops = [piece.request.spec.num_top for piece in group]
         num_top = self.shape.vocab_size if -1 in num_tops else max(num_tops)
         if num_top > MAX_TOP:
-            # A rank would give the others its whole part of the vocabulary.
+            # With so many top tokens, a rank would send the others its whole part of the vocabulary anyway.
             head = replace(head, project=head.whole, shard=None)
         tables = [(piece, table) for piece in group if (table := piece.request.candidates) is not None]
         candidates = torch.cat([piece.candidates(table) for piece, table in tables]) if tables else None

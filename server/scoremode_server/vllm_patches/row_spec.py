@@ -48,7 +48,7 @@ class RowSpec:
     window: WindowMark | None = None
     """Of a reference, if the rows are recorded or compared; else they are only returned."""
     chunk: int = 0
-    """The most tokens a step after the context; 0 for as many as fit."""
+    """Tokens per step after the context, at most; 0 for as many as fit."""
     context: int = 1
     """With a chunk: tokens at the start that need not come in chunks."""
 

@@ -106,7 +106,7 @@ async def test_other_content_under_the_same_name_is_refused(engine, client, chan
 
 
 async def test_a_model_whose_logits_cannot_be_stored_is_refused(engine, client):
-    engine.head = "this model's LM head is quantized (AWQ)"
+    engine.head = "its LM head is quantized (AWQ)"
     status, param, message = error_of(await client.post(REFERENCES, json=BODY))
     assert (status, param, engine.head in message) == (400, "model", True)
     assert not files(engine.directory.root)

@@ -127,7 +127,7 @@ async def test_windows_are_read_for_the_engine_that_computes_them(admission: Adm
         assert [rank for _, rank in windows] == [0, 1, 0, 0]
         assert [engine for engine, kind, _ in workers.ordered if kind == "read window"] == [0, 1, 0, 0]
         assert windows[0][0] is windows[2][0] is not windows[1][0]
-        with pytest.raises(RequestError, match="2 is not one of 2 ranks"):
+        with pytest.raises(RequestError, match="2 is not from 0 to 1"):
             await loaded(files, stack, mark("base", 4), rank=2)
 
 

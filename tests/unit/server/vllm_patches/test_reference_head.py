@@ -189,7 +189,7 @@ def models_that_cannot_be_references(root: Path, config: VllmConfig) -> None:
         (Masked(100), torch.float32, "not one projection"),
         (Quantized(100), torch.float32, "quantized .Method."),
         (Model(100, torch.float64), torch.float64, "is of float64"),
-        (Model(100), torch.bfloat16, "has the form .* and torch.float32"),
+        (Model(100), torch.bfloat16, "is .* torch.float32, not"),
     ):
         source = examine(model.compute_logits, HIDDEN, model.dtype, group).source
         with pytest.raises(ValueError, match=reason):
