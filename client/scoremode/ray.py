@@ -85,10 +85,8 @@ class ScoreBatch:
     def __call__(self, batch: Mapping[str, Any] | pa.Table) -> pa.Table:
         """Score the rows of a batch of Ray's format "numpy" or "pyarrow".
 
-        Documents that no server gave figures for have `error` instead.
-
-        Raises:
-            CorpusError: the column of texts is missing, or an added column's name is taken.
+        Documents that no server gave figures for have `error` instead. CorpusError if the column of texts is missing,
+        or an added column's name is taken.
         """
         table = batch if isinstance(batch, pa.Table) else BlockAccessor.batch_to_block(batch)
         check_columns(table.schema, self._text_column, [*self._added.names, self._error], "the batch")

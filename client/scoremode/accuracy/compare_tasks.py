@@ -63,15 +63,12 @@ class TaskComparison:
 def compare_tasks(
     models: Mapping[str, Mapping[str, TaskSamples]], smallest_difference: float = DEFAULT_SMALLEST_DIFFERENCE
 ) -> TaskComparison:
-    """Compare models with the first of them.
+    """Compare models with the first of them. RunError if the questions differ, or there is nothing to compare.
 
     Args:
         models: Answers by label and task.
         smallest_difference: Of accuracies, 0 to 1. Where no difference is shown, the verdict is "too few questions" if
             so many could not have shown this one.
-
-    Raises:
-        RunError: the questions are not the same, or nothing can be compared.
     """
     (base, base_tasks), *others = models.items()
     warnings: list[str] = []

@@ -50,15 +50,13 @@ class TaskSamples:
 
 
 def load_tasks(folder: Path, metrics: Sequence[str] = (), filters: Sequence[str] = ()) -> dict[str, TaskSamples]:
-    """The latest samples of every task below a folder.
+    """The latest samples of every task below a folder. RunError if there are none, a file is not lm-eval's, or the
+    metric or filter is not clear.
 
     Args:
         folder: What `--output_path` named, or a folder in it.
         metrics: The first of these that a task has is used. With none, the only one that is yes or no.
         filters: Likewise, of lm-eval's filters.
-
-    Raises:
-        RunError: samples are missing, a file is not what lm-eval writes, or the metric or filter is not clear.
     """
     latest: dict[str, tuple[str, Path]] = {}
     for path in folder.rglob("samples_*.jsonl"):

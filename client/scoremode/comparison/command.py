@@ -14,16 +14,13 @@ from scoremode.comparison.engine_log import with_logs
 from scoremode.comparison.figures import RunComparison
 from scoremode.comparison.run_file import load_runs
 from scoremode.comparison.tables import as_csv, as_markdown, as_text
+from scoremode.errors import RunError
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    """Compare the runs that the options name: the report and the plots first, the table on stdout last.
-
-    Raises:
-        RunError: a run or a task's samples cannot be read, or cannot be compared.
-        OSError: a file cannot be written.
-    """
-    comparison, tasks, models = None, None, {}
+    """Compare the runs that the options name: the report and the plots first, the table on stdout last. RunError if a
+    run or a task's samples cannot be read or compared."""
+    comparison, tasks, folders = None, None, {}
     runs = load_runs(options.runs, options.labels)
     if runs:
         comparison = compare(runs, num_resamples=options.resamples, seed=options.seed)
@@ -32,8 +29,11 @@ def run_compare(options: argparse.Namespace) -> None:
         label, separator, folder = each.partition("=")
         if not separator:
             label, folder = runs[place].label, each
-        models[printable(label)] = load_tasks(Path(folder), options.task_metric, options.task_filter)
-    if models:
+        if printable(label) in folders:
+            raise RunError(f"--tasks: two folders are called {label!r}: give them names of their own")
+        folders[printable(label)] = Path(folder)
+    if folders:
+        models = {label: load_tasks(each, options.task_metric, options.task_filter) for label, each in folders.items()}
         tasks = compare_tasks(models, options.smallest_difference / 100)
     try:
         # Each takes a second to import, and is not always asked for.

@@ -213,7 +213,7 @@ def _front(size: str | None, points: Sequence[size_plots.Point]) -> str:
 def _floor(comparison: RunComparison) -> str:
     floor = noise_floor(comparison)
     if floor is None:
-        return "The noise floor is not known."
+        return "The noise floor is not known, or not the same for all runs."
     return f"The noise floor, the mean of the reference's model against itself, is {floor:.3g} nats."
 
 

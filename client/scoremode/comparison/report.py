@@ -35,7 +35,7 @@ _MAX_NAMED = 8
 def write_report(
     comparison: RunComparison, path: str | Path, *, max_bytes: int = MAX_BYTES, tasks: TaskComparison | None = None
 ) -> None:
-    """Write the report.
+    """Write the report. OSError if the file cannot be written.
 
     Args:
         comparison: The runs and their figures.
@@ -43,9 +43,6 @@ def write_report(
         tasks: Accuracies on tasks, to be shown as well.
         max_bytes: The file's largest size: it keeps the text of as many of the most divergent passages as fit.
             Tables, plots and means of all passages are always there.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     context = _context(comparison)
@@ -56,7 +53,10 @@ def write_report(
     without_text = template.render(**context, data="", text_note="")
     data = text_data([figures.run for figures in comparison.runs], max_bytes - len(without_text.encode()) - 1000)
     data["largest_kld"] = _largest_kld(comparison)
-    text_note = _text_note(data["num_kept"], comparison)
+    text_note, num_kept, num_tokens = "Values are rounded to 16 bits.", data["num_kept"], comparison.base.num_scored
+    if num_kept < num_tokens:
+        kept = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
+        text_note = f"{kept}; others have their mean. {text_note}"
     html = template.render(**context, data=Markup(script_json(data)), text_note=text_note)
     Path(path).write_text(html, encoding="utf-8")
 
@@ -127,14 +127,6 @@ def _largest_kld(comparison: RunComparison) -> int | None:
     """The place of the run with the largest mean KL divergence."""
     means = [-1.0 if figures.kld is None else figures.kld.value for figures in comparison.runs]
     return int(np.argmax(means)) if max(means) >= 0 else None
-
-
-def _text_note(num_kept: int, comparison: RunComparison) -> str:
-    num_tokens, note = comparison.base.num_scored, "Values are rounded to 16 bits."
-    if num_kept == num_tokens:
-        return note
-    kept = f"The text of {num_kept:,} of {num_tokens:,} tokens is here, that of the passages that diverge most"
-    return f"{kept}; others have their mean. {note}"
 
 
 def _policy_hash(source: str) -> str:

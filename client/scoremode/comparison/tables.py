@@ -114,8 +114,8 @@ def _settings(comparison: RunComparison) -> list[str]:
         f"{run.num_windows:,} windows: {run.method}, context length {run.context_length:,}, stride {run.stride:,}; "
         f"{comparable_with(corpus, run.context_length)}.",
         f"{measured_by(comparison)}.",
-        "± takes tokens as independent. [95 % interval] does not:",
-        f"{comparison.num_resamples:,} resamples, {comparison.blocks}, seed {comparison.seed}.",
+        "± takes tokens as independent. [95 % interval] does not.",
+        comparison.intervals_in_words(f"Seed {comparison.seed}"),
     ]
 
 

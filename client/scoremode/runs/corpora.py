@@ -119,6 +119,8 @@ def load_corpus(
     """
     if sum(source is not None for source in (dataset, text, text_file)) != 1:
         raise ValueError("exactly one of dataset, text and text_file is needed")
+    if dataset in (None, PYDOC) and (messages or by):
+        raise CorpusError(f"{messages or by!r} is a column, and {dataset or 'a text'} has none")
     values: _Rows
     if text is not None:
         corpus, values = Corpus("text", "", f"the text {text!r}", 1), [(text,)]

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -233,10 +233,11 @@ async def measure_noise_floor(
     info = await client.info()
     plan = KldPlan(info, client.model or info.model, await client.reference(name), lane=lane)
     run = Run(plan, None, on_progress)
-    await client.kld(name, as_noise_floor=True, on_window=run.store, lane=lane)
+    result = await client.kld(name, as_noise_floor=True, on_window=run.store, lane=lane)
     if missing := list(run.missing()):
         raise ResponseError(f"the server's answer lacks {len(missing)} windows of the reference")
-    return await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
+    measurement = await _measurement(client, plan, run, None, return_token_texts=return_token_texts)
+    return replace(measurement, mean_batch=result.mean_batch)
 
 
 async def _measurement(
@@ -262,7 +263,7 @@ async def _measurement(
         raise ResponseError(f"the server's top tokens do not fit the windows: {error}") from error
     occurring = [positions.token_ids, positions.top_token_ids, positions.reference_top_token_ids]
     occurring += [] if top_tokens is None else [top_tokens.token_ids.ravel()]
-    figures = statistics(positions, window_sizes)
+    figures, origins = statistics(positions, window_sizes), await client.reference_windows(reference.name)
     return KldMeasurement(
         server=plan.server,
         model=plan.model,
@@ -273,12 +274,12 @@ async def _measurement(
         positions=positions,
         statistics=figures,
         most_divergent=await _divergent_tokens(
-            client, figures["most_divergent"], positions, window_sizes, reference.method
+            client, figures["most_divergent"], positions, window_sizes, reference.method, origins.documents
         ),
         seconds=seconds,
         token_texts=await texts_of_occurring(client, *occurring) if return_token_texts else {},
         top_tokens=top_tokens,
-        origins=await client.reference_windows(reference.name),
+        origins=origins,
         lane=plan.lane,
         mean_batch=mean_batch(window.mean_batch for window in windows),
     )
@@ -305,13 +306,14 @@ async def _divergent_tokens(
     positions: KldPositions,
     window_sizes: Sequence[int],
     method: Method,
+    documents: Sequence[int],
 ) -> list[DivergentToken]:
     """With their texts, by the tokenizer of a server. One that fails costs the texts, as the log says."""
+    firsts = np.cumsum([0, *window_sizes[:-1]])
     if method in EXHAUSTIVE_METHODS:
-        # Targets follow one another through the whole text, with the other methods within a window.
-        starts = np.zeros(len(positions), np.intp)
-    else:
-        starts = np.repeat(np.cumsum([0, *window_sizes[:-1]]), window_sizes)
+        # Targets follow one another through a whole document, with the other methods within a window.
+        firsts = np.maximum.accumulate(np.where(np.diff(documents, prepend=-1) != 0, firsts, 0))
+    starts = np.repeat(firsts, window_sizes)
     shown = (positions.token_ids, positions.reference_top_token_ids, positions.top_token_ids)
     places = [entry["index"] for entry in most_divergent]
     before = [tuple(positions.token_ids[max(starts[at], at - NUM_TOKENS_BEFORE) : at].tolist()) for at in places]

@@ -1,5 +1,6 @@
 """Lanes of runs: how runs record one, and whether two agree, by how much not, and from which position on."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,12 +45,14 @@ class LaneDifference:
     """The first position of the ranges from which on all differ; None where the lanes agree."""
 
     def verdict(self, lane: Lane = "decode") -> str:
+        if math.isnan(self.mean):
+            return f"{lane} cannot be compared with prefill: no value is finite in both"
         if self.differs_from is None:
             absolute = f"{self.mean_absolute:.5f} in the mean of absolute values"
             return f"{lane} agrees with prefill: {self.mean:+.5f} nats in the mean, {absolute}"
         last = self.by_position[-1][2]
         drifts = len(self.by_position) > 1 and abs(last) > 2 * abs(self.by_position[0][2]) and self.differs_from > 1
-        growth = f", and {last:+.5f} at the end: a difference that grows with the position is the KV cache's"
+        growth = f", and {last:+.5f} at the end: a difference that grows with the position comes from the KV cache"
         where = f"from position {self.differs_from} on{growth if drifts else ''}"
         return f"{lane} differs from prefill: {self.mean:+.5f} nats in the mean, {where}"
 
@@ -61,6 +64,8 @@ def lane_difference(
     at least 1. Targets whose value is infinite in a lane are left out."""
     finite = np.isfinite(prefill) & np.isfinite(decode)
     off, positions = np.asarray(decode, np.float64)[finite] - prefill[finite], positions[finite]
+    if not finite.any():
+        return LaneDifference(math.nan, math.nan, [], None)
     octaves = np.log2(positions).astype(int)
     ranges, significant = [], []
     for octave in np.unique(octaves).tolist():

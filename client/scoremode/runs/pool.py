@@ -96,10 +96,11 @@ class Pool:
         """While others are left, drop a server that fails sooner than its client would give up. After a 504, halve its
         requests in flight, down to one."""
         self._set_retries()
+        servers = [*self._servers]
         try:
             yield
         finally:
-            for server in self._servers:
+            for server in servers:
                 server.client.retries.grace = None
                 server.client.retries.raises_timeouts = False
 

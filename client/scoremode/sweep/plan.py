@@ -19,8 +19,8 @@ from pydantic import (
 
 from scoremode.client import server_root
 from scoremode.errors import ScoremodeError
-from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus
-from scoremode.windows import Method
+from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, HUB_ALIASES, PYDOC, Corpus, load_corpus
+from scoremode.windows import METHODS, Method, resolve_stride
 
 DEFAULT_COMMAND = ["scoremode", "serve"]
 _FLAGS_OF_THE_SWEEP = ("--host", "--port", "--reference-dir", "--uds")
@@ -79,8 +79,9 @@ class TextOptions(_Part):
     def load(self, folder: Path) -> Corpus:
         """The text; files are looked for in `folder`, where the plan is."""
         dataset = self.dataset
-        if dataset is not None and (folder / dataset).exists():
-            dataset = str(folder / dataset)
+        # An alias is one wherever the plan is; a local folder of that name is `./wikitext`.
+        if dataset is not None and dataset not in (PYDOC, *HUB_ALIASES) and (folder / dataset).exists():
+            dataset = str((folder / dataset).absolute())
         file = None if self.text_file is None else folder / self.text_file
         options = self.model_dump(include={"text", "split", "num_samples"})
         return load_corpus(dataset, text_file=file, config=self.dataset_config, column=self.text_column, **options)
@@ -92,6 +93,13 @@ class WindowOptions(_Part):
     method: Method = "sliding"
     context_length: PositiveInt | None = None
     stride: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _of_a_text(self) -> "WindowOptions":
+        if self.method not in METHODS:
+            raise ValueError(f"method: one of {', '.join(METHODS)}, got {self.method}")
+        resolve_stride(self.method, self.context_length or self.stride or 1, self.stride)
+        return self
 
 
 class ModelEntry(_Part):

@@ -199,7 +199,8 @@ class _Sweep:
     async def _measure(self, entry: ModelEntry, client: AsyncScoreClient, marks: kept.Marks) -> None:
         reference = await self._reference_at(client, entry)
         if reference is None:
-            _log.warning("%s: its server has no reference of the first model: perplexity alone is measured", entry.name)
+            text = "%s: its server has no reference of the first model, nor records one: only perplexity is measured"
+            _log.warning(text, entry.name)
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
@@ -221,12 +222,7 @@ class _Sweep:
         _log.info("%s: recording the reference %s", entry.name, reference)
         with progress_bar("ppl", quiet=self.quiet) as on_progress:
             recorded = await record_reference(
-                client,
-                self.corpus,
-                reference,
-                **self.windows,
-                on_progress=on_progress,
-                on_window=self.recorded.append,
+                client, self.corpus, reference, **self.windows, on_progress=on_progress, on_window=self.recorded.append
             )
         self.recording_seconds = recorded.seconds
         if self.plan.floor and recorded.reference.noise_floor is None:

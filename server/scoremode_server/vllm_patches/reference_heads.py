@@ -53,7 +53,7 @@ def describe_head(source: LogitsSource | None, hidden_size: int, hidden_dtype: t
         raise ValueError(f"its LM head is quantized ({type(method).__name__})")
     weight, processor = source.lm_head.weight, source.processor
     if weight.shape[1:] != (hidden_size,) or weight.dtype != hidden_dtype:
-        raise ValueError(f"its LM head is {tuple(weight.shape)} {weight.dtype}, not (..., {hidden_size}) {hidden_dtype}")
+        raise ValueError(f"its LM head is {tuple(weight.shape)} {weight.dtype}, not (…, {hidden_size}) {hidden_dtype}")
     head_dtype = processor.head_dtype or weight.dtype
     dtypes: list[Any] = [str(each).removeprefix("torch.") for each in (weight.dtype, head_dtype)]
     if unknown := set(dtypes) - set(get_args(HeadDtype)):

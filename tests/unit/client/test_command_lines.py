@@ -124,6 +124,7 @@ def references(made) -> dict[str, Any]:
         ("SERVER TEXT --model broken --retry-for 0 --output new.json", 1, r"error: the engine died\x1b (HTTP 500)", ""),
         ("SERVER --text a --context-length 8 --method disjoint", 1, "a smaller context_length (--context-length)", ""),
         ("kld SERVER --reference base --floor", 1, "the served model is not the reference's (HTTP 400)", ""),
+        ("compare --tasks a=x a=y", 1, "--tasks: two folders are called 'a'", ""),
         ("compare near.json no.json", 1, "cannot read no.json: No such file or directory", ""),
         ("corpus IDLE no.parquet --output out", 1, "no such file or folder: no.parquet", ""),
         ("sweep wrong.yaml", 1, "wrong.yaml: models[0] (base): give a model to serve", ""),

@@ -61,6 +61,12 @@ def test_a_single_file_is_read_by_its_suffix(tmp_path):
     assert load_corpus(text_file=tmp_path / "text").text == "one\r\ntwo\n"
 
 
+@pytest.mark.parametrize("source", [{"dataset": "pydoc"}, {"text": "x"}])
+def test_a_text_without_columns_has_no_labels(source: dict[str, str]):
+    with pytest.raises(CorpusError, match=r"'topic' is a column, and .* has none"):
+        load_corpus(**source, by="topic")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

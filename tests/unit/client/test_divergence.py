@@ -151,6 +151,18 @@ async def test_the_text_before_a_token_crosses_windows_of_consecutive_targets():
         assert token.text_before == TEXT[max(0, token.index - 16) : token.index]
 
 
+async def test_the_text_before_a_token_is_of_its_own_document(monkeypatch):
+    reference = (await recorded(method="sliding"))["base"]
+    documents = [int(index > 1) for index in range(len(reference.windows))]
+    origins = {**reference.origins(), "documents": documents}
+    monkeypatch.setattr(reference, "origins", lambda: origins)
+    start = sum(len(tokens) - first for tokens, first in reference.windows[:2])
+    measurement = await measure(FakeServer({"base": reference}, noise=NOISE))
+    for token in measurement.most_divergent:
+        begin = start if token.index >= start else 0
+        assert token.text_before == TEXT[max(begin, token.index - 16) : token.index]
+
+
 async def test_the_most_divergent_tokens_have_their_texts(references, server):
     measurement = await measure(server)
     targets = [token for tokens, first in references["base"].windows for token in tokens[first:]]

@@ -84,7 +84,7 @@ def test_every_form_has_the_groups(runs, comparison, tmp_path):
     text, markdown = as_text(comparison), as_markdown(comparison)
     note = "Without an interval: groups with tokens in fewer than 20 of the documents or windows drawn."
     assert all(part in form for part in (ratio, kld, note) for form in (text, markdown.replace("\\[", "[")))
-    assert "500 resamples, 30 documents drawn one by one, seed 0." in text
+    assert "Seed 0: 30 documents drawn one by one, 500 resamples." in text
     assert r"| a\|b | 2,000 | int4 |" in markdown
     assert "reasoning" in as_csv(comparison)
     write_report(comparison, tmp_path / "report.html")

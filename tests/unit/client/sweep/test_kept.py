@@ -106,7 +106,7 @@ def read(tmp_path: Path, text: str) -> SweepPlan:
     return read_plan(path)
 
 
-def test_a_plan_is_read_as_it_is_written(tmp_path: Path):
+def test_a_plan_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plan = read(tmp_path, WHOLE)
     assert plan.serve == ["--enforce-eager", "--max-model-len", "2048"]
     bf16, w4a16 = plan.models
@@ -115,6 +115,11 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path):
     (tmp_path / "here.txt").write_text("a text")
     plan = SweepPlan.model_validate({**PLAN, "text": {"dataset": "here.txt"}})
     assert plan.text.load(tmp_path).text == "a text", "relative to the plan"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wikitext").mkdir()
+    (tmp_path / "wikitext" / "test.txt").write_text("a folder")
+    plan = SweepPlan.model_validate({**PLAN, "text": {"dataset": "./wikitext"}})
+    assert plan.text.load(Path()).text == "a folder", "not the alias"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,8 @@ def test_a_plan_is_read_as_it_is_written(tmp_path: Path):
         ("name: bf16\n", "nam: bf16\n", "models[0]: name: is required; models[0]: nam: is unknown"),
         ("name: w4a16", "name: BF16", "models: two are called 'bf16'"),
         ("http://host:8001", "http://host:8001\n    serve: --x", "models[1] (w4a16): command, serve and env are for a"),
+        ("method: sliding", "method: conversation", "windows: method: one of sliding, overlapping, disjoint"),
+        ("stride: 256", "stride: 1024", "windows: stride 1024 is larger than context_length 512"),
         ("--dtype float32", "--port=80", "models[0] (bf16): serve: --port is set by the sweep"),
     ],
 )
