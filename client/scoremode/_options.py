@@ -122,7 +122,7 @@ _TEXT: Options = {
     "--text-file FILE": _path("a file that holds the text, UTF-8"),
 }
 _DATASET: Options = {
-    "--dataset-config NAME": _option("wikitext: wikitext-2-raw-v1"),
+    "--dataset-config NAME": _option("configuration of the dataset; default for wikitext: wikitext-2-raw-v1"),
     "--split": _option("default: %(default)s", default=corpora.DEFAULT_SPLIT),
     "--text-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
     "--num-samples N": _number("the first N rows only"),
@@ -148,7 +148,7 @@ _CALIBRATION: Options = {
     ),
     "--calibration-column NAME": _option("default: %(default)s", default=corpora.DEFAULT_COLUMN),
     "--calibration-share SHARE": _option(
-        "of a window's sequences of 13 tokens, with more of which it is left out; default: %(default)g",
+        "leave out a window when more than this share of its 13-grams is in the calibration text; default: %(default)g",
         type=_SHARE,
         default=DEFAULT_THRESHOLD,
     ),
@@ -159,9 +159,9 @@ _PACE: Options = {
         f"{MAX_CONCURRENCY} at most, or {DEFAULT_CONCURRENCY} where it does not say"
     ),
     "--lane LANE": _option(
-        "how many tokens of a window are in a step of the server: as many as fit, one as in generation, or as many as "
-        "speculative decoding verifies; both: prefill, then decode, each with an output of its own, and whether they "
-        "agree; default: %(default)s",
+        "tokens of a window per engine step: prefill, as many as fit; decode, one as in generation; verify, as many as "
+        "in speculative decoding; both: prefill, then decode, each with its own output, and whether they agree; "
+        "default: %(default)s",
         choices=(*LANES, "both"),
         default="prefill",
     ),

@@ -1,7 +1,7 @@
 """From the KL divergence of every position to statistics: llama.cpp's, and more. docs/kld.md has the formulas.
 
 `p` is the distribution of the reference, `q` that of the compared model. Sums are in float64. A figure that is infinite
-or undefined is None, because JSON has neither. Errors of paired figures are those of a difference at each position.
+or undefined is None, because JSON has neither. Standard errors of paired figures are from the per-position difference.
 """
 
 import math

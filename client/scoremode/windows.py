@@ -17,7 +17,7 @@ STRIDED_METHODS: frozenset[Method] = frozenset({"sliding", "overlapping"})
 """The methods that take a stride; the others' windows follow from the context length alone."""
 
 EXHAUSTIVE_METHODS: frozenset[Method] = frozenset({"sliding", "rolling"})
-"""The methods that score each token of the text once, so that the sum of their NLLs is the NLL of the text."""
+"""The methods that score each token with context once, so that the sum of their NLLs is the NLL of the text."""
 
 DEFAULT_CONTEXT_LENGTH = 2048
 

@@ -99,7 +99,7 @@ def resample(
     num_resamples: int,
     seed: int,
 ) -> list[Resamples]:
-    """Draw resamples of a text, and the means of `series`, [targets, series], over each: of the text, then of groups.
+    """Resample a text, and return the means of `series`, [targets, series]: over the text first, then over each group.
 
     Blocks are made long enough for `watched`, [targets, figures]: the longest that one of them wants. Documents are of
     [windows], not decreasing. A group is of [targets]; its means are ratios of sums over the same resamples.
@@ -118,8 +118,8 @@ def resample(
         words = f"{num_units:,} documents drawn one by one"
     sums = np.hstack([units.sums(series), *(units.sums(np.where(group[:, None], series, 0)) for group in groups)])
     sizes = np.column_stack([units.sizes, *(units.sums(group.astype(np.float64)) for group in groups)])
-    # An infinite value leaves its series without a mean, and no other: 0 times infinity is NaN. So does a resample that
-    # has nothing of a group.
+    # A series with an infinite value gets NaN means (0 times infinity), and no other series does. So does a group in a
+    # resample that has none of its targets.
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.empty((num_resamples, 1 + len(groups), series.shape[1]))
         bootstrap = StationaryBootstrap(length, np.arange(num_units), seed=np.random.default_rng(seed))

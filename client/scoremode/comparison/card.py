@@ -22,7 +22,7 @@ _HEADER = ("quant", "GiB", "bits per weight", "PPL ±", "ΔPPL % ±", "mean KLD 
 _NAME_LENGTH = 24
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _MANY_DIGITS, _MOST_DIGITS = 4, 6
-"""After the point: with more than many an error has one digit, with more than most a figure has an exponent."""
+"""Decimals: above the first, an error is shown to one digit instead of two; above the second, with an exponent."""
 
 
 def card(comparison: RunComparison) -> str:

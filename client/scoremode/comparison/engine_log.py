@@ -35,8 +35,8 @@ _PERCENTAGES = {"delta_p_rms": "RMS Δp", "same_top_p": "Same top p"}
 """What it prints, by the names of figures."""
 
 _LARGEST_DIFFERENCE = 1e-2
-"""In ln(perplexity) of the same base: llama.cpp has no token less likely than 16 nats below the top one, which made
-that of SmolLM2 lower by 0.003."""
+"""Allowed difference in ln(perplexity) of one base: llama.cpp clips tokens to 16 nats below the top one, which lowers
+its perplexity a little."""
 
 
 class _QbenchModel(BaseModel):
@@ -88,8 +88,8 @@ def load_log(path: str | Path, label: str) -> RunFigures[EngineLog]:
 
 
 def load_qbench(path: str | Path) -> list[RunFigures[EngineLog]]:
-    """Read the `results` of ExLlamaV3's eval/qbench.py: every model but its reference, and its noise floor.
-    RunError if it cannot be read, or has no reference."""
+    """Read the `results` of ExLlamaV3's eval/qbench.py: a row per model with a perplexity, except its reference, and
+    the noise floor. RunError if it cannot be read, or has no reference."""
     path = Path(path)
     try:
         models = _QBENCH.validate_json(path.read_bytes())

@@ -112,7 +112,7 @@ class PairFigures:
     kld_difference: Figure | None
     """Mean KL divergence of second minus that of first; None unless both have one from the same reference."""
     verdict: Verdict
-    """On second, by its NLL: better where the whole interval of `ln_ppl_ratio` is below 0."""
+    """On second, by its NLL: no difference where the interval contains 0 or stays within `LEAST_LN_RATIO` of it."""
     kld_verdict: Verdict | None
     """On second, by `kld_difference`; no difference is shown either where both means are below the noise floor."""
 

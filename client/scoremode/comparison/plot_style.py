@@ -1,4 +1,4 @@
-"""How all plots look: colours for light and for dark pages, axes without a frame, labels that keep clear of each other.
+"""How all plots look: colors for light and for dark pages, axes without a frame, labels that keep clear of each other.
 
 Figures are made without pyplot, so that nothing of matplotlib's global state is touched.
 """
@@ -37,7 +37,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours. No two of one theme are equal, so that one theme's SVG is another's with the colours replaced."""
+    """Colors. No two of one theme are equal, so that one theme's SVG is another's with the colors replaced."""
 
     paper: str
     ink: str
@@ -48,7 +48,7 @@ class Theme:
     """Okabe and Ito's hues in lightnesses that stand out from the paper: told apart with any kind of color vision."""
 
     def run(self, index: int) -> str:
-        """Of the run with this place; colours come again after the last, with other markers and dashes."""
+        """Of the run with this place; colors come again after the last, with other markers and dashes."""
         return self.runs[index % len(self.runs)]
 
 

@@ -24,13 +24,13 @@ MAX_LABEL = 40
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A picture that can be drawn in any colours, and the text that belongs below it."""
+    """A picture that can be drawn in any colors, and the text that belongs below it."""
 
     name: str
     subject: str
     """What it shows, in words, for readers who cannot see it."""
     caption: str
-    """What all plots have in common, `common_caption` says."""
+    """Only what is specific to this plot: `common_caption` has what applies to all plots."""
     drawn: Callable[[Theme], Drawing]
 
     def draw(self, theme: Theme) -> Drawing:
@@ -100,7 +100,7 @@ def _perplexity(comparison: RunComparison) -> Plot | None:
 
 
 def _perplexity_ratio(comparison: RunComparison) -> Plot:
-    """Paired: what a hard text adds to all runs alike is in no interval."""
+    """Paired by token: difficulty that the text has for all runs alike cancels, and does not widen the intervals."""
     # Pairs with the base come first, in the order of the runs.
     pairs = comparison.pairs[: len(comparison.runs) - 1]
     ratios = [Figure(0, None, None, None), *(pair.ln_ppl_ratio for pair in pairs)]
@@ -149,8 +149,8 @@ def _kld_by_confidence(comparison: RunComparison, runs: token_plots.Numbered) ->
     return Plot(
         "kl-divergence-by-confidence",
         "Mean KL divergence by the reference's confidence",
-        "Mean KL divergence of the tokens where the reference gave its top token so much probability: at the "
-        f"right it was sure. {_without_place(comparison, [run for _, run in runs])}Infinite values are left out. "
+        "Mean KL divergence of the tokens, grouped by the probability that the reference gave its top token, the most "
+        f"confident at the right. {_without_place(comparison, [run for _, run in runs])}Infinite values are left out. "
         "Intervals are 95 %, from errors that take windows as independent and tokens within one as dependent.",
         lambda theme: token_plots.draw_kld_by_confidence(runs, theme),
     )

@@ -11,7 +11,7 @@ from scoremode.kld import MOST_FLOORS
 NOT_KNOWN = "-"
 _MAX_DECIMALS = 8
 _FAR_FEWER = 2
-"""Digits after the point that one figure of a column may have fewer of, and is still written as the others are."""
+"""From this many digits of difference after the point, the figures of a column each keep their own digits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ def load_run(path: str | Path, label: str | None = None) -> RunFile:
 
 def _read_record(path: Path) -> _Record:
     try:
-        # Larger numbers would fit no float either.
+        # Integers that need more than 64 bits are refused here, because numpy cannot hold them.
         content: Any = json.loads(path.read_bytes(), parse_int=lambda digits: int(np.int64(digits)))
         record: dict[str, Any] = _shown(content)
     except OSError as error:

@@ -35,7 +35,7 @@ class Point:
     """A run in a plot."""
 
     index: int
-    """Its place in the comparison, which decides its colour and marker."""
+    """Its place in the comparison, which decides its color and marker."""
     label: str
     size: float
     """0 where it is not known."""
@@ -45,8 +45,8 @@ class Point:
 
 
 def points(comparison: RunComparison, figures: Sequence[Figure | None]) -> tuple[str | None, list[Point]]:
-    """What is known of every run's size, as the name of an axis, None where nothing is; and the runs whose figure is
-    finite, with low and high as the value itself where it has no interval."""
+    """The name of the size axis, None where a size is missing; and the runs whose figure is finite. An end that is not
+    known or infinite is the value itself."""
     runs = [each.run for each in comparison.runs]
     axis: str | None = None
     sizes = [0.0] * len(runs)

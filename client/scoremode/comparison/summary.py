@@ -12,7 +12,7 @@ from scoremode.wire.references import Reference
 
 
 def summary(comparison: RunComparison) -> list[str]:
-    """Sentences on each run: what it is worse or better than, where no difference is shown, how it is to the noise
+    """Sentences on the runs: which are better or worse, where no difference is shown, how they compare with the noise
     floor, and which GPUs and kernels differ."""
     # Any model diverges more than the reference's own.
     compared = [each.run.label for each in comparison.runs if each.kld is not None and not each.has_no_divergence]

@@ -179,7 +179,7 @@ def _pair_sections(comparison: RunComparison) -> list[list[Column]]:
     ratios = Column("perplexity ratio", [_cell(pair.ppl_ratio, 4) for pair in pairs])
     sections = [[*labels, ratios, Column("by perplexity", [pair.verdict for pair in pairs], right=False)]]
     if any(pair.kld_difference is not None for pair in pairs):
-        differences = Column("mean KLD more by, nats", [_cell(pair.kld_difference, 6) for pair in pairs])
+        differences = Column("mean KLD difference, nats", [_cell(pair.kld_difference, 6) for pair in pairs])
         verdicts = Column("by KLD", [pair.kld_verdict or "-" for pair in pairs], right=False)
         sections.append([*labels, differences, verdicts])
     return sections

@@ -22,7 +22,7 @@ from scoremode.kld import CONFIDENCE_EDGES, bucket_of, clustered_standard_error
 
 Floats = NDArray[np.float64]
 Numbered = Sequence[tuple[int, RunFile]]
-"""Runs with their places in the comparison, which decide their colours."""
+"""Runs with their places in the comparison, which decide their colors."""
 
 _CURVE_POINTS = 400
 """As many as a plot can show; a point a token would make a file of many megabytes."""

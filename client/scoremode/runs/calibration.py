@@ -1,6 +1,6 @@
 """Windows that share text with what a quantization was calibrated on: it has seen them, so they flatter it.
 
-Two texts share what they have of the same 13 tokens in a row, by which training sets are searched for test sets
+Texts share their common 13-grams (13 tokens in a row), the measure used to search training sets for test sets
 (GPT-3, arXiv 2005.14165, appendix C).
 """
 
@@ -43,7 +43,7 @@ class Overlap(Generic[Figures]):
     num_tokens: int
     """Of the calibration text."""
     shares: NDArray[np.float64]
-    """[windows], of the n-grams of each window's targets; 0 where it has none."""
+    """[windows], share of each window's n-grams that the calibration text has too; 0 for a window without n-grams."""
     without: Figures | None
     """Of the windows that share no more than the threshold; None if there are none."""
 

@@ -50,7 +50,7 @@ class Corpus:
     documents: tuple[str, ...] = ()
     """What is scored, each without the others as context, where that is not the text as a whole."""
     num_bytes: int | None = None
-    """That bits per byte are of, and the next the words, where they are not those of what is scored."""
+    """Bytes that bits per byte divide by, and next the words, where they differ from those of the scored text."""
     num_words: int | None = None
     conversations: tuple[Conversation, ...] = ()
     """In the place of a text."""

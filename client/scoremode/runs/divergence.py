@@ -224,8 +224,8 @@ async def measure_noise_floor(
 ) -> KldMeasurement:
     """Compare a reference with the model that it was recorded from, and keep the result with it as its noise floor.
 
-    It is one request, for which the server, whose fingerprint is the reference's, runs the windows in other batches
-    than when they were recorded. Each lane has its own floor. The arguments are those of `measure_kld`.
+    One request: the server, whose fingerprint must equal the reference's, scores the windows again, in other batches
+    than in the recording. Each lane has its own floor. The arguments are those of `measure_kld`.
 
     Raises:
         ScoremodeError: the server fails, or serves another model.

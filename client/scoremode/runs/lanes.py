@@ -42,7 +42,7 @@ class LaneDifference:
     by_position: list[tuple[int, int, float]]
     """(first position, position after the last, mean) of ranges that double."""
     differs_from: int | None
-    """The first position of the ranges from which on all differ; None where the lanes agree."""
+    """First position of the last ranges, all of which differ, or of all if only the mean does; None for agreement."""
 
     def verdict(self, lane: Lane = "decode") -> str:
         if math.isnan(self.mean):

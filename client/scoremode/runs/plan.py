@@ -229,7 +229,7 @@ async def _with_turns(plan: Plan, client: AsyncScoreClient) -> Plan:
             roles += [turn["role"] for turn in turns[: len(cut)]]
             tokens += sequence["token_ids"]
     if num_cut:
-        _log.warning("%d of %d turns end after %d tokens, and are cut there", num_cut, num_turns, context_length)
+        _log.warning("%d of %d turns exceed %d tokens: cut there, or left out", num_cut, num_turns, context_length)
     if not windows:
         raise WindowError(f"no turn begins within the first {context_length} tokens", "context_length")
     return replace(plan, tokens=tokens, windows=windows, documents=documents, roles=roles)

@@ -1,4 +1,4 @@
-"""What tools publish perplexities with: how each joins the rows of a text, and cuts it into windows.
+"""The settings that tools publish perplexities with: how each joins the rows of a text and cuts it into windows.
 
 `docs/methods.md` names each source and check.
 """

@@ -56,9 +56,9 @@ def reference_name(entry: ModelEntry, marks: Mapping[str, Any]) -> str:
 
 
 def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
-    """What differs between a kept run and what a new one would be of, in words; None without a run.
+    """What differs between the run's file and the run that is now wanted, in words; empty where it can be reused.
 
-    It is empty for a run that need not be measured again.
+    None where there is no usable file.
     """
     try:
         kept = json.loads(run.read_text())[FIELD]
@@ -69,8 +69,8 @@ def changes(run: Path, marks: Mapping[str, Any]) -> str | None:
     return ", ".join(name for name in marks if kept.get(name) != marks[name] or marks["model"] is None)
 
 
-def can_resume(run: Path, marks: Mapping[str, Any]) -> bool:
-    """Whether there is a journal of the same run; one of another is deleted. Marks are noted for the journal to come.
+def prepare_resume(run: Path, marks: Mapping[str, Any]) -> bool:
+    """Delete a journal of another run, and note the marks for the next one. Returns whether a journal is left.
 
     The journal itself knows of the model only what a server says of it, which not all flags change.
     """
@@ -83,7 +83,7 @@ def can_resume(run: Path, marks: Mapping[str, Any]) -> bool:
 
 
 def finish(run: Path) -> None:
-    """Forget what `can_resume` noted, once the run is written."""
+    """Forget what `prepare_resume` noted, once the run is written."""
     _begun(run).unlink(missing_ok=True)
 
 

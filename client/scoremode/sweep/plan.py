@@ -39,7 +39,7 @@ def _flags(words: list[str]) -> list[str]:
 
 def _label(name: str) -> str:
     if not name or name.startswith(".") or "/" in name or "\0" in name:
-        raise ValueError("is the name of a file as well: not empty, no '/', and no '.' at its beginning")
+        raise ValueError("must also be a valid file name: not empty, without '/', and not starting with '.'")
     return name
 
 
@@ -139,7 +139,7 @@ class SweepPlan(_Part):
     windows: WindowOptions = WindowOptions()
     models: Annotated[list[ModelEntry], Field(min_length=1)]
     command: Command = DEFAULT_COMMAND
-    """What stands before each model."""
+    """Command line that starts a server; each model's name or path is appended."""
     serve: Flags = []
     """Flags for each model, before its own."""
     env: Environment = {}

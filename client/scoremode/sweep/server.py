@@ -121,9 +121,9 @@ def _found(command: Sequence[str], folder: Path) -> list[str]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that the kernel gives to no other process, though a server may bind it: it takes seconds until one does.
+    """A free port, reserved: the kernel assigns it to no other process, but the server that starts here can bind it.
 
-    Of two sockets with SO_REUSEADDR, as vLLM's has it, both may be bound to a port where neither listens yet.
+    Both sockets set SO_REUSEADDR (vLLM does too), so both may be bound to the port while neither listens on it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

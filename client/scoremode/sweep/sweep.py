@@ -204,7 +204,7 @@ class _Sweep:
         elif self._is_first(entry):
             await self._record(client, entry, reference)
         path, all_marks = self._path(entry), {**marks, "reference": reference}
-        output = Output(path, resume=kept.can_resume(path, all_marks), force=True)
+        output = Output(path, resume=kept.prepare_resume(path, all_marks), force=True)
         try:
             if reference is None or self._is_first(entry):
                 record, arrays, figure = await self._perplexity(client, entry, output)
