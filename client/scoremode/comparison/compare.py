@@ -18,7 +18,6 @@ from scoremode.metrics import bits_per_byte, exp
 from scoremode.windows import EXHAUSTIVE_METHODS
 
 Floats = NDArray[np.float64]
-
 LEAST_LN_RATIO = 5e-5
 """Smallest abs(ln(PPL ratio)) that counts: batches of other shapes alone change a model's perplexity by this much."""
 DEFAULT_NUM_RESAMPLES = 4000

@@ -16,7 +16,6 @@ from scoremode.wire.references import CorpusInfo, Reference
 
 Verdict = Literal["better", "worse", "no difference shown"]
 OPPOSITE: dict[Verdict, Verdict] = {"better": "worse", "worse": "better", "no difference shown": "no difference shown"}
-
 NEGLIGIBLE_KLD = 1e-9
 """Nats, in the mean: below what float32 logits can show, so it is shown as 0."""
 

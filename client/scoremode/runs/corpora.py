@@ -177,6 +177,12 @@ def _with_conversations(corpus: Corpus, rows: _Rows, chat_template_kwargs: Mappi
     )
 
 
+def local_path(dataset: str, folder: Path = Path()) -> Path | None:
+    """The file or folder in `folder` that a dataset's name means, if any; that of an alias is never one."""
+    path = folder / Path(dataset).expanduser()
+    return path if dataset not in (PYDOC, *HUB_ALIASES) and path.exists() else None
+
+
 def _load_dataset(dataset: str, config: str | None, split: str, columns: list[str]) -> tuple[Corpus, _Rows]:
     """Its rows, and a corpus that has none of their text yet."""
     if dataset == PYDOC:
@@ -184,10 +190,9 @@ def _load_dataset(dataset: str, config: str | None, split: str, columns: list[st
 
         source = f"pydoc_data.topics of Python {platform.python_version()}"
         return Corpus(PYDOC, "", source, len(topics)), [(topics[name],) for name in sorted(topics)]
-    path = Path(dataset).expanduser()
-    if dataset not in HUB_ALIASES and path.exists():
+    if (path := local_path(dataset)) is not None:
         return _load_local(path, config, split, columns)
-    if path.suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
+    if Path(dataset).suffix in _SUFFIXES or dataset.startswith((".", "/", "~")):
         raise CorpusError(f"no such file or folder: {dataset}")
     return _load_from_hub(dataset, config, split, columns)
 

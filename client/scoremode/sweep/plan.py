@@ -19,7 +19,7 @@ from pydantic import (
 
 from scoremode.client import server_root
 from scoremode.errors import ScoremodeError
-from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, HUB_ALIASES, PYDOC, Corpus, load_corpus
+from scoremode.runs.corpora import DEFAULT_COLUMN, DEFAULT_SPLIT, Corpus, load_corpus, local_path
 from scoremode.windows import METHODS, Method, resolve_stride
 
 DEFAULT_COMMAND = ["scoremode", "serve"]
@@ -78,10 +78,8 @@ class TextOptions(_Part):
 
     def load(self, folder: Path) -> Corpus:
         """The text; files are looked for in `folder`, where the plan is."""
-        dataset = self.dataset
-        # An alias is one wherever the plan is; a local folder of that name is `./wikitext`.
-        if dataset is not None and dataset not in (PYDOC, *HUB_ALIASES) and (folder / dataset).exists():
-            dataset = str((folder / dataset).absolute())
+        path = None if self.dataset is None else local_path(self.dataset, folder)
+        dataset = self.dataset if path is None else str(path.absolute())
         file = None if self.text_file is None else folder / self.text_file
         options = self.model_dump(include={"text", "split", "num_samples"})
         return load_corpus(dataset, text_file=file, config=self.dataset_config, column=self.text_column, **options)
@@ -98,7 +96,8 @@ class WindowOptions(_Part):
     def _of_a_text(self) -> "WindowOptions":
         if self.method not in METHODS:
             raise ValueError(f"method: one of {', '.join(METHODS)}, got {self.method}")
-        resolve_stride(self.method, self.context_length or self.stride or 1, self.stride)
+        if self.context_length is not None:
+            resolve_stride(self.method, self.context_length, self.stride)
         return self
 
 
