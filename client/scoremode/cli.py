@@ -18,7 +18,7 @@ from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
 from scoremode.errors import ScoremodeError, extra
 from scoremode.runs import kld_report, report
-from scoremode.runs.calibration import Calibration, measure_overlap
+from scoremode.runs.calibration import Calibration, measure_overlap, tokenize_texts
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import evaluate
@@ -104,16 +104,15 @@ def _resume_hint(output: Output | None) -> str:
 
 
 async def _measure_perplexity(options: argparse.Namespace, output: Output | None) -> _Measured:
-    corpus, calibration = _corpus(options), _calibration(options)
+    corpus = _corpus(options)
     async with _connected(options, progress_bar("ppl", quiet=options.quiet)) as (clients, on_progress):
+        calibration = await _calibration(clients[0], options)
         settings = _run_settings(options, output, on_progress)
         evaluation = await evaluate(
             clients, corpus, **_window_settings(options), return_ranks=output is not None, **settings
         )
-        overlap = None
-        if calibration is not None:
-            targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
-            overlap = await measure_overlap(clients[0], calibration, targets, sizes, evaluation.result_of)
+    targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
+    overlap = calibration and measure_overlap(calibration, targets, sizes, evaluation.result_of)
     _keep_and_show(report, evaluation, overlap, options, output)
     positions = [np.arange(window.first_scored, window.num_tokens) for window in evaluation.plan.windows]
     return np.concatenate([found.nlls for found in evaluation.windows]), np.concatenate(positions)
@@ -137,8 +136,8 @@ async def _export(options: argparse.Namespace) -> None:
 
 
 async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _Measured:
-    calibration = _calibration(options)
     async with _connected(options, progress_bar("kld", quiet=options.quiet)) as (clients, on_progress):
+        calibration = await _calibration(clients[0], options)
         settings = _run_settings(options, output, on_progress)
         if options.floor:
             of_one_request = {name: settings[name] for name in ("lane", "return_token_texts", "on_progress")}
@@ -146,15 +145,12 @@ async def _measure_kld(options: argparse.Namespace, output: Output | None) -> _M
         else:
             num_top = 0 if output is None else options.top_logprobs
             measurement = await measure_kld(clients, options.reference, top_logprobs=num_top, **settings)
-        overlap = None
-        if calibration is not None:
-            targets, sizes = measurement.positions.token_ids, measurement.window_sizes
-            overlap = await measure_overlap(clients[0], calibration, targets, sizes, measurement.statistics_of)
+    positions, sizes = measurement.positions, measurement.window_sizes
+    overlap = calibration and measure_overlap(calibration, positions.token_ids, sizes, measurement.statistics_of)
     _keep_and_show(kld_report, measurement, overlap, options, output)
-    positions = measurement.positions
     # By rounding a model diverges from itself more in the other lane.
     nats = -positions.logprobs if measurement.reference.is_of(measurement.server) else positions.kld
-    return nats, np.concatenate([np.arange(1, size + 1) for size in measurement.window_sizes])
+    return nats, np.concatenate([np.arange(1, size + 1) for size in sizes])
 
 
 def _run_settings(options: argparse.Namespace, output: Output | None, on_progress: OnProgress) -> dict[str, Any]:
@@ -192,12 +188,12 @@ def _corpus(options: argparse.Namespace) -> Corpus:
     return load_corpus(options.dataset, config=options.dataset_config, column=options.text_column, **settings)
 
 
-def _calibration(options: argparse.Namespace) -> Calibration | None:
-    """Read before anything is measured, for it may be missing."""
-    path = options.calibration
-    if path is None:
+async def _calibration(client: AsyncScoreClient, options: argparse.Namespace) -> Calibration | None:
+    """Needed before anything is measured: it may be missing, and `client` be lost during the run."""
+    if (path := options.calibration) is None:
         return None
-    return Calibration(path.name, read_rows(path, options.calibration_column), options.calibration_share)
+    texts = read_rows(path, options.calibration_column)
+    return Calibration(path.name, texts, await tokenize_texts(client, texts), options.calibration_share)
 
 
 def _window_settings(options: argparse.Namespace) -> WindowSettings:

@@ -31,6 +31,8 @@ _FACTORS = np.random.default_rng(NGRAM).integers(2**63, dtype=np.uint64, size=NG
 class Calibration:
     name: str
     texts: list[str]
+    token_ids: list[list[int]]
+    """Of each text, by the tokenizer of the model that is measured."""
     threshold: float
     """A window that shares more than this has been seen."""
 
@@ -69,8 +71,18 @@ class Overlap(Generic[Figures]):
         )
 
 
-async def measure_overlap(
-    client: AsyncScoreClient,
+async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text, without special tokens."""
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def tokens_of(text: str) -> list[int]:
+        async with slots:
+            return await client.tokenize(text, add_special_tokens=False)
+
+    return await asyncio.gather(*map(tokens_of, texts))
+
+
+def measure_overlap(
     calibration: Calibration,
     token_ids: Sequence[int] | NDArray[np.int32],
     window_sizes: Sequence[int],
@@ -78,22 +90,14 @@ async def measure_overlap(
 ) -> Overlap[Figures]:
     """What windows share with a calibration text, of the token ids of all their targets and the sizes of the windows.
 
-    `client` is of a server whose tokenizer made these tokens. `figures_of` gives the run's figures of some windows,
-    [windows] true for each.
+    `figures_of` gives the run's figures of some windows, [windows] true for each.
     """
-    slots = asyncio.Semaphore(_AT_ONCE)
-
-    async def tokens_of(text: str) -> list[int]:
-        async with slots:
-            return await client.tokenize(text, add_special_tokens=False)
-
-    texts = await asyncio.gather(*map(tokens_of, calibration.texts))
-    seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in texts]))
+    seen = np.unique(np.concatenate([_hashes(np.array(tokens, np.int64)) for tokens in calibration.token_ids]))
     windows = np.split(np.asarray(token_ids, np.int64), np.cumsum(window_sizes)[:-1])
     shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])
     kept = shares <= calibration.threshold
     without = figures_of(kept) if kept.any() else None
-    return Overlap(calibration, sum(map(len, texts)), shares, without)
+    return Overlap(calibration, sum(map(len, calibration.token_ids)), shares, without)
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -223,6 +223,18 @@ def test_an_unfinished_comparison_is_resumed_by_its_own_command_alone(folder, re
     assert record["statistics"]["kld"]["mean"] == pytest.approx(MEAN_KLD, rel=1e-12)
 
 
+@pytest.mark.parametrize("command", ["SERVER TEXT", "kld SERVER --reference base"])
+def test_a_calibration_text_does_not_need_the_server_that_was_lost(folder, references, command, capsys):
+    first, last = Server(references), Server(references)
+
+    def dying(request: httpx.Request) -> httpx.Response | None:
+        return first(request) if first.num_scored + len(first.compared) < 3 else None
+
+    with serve(dying) as lost, serve(last) as url:
+        assert run(f"{command} --url {url} --calibration same.txt --retry-for 0 --concurrency 1", lost) == 0
+    assert "same.txt, 8 tokens: 0 of 20 windows" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("has_answered", "options", "seconds"), [(False, "", 30), (False, "--retry-for 90", 90), (True, "", 600)]
 )
