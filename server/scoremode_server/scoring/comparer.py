@@ -203,16 +203,16 @@ class Comparer:
     ) -> AsyncGenerator[np.ndarray, None]:
         """The distributions of an opened reference at the targets of some windows, as llama.cpp keeps them: int32
         [scored, words] of each. The served model computes the windows too, and what it finds is not used."""
-        turns = {index: asyncio.Event() for index in indices}
-        waiting = iter(turns.values())
+        starts = {index: asyncio.Event() for index in indices}
+        waiting = iter(starts.values())
 
         def let_in(num_windows: int) -> None:
-            for turn in islice(waiting, num_windows):
-                turn.set()
+            for start in islice(waiting, num_windows):
+                start.set()
 
         async def exported(window: MarkedWindow) -> np.ndarray:
-            # Its files are read before its turn: the workers answer between two steps, each as long as some windows.
-            rows, logprobs, _ = await self._columns(reference, window, turns[window.mark.index])
+            # Its files are read before it starts: the workers answer between two steps, each as long as some windows.
+            rows, logprobs, _ = await self._columns(reference, window, starts[window.mark.index])
             window.check_rows(np.isnan(logprobs[:, 0]) | np.isnan(rows[:, 1].view(np.float32)))
             return rows
 
@@ -240,15 +240,15 @@ class Comparer:
         await self.references.current(reference)
 
     async def _columns(
-        self, reference: StoredReference, window: MarkedWindow, turn: asyncio.Event | None = None
+        self, reference: StoredReference, window: MarkedWindow, start: asyncio.Event | None = None
     ) -> Columns:
-        """What the engine computes for a window, once its files are read and it is its turn."""
+        """What the engine computes for a window, once its files are read and `start` is set."""
         head, rank = reference.manifest.head, window.settings.options.get("data_parallel_rank")
         assert head is not None
         try:
             async with self.files.loaded(window.mark, head, len(window.token_ids), rank) as (gate, loaded_rank):
-                if turn is not None:
-                    await turn.wait()
+                if start is not None:
+                    await start.wait()
                 columns = await self.engine.prompt_columns(window.request(gate, loaded_rank))
         except UnreadableFileError as error:
             await self.references.current(reference)

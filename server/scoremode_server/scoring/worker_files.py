@@ -103,10 +103,10 @@ class _Engine:
                 del self.references[key]
         return bool(self.references or self.orders)
 
-    def is_over(self, turn: _Reference, began: float) -> bool:
+    def is_turn_over(self, reference: _Reference, began: float) -> bool:
         """Whether a reference's turn ends."""
         now = time.monotonic()
-        if not turn.num_read and now - turn.used > IDLE_SECONDS:
+        if not reference.num_read and now - reference.used > IDLE_SECONDS:
             return True
         # Only one reference at a time gives up its memory: none ends its turn while another is leaving.
         is_one_leaving = any(each.gate.num_running and not each.gate.is_open for each in self.references.values())
@@ -191,7 +191,7 @@ class WorkerFiles:
             is_usable = True
             gate.open()
             began = time.monotonic()
-            while not engine.is_over(reference, began):  # noqa: ASYNC110
+            while not engine.is_turn_over(reference, began):  # noqa: ASYNC110
                 await asyncio.sleep(MAX_POLL_SECONDS)
             gate.is_open = False
             while gate.num_running:  # noqa: ASYNC110
