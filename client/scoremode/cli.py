@@ -111,8 +111,8 @@ async def _measure_perplexity(options: argparse.Namespace, output: Output | None
         evaluation = await evaluate(
             clients, corpus, **_window_settings(options), return_ranks=output is not None, **settings
         )
-    targets, sizes = evaluation.plan.target_ids(), [window.num_scored for window in evaluation.windows]
-    overlap = calibration and measure_overlap(calibration, targets, sizes, evaluation.result_of)
+    sizes = [window.num_scored for window in evaluation.windows]
+    overlap = calibration and measure_overlap(calibration, evaluation.plan.target_ids(), sizes, evaluation.result_of)
     _keep_and_show(report, evaluation, overlap, options, output)
     positions = [np.arange(window.first_scored, window.num_tokens) for window in evaluation.plan.windows]
     return np.concatenate([found.nlls for found in evaluation.windows]), np.concatenate(positions)

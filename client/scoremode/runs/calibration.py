@@ -14,6 +14,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 
 Figures = TypeVar("Figures")
@@ -79,7 +80,7 @@ async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str]) -> list
         async with slots:
             return await client.tokenize(text, add_special_tokens=False)
 
-    return await asyncio.gather(*map(tokens_of, texts))
+    return await joined(map(tokens_of, texts))
 
 
 def measure_overlap(
@@ -96,8 +97,7 @@ def measure_overlap(
     windows = np.split(np.asarray(token_ids, np.int64), np.cumsum(window_sizes)[:-1])
     shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])
     kept = shares <= calibration.threshold
-    without = figures_of(kept) if kept.any() else None
-    return Overlap(calibration, sum(map(len, calibration.token_ids)), shares, without)
+    return Overlap(calibration, sum(map(len, calibration.token_ids)), shares, figures_of(kept) if kept.any() else None)
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
