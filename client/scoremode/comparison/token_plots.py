@@ -25,7 +25,7 @@ Numbered = Sequence[tuple[int, RunFile]]
 """Runs with their places in the comparison, which decide their colors."""
 
 _CURVE_POINTS = 400
-"""As many as a plot can show; a point a token would make a file of many megabytes."""
+"""As many as a plot can show; one point per token would make a file of many megabytes."""
 _LOWEST_QUANTILE = 0.002
 _SETTLED = 0.02
 """After this share of the text a running mean is fit to set the limits of an axis."""

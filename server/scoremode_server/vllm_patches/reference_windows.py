@@ -115,7 +115,7 @@ class WorkerWindows:
 
         Returns:
             outcomes: by ticket, or by an LM head's key: why its last order failed, "" if it succeeded, None until
-                then. Of what was written, this is told once.
+                then. The outcome of a write is returned once.
             is_contended: whether a head waits for memory.
         """
         assert self.heads is not None
@@ -139,7 +139,7 @@ class WorkerWindows:
     def _outcome(self, ticket: str) -> str | None:
         assert self.heads is not None
         if (written := self._written.get(ticket)) is not None:
-            # Told once: what is kept must not push out a file that is asked for later, such as the LM head.
+            # Returned once: what is kept must not push out a file that is asked for later, such as the LM head.
             return self._written.pop(ticket).result() if written.done() else None
         begun = self._read.get(ticket) or self.heads.progress(ticket)
         if begun is None or not begun.done():
