@@ -1,6 +1,8 @@
 """A pytest plugin: a test fails if its process opens a file in a folder next to the repository, which no clone has.
 
-Hidden folders, those of Python and of temporary files, and folders made during the session are not neighbours.
+Hidden folders, those that Python or an environment variable names (a cache may lie anywhere), and those made during the
+session are not neighbours. Neither is anything next to a repository right below `/` or in the folder of temporary
+files, which other programs use too.
 """
 
 import os
@@ -16,12 +18,16 @@ class Neighbours:
     """The files that were opened in neighbouring folders."""
 
     def __init__(self, root: Path) -> None:
-        installed = [Path(folder).resolve() for folder in (*sys.path, sys.prefix, tempfile.gettempdir())]
+        root = root.resolve()
+        temporary = Path(tempfile.gettempdir()).resolve()
+        from_environment = [path for value in os.environ.values() for path in value.split(os.pathsep)]
+        named = [Path(path).resolve() for path in (*sys.path, sys.prefix, *filter(os.path.isabs, from_environment))]
         self.folders = tuple(
             f"{folder}{os.sep}"
-            for folder in root.resolve().parent.iterdir()
-            if folder.is_dir() and folder != root.resolve() and not folder.name.startswith((".", "pytest-of-"))
-            if not any(path.is_relative_to(folder) for path in installed)
+            for folder in root.parent.iterdir()
+            if root.parent not in (Path(root.anchor), temporary)
+            if folder.is_dir() and folder != root and not folder.name.startswith((".", "pytest-of-"))
+            if not any(path.is_relative_to(folder) for path in (*named, temporary))
         )
         self.opened: list[str] = []
 

@@ -4,9 +4,12 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.neighbours import Neighbours
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +31,16 @@ def test_reading_a_file_next_to_the_repository_fails(tmp_path: Path):
     done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
     assert "2 passed, 1 error" in done.stdout
     assert f"a clone elsewhere does not have ['{tmp_path}/other/text.txt']" in done.stdout
+
+
+def test_caches_next_to_the_repository_are_not_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("other", "cache"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache" / "inductor"))
+    assert Neighbours(tmp_path / "repository").folders == (f"{tmp_path}/other/",)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Neighbours(tmp_path / "repository").folders == ()
+    assert Neighbours(Path("/repository")).folders == ()
 
 
 def test_no_test_names_a_folder_next_to_the_repository():
