@@ -65,11 +65,12 @@ async def test_an_engine_that_dies_ends_its_server_and_runs_continue(first_serve
     windows = {"max_tokens": 20_000, "context_length": 512, "stride": 256}
 
     def kill(progress: Progress) -> None:
-        # At once: on a busy machine, requests of the load would be answered before more windows are.
         if progress.windows_done == 1:
             engine.kill()
 
     async def run_on_both(http: httpx.AsyncClient) -> None:
+        # Until it is killed: on a busy machine, all of the load would be answered before a window is.
+        engine.suspend()
         async with AsyncScoreClient(first_server.url) as first, AsyncScoreClient(second_server.url) as second:
             run = await evaluate([first, second], corpus, on_progress=kill, **windows)
             # It may close the connection where it ends before it is asked again.
