@@ -18,13 +18,14 @@ from scoremode.corpus import score_corpus
 from scoremode.corpus.settings import figures_as_text
 from scoremode.errors import ScoremodeError, extra
 from scoremode.runs import kld_report, report
-from scoremode.runs.calibration import Calibration, measure_overlap, tokenize_texts
+from scoremode.runs.calibration import Calibration, measure_overlap
 from scoremode.runs.corpora import Corpus, load_corpus, read_rows
 from scoremode.runs.divergence import measure_kld, measure_noise_floor
 from scoremode.runs.evaluate import evaluate
 from scoremode.runs.export import export_llama_cpp
 from scoremode.runs.lanes import lane_difference
 from scoremode.runs.output import Output
+from scoremode.runs.plan import tokenize_texts
 from scoremode.runs.recording import record_reference
 from scoremode.runs.run import OnProgress
 from scoremode.windows import WindowError, WindowSettings
@@ -193,7 +194,7 @@ async def _calibration(client: AsyncScoreClient, options: argparse.Namespace) ->
     if (path := options.calibration) is None:
         return None
     texts = read_rows(path, options.calibration_column)
-    return Calibration(path.name, texts, await tokenize_texts(client, texts), options.calibration_share)
+    return Calibration(path.name, texts, await tokenize_texts(client, texts, False), options.calibration_share)
 
 
 def _window_settings(options: argparse.Namespace) -> WindowSettings:

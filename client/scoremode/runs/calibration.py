@@ -4,7 +4,6 @@ Texts share their common 13-grams (13 tokens in a row), the measure used to sear
 (GPT-3, arXiv 2005.14165, appendix C).
 """
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,15 +13,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from scoremode._tasks import joined
-from scoremode.client import AsyncScoreClient
-
 Figures = TypeVar("Figures")
 
 NGRAM = 13
 DEFAULT_THRESHOLD = 0.3
-_AT_ONCE = 16
-"""Texts that the server tokenizes."""
 
 # A hash of an n-gram is the sum of its tokens times these, modulo 2**64.
 _FACTORS = np.random.default_rng(NGRAM).integers(2**63, dtype=np.uint64, size=NGRAM) * np.uint64(2) + np.uint64(1)
@@ -37,14 +31,16 @@ class Calibration:
     threshold: float
     """A window that shares more than this has been seen."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlap(Generic[Figures]):
     """How much the windows of a run share with a calibration text."""
 
     calibration: Calibration
-    num_tokens: int
-    """Of the calibration text."""
     shares: NDArray[np.float64]
     """[windows], share of each window's n-grams that the calibration text has too; 0 for a window without n-grams."""
     without: Figures | None
@@ -58,29 +54,18 @@ class Overlap(Generic[Figures]):
     def record(self, without: object) -> dict[str, object]:
         """For a run's JSON, with `without` as it has it."""
         sha256 = hashlib.sha256("\0".join(self.calibration.texts).encode()).hexdigest()
-        text = {"name": self.calibration.name, "sha256": sha256, "num_tokens": self.num_tokens}
+        text = {"name": self.calibration.name, "sha256": sha256, "num_tokens": self.calibration.num_tokens}
         windows = {"ngram": NGRAM, "threshold": self.calibration.threshold, "shares": self.shares.tolist()}
         return {"calibration": {**text, **windows, "without": without}}
 
     @property
     def in_words(self) -> str:
         """The text, and what windows share with it."""
-        num_shared, most = int(self.is_shared.sum()), self.calibration.threshold
+        text, num_shared = self.calibration, int(self.is_shared.sum())
         return (
-            f"{self.calibration.name}, {self.num_tokens:,} tokens: {num_shared:,} of {len(self.shares):,} windows "
-            f"share more than {most:.0%} of their {NGRAM}-grams with it, {self.shares.max():.1%} at most"
+            f"{text.name}, {text.num_tokens:,} tokens: {num_shared:,} of {len(self.shares):,} windows "
+            f"share more than {text.threshold:.0%} of their {NGRAM}-grams with it, {self.shares.max():.1%} at most"
         )
-
-
-async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text, without special tokens."""
-    slots = asyncio.Semaphore(_AT_ONCE)
-
-    async def tokens_of(text: str) -> list[int]:
-        async with slots:
-            return await client.tokenize(text, add_special_tokens=False)
-
-    return await joined(map(tokens_of, texts))
 
 
 def measure_overlap(
@@ -97,12 +82,11 @@ def measure_overlap(
     windows = np.split(np.asarray(token_ids, np.int64), np.cumsum(window_sizes)[:-1])
     shares = np.array([np.isin(hashes, seen).mean() if len(hashes := _hashes(window)) else 0.0 for window in windows])
     kept = shares <= calibration.threshold
-    return Overlap(calibration, sum(map(len, calibration.token_ids)), shares, figures_of(kept) if kept.any() else None)
+    return Overlap(calibration, shares, figures_of(kept) if kept.any() else None)
 
 
 def _hashes(token_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Of each n-gram, [tokens - n + 1]; none of fewer tokens."""
     if len(token_ids) < NGRAM:
         return np.empty(0, np.uint64)
-    hashes: NDArray[np.uint64] = sliding_window_view(token_ids.astype(np.uint64), NGRAM) @ _FACTORS
-    return hashes
+    return np.asarray(sliding_window_view(token_ids.astype(np.uint64), NGRAM) @ _FACTORS)

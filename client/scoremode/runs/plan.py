@@ -1,9 +1,10 @@
 """The windows of an evaluation, cut before the first one is scored, and the values of a window."""
 
+import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ from typing import Any, cast
 from pydantic import ConfigDict, NonNegativeInt
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from scoremode._tasks import joined
 from scoremode.client import AsyncScoreClient
 from scoremode.errors import ResponseError
 from scoremode.metrics import count_words
@@ -35,6 +37,8 @@ _FIELDS_WITHOUT_INFLUENCE = {"object", "max_top_logprobs", "max_num_seqs", "weig
 _COMPUTED_BY = "server.computed_by."
 _JOURNALED = ("method", "context_length", "stride", "max_tokens", "add_special_tokens", "return_ranks", "model")
 """The settings of a plan that its journal has."""
+_TEXTS_AT_ONCE = 16
+"""Tokenized by the server."""
 CONVERSATIONS_AT_ONCE = 64
 """Rendered by one request."""
 
@@ -168,10 +172,21 @@ async def make_plan(
     return await (_with_turns if corpus.conversations else _with_text)(plan, client)
 
 
+async def tokenize_texts(client: AsyncScoreClient, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of each text, by the tokenizer of a server."""
+    slots = asyncio.Semaphore(_TEXTS_AT_ONCE)
+
+    async def tokens_of(text: str) -> list[int]:
+        async with slots:
+            return await client.tokenize(text, add_special_tokens)
+
+    return await joined(map(tokens_of, texts))
+
+
 async def _with_text(plan: Plan, client: AsyncScoreClient) -> Plan:
     corpus, server, max_tokens = plan.corpus, plan.server, plan.max_tokens
     texts = corpus.documents or (corpus.text,)
-    documents = [await client.tokenize(text, plan.add_special_tokens) for text in texts]
+    documents = await tokenize_texts(client, texts, plan.add_special_tokens)
     tokens, text = [token for document in documents for token in document], "".join(texts)
     if max_tokens is not None and len(tokens) > max_tokens:
         if len(documents) > 1:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from scoremode.runs.calibration import NGRAM, Calibration, measure_overlap, tokenize_texts
+from scoremode.runs.calibration import NGRAM, Calibration, measure_overlap
+from scoremode.runs.plan import tokenize_texts
 from tests.unit.client.fake_server import FakeServer, client_of
 
 
@@ -18,7 +19,7 @@ async def test_shares_are_those_of_sets_of_ngrams() -> None:
     seen = {ngram for each in texts for ngram in ngrams(list(each.encode()))}
     expected = [np.mean([ngram in seen for ngram in ngrams(window)]) if len(window) > 5 else 0 for window in windows]
     async with client_of(FakeServer()) as client:
-        calibration = Calibration("text", texts, await tokenize_texts(client, texts), 0.4)
+        calibration = Calibration("text", texts, await tokenize_texts(client, texts, False), 0.4)
     token_ids, sizes = [token for window in windows for token in window], [*map(len, windows)]
     overlap = measure_overlap(calibration, token_ids, sizes, lambda kept: kept.tolist())
     np.testing.assert_allclose(overlap.shares, expected)
