@@ -1,8 +1,7 @@
 """A pytest plugin: a test fails if its process opens a file in a folder next to the repository, which no clone has.
 
-Hidden folders, those that Python or an environment variable names (a cache may lie anywhere), and those made during the
-session are not neighbours. Neither is anything next to a repository right below `/` or in the folder of temporary
-files, which other programs use too.
+Hidden folders, those of Python, of temporary files and of caches, and those made during the session are not neighbours.
+Neither is anything next to a repository right below `/` or in the folder of temporary files, which others use too.
 """
 
 import os
@@ -13,21 +12,23 @@ from pathlib import Path
 
 import pytest
 
+CACHES = {"HOME", "XDG_CACHE_HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+"""The environment variables that name folders of caches."""
+
 
 class Neighbours:
     """The files that were opened in neighbouring folders."""
 
     def __init__(self, root: Path) -> None:
-        root = root.resolve()
-        temporary = Path(tempfile.gettempdir()).resolve()
-        from_environment = [path for value in os.environ.values() for path in value.split(os.pathsep)]
-        named = [Path(path).resolve() for path in (*sys.path, sys.prefix, *filter(os.path.isabs, from_environment))]
+        root, temporary = root.resolve(), Path(tempfile.gettempdir()).resolve()
+        caches = [os.environ[name] for name in CACHES & os.environ.keys()]
+        others = [temporary, *(Path(path).resolve() for path in (*sys.path, sys.prefix, *caches))]
+        siblings = [] if root.parent in (Path(root.anchor), temporary) else root.parent.iterdir()
         self.folders = tuple(
             f"{folder}{os.sep}"
-            for folder in root.parent.iterdir()
-            if root.parent not in (Path(root.anchor), temporary)
+            for folder in siblings
             if folder.is_dir() and folder != root and not folder.name.startswith((".", "pytest-of-"))
-            if not any(path.is_relative_to(folder) for path in (*named, temporary))
+            if not any(path.is_relative_to(folder) for path in others)
         )
         self.opened: list[str] = []
 

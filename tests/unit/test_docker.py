@@ -9,8 +9,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 import yaml
 
+from tests.neighbours import CACHES
+
 DOCKER = Path(__file__).parents[2] / "docker"
-CACHES = {"HOME", "XDG_CACHE_HOME", "HF_HOME", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 
 
 def instructions(name: str) -> list[tuple[str, str]]:

@@ -37,6 +37,7 @@ def test_caches_next_to_the_repository_are_not_neighbours(tmp_path: Path, monkey
     for name in ("other", "cache"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache" / "inductor"))
+    monkeypatch.setenv("OLDPWD", str(tmp_path / "other"))
     assert Neighbours(tmp_path / "repository").folders == (f"{tmp_path}/other/",)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert Neighbours(tmp_path / "repository").folders == ()
