@@ -208,17 +208,22 @@ def error_content(error: Exception) -> dict[str, Any]:
     return content
 
 
-def _field(detail: Any) -> str:
-    return str(detail["loc"][0])[:MAX_NAME]
+def _field(detail: Any) -> str | None:
+    """The field of an error of pydantic; None for one of the whole body, such as of fields that exclude each other."""
+    place = detail["loc"]
+    return str(place[0])[:MAX_NAME] if place else None
 
 
 def _describe(detail: Any) -> str:
-    place = _field(detail) + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
+    field, reason = _field(detail), detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    if field is None:
+        return str(reason)
+    place = field + "".join(f"[{part}]" for part in detail["loc"][1:] if isinstance(part, int))
     if detail["type"] == "missing":
         return f"{'.'.join(map(str, detail['loc']))} is required"
     if detail["type"] == "extra_forbidden":
         return f"unknown field {place}"
-    return f"{place}: {detail['msg'].removeprefix('Input ').removeprefix('Value error, ')}"
+    return f"{place}: {reason}"
 
 
 async def _read_request(request: Request, model: type[BaseModel]) -> BaseModel:

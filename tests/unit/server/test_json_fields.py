@@ -33,7 +33,9 @@ def test_no_field_is_given_twice():
     [
         ({str(number): 1 for number in range(1001)}, "the body has 1001 fields"),
         ({"messages": [{}] * 100_001}, "messages has 100002 lists and objects"),
+        ({"prompt": ["a", *[[]] * 100_001]}, "prompt has 100002 lists and objects"),
         ({"stop": ["a"] * 500_001}, "stop has 500001 values"),
+        ({"stop": ['","', *["\\\\"] * 500_001]}, "stop has 500002 values"),
     ],
 )
 def test_bodies_that_would_occupy_the_server_are_refused(body: dict[str, Any], message: str):
@@ -42,5 +44,6 @@ def test_bodies_that_would_occupy_the_server_are_refused(body: dict[str, Any], m
 
 
 def test_brackets_and_commas_in_texts_are_not_counted():
-    body = {"prompt": ["[" * 200_000], "suffix": "," * 600_000}
+    lines = '{"a": [1, "\\\\"]}\\n' * 100_000
+    body = {"prompt": ["[" * 200_000], "suffix": "," * 600_000, "messages": [{"content": lines}], "stop": ['"', lines]}
     assert read_fields(json.dumps(body).encode()) == body
